@@ -1,0 +1,1 @@
+"""The paged KV block manager: pool, block tables, prefix index, eviction, admission. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Arithmetic: config -> tensors -> bytes -> capacity. Imports no torch, transformers or numpy."""

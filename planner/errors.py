@@ -1,0 +1,70 @@
+"""Errors a user can act on. Each names the field, the value and what would be right.
+
+The command line prints ``str(error)`` and exits with 2; the server renders it as an OpenAI error body.
+"""
+
+from __future__ import annotations
+
+
+class TonnageError(Exception):
+    """Base of every error shown to a user; never a traceback.
+
+    ``code`` is the machine-readable string of the OpenAI envelope, ``field`` the config field, flag or
+    body field at fault, ``hint`` what to do next.
+    """
+
+    code: str = "invalid_request"
+
+    def __init__(self, message: str, *, field: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.hint = hint
+
+    def __str__(self) -> str:
+        where = f"{self.field}: " if self.field else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{where}{self.message}{hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:  # crosses the engine's process border
+        return (_rebuild, (type(self), self.message, self.field, self.hint))
+
+
+def _rebuild(kind: type[TonnageError], message: str, field: str | None, hint: str | None) -> TonnageError:
+    return kind(message, field=field, hint=hint)
+
+
+class ModelNotFound(TonnageError):
+    """The name is neither ``demo``, a folder, a file nor a reachable hub id."""
+
+    code = "model_not_found"
+
+
+class UnsupportedArchitecture(TonnageError):
+    """The model, or a field of its config, is not understood: refused by name, never guessed."""
+
+    code = "unsupported_architecture"
+
+
+class ConfigError(TonnageError):
+    """config.json is broken, incomplete or contradicts itself."""
+
+    code = "invalid_model_config"
+
+
+class CheckpointError(TonnageError):
+    """A safetensors or GGUF header is truncated, lies or is not what it claims to be."""
+
+    code = "invalid_checkpoint"
+
+
+class DeploymentError(TonnageError):
+    """A flag is out of range or contradicts another one or the model."""
+
+    code = "invalid_deployment"
+
+
+class DoesNotFit(TonnageError):
+    """The plan does not fit into the memory; the message carries the numbers."""
+
+    code = "does_not_fit"

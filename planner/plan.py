@@ -1,0 +1,119 @@
+"""The Plan: computed once before anything loads, then what the pool is sized by, what admission promises
+from, and what the metrics compare reality with. Built by :func:`tonnage.planner.build.make_plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tonnage.planner.layout import KVLayout
+
+SCHEMA_VERSION = 1
+
+EngineName = Literal["hf", "vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """How the model is to be served; field names are vLLM's flags. None means: let the planner choose."""
+
+    engine: EngineName = "hf"
+    device: str = "cpu"
+    device_memory: int | None = None  # bytes of the device (or of the host for cpu)
+    gpu_memory_utilization: float = 0.9
+    dtype: str = "auto"  # auto | float32 | float16 | bfloat16
+    quantization: str | None = None  # int8 | nf4 | nf4-double | gptq | None (what the checkpoint says)
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was planned. ``path`` is the local folder or file the engine loads from (not printed in JSON)."""
+
+    id: str
+    path: str
+    architecture: str
+    parameters: int
+    attention: str  # MHA | GQA | MQA
+    via: Literal["adapter", "headers", "gguf", "meta"]
+    max_model_len: int  # what the model itself allows
+    vocab_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Bytes on one rank. ``total_bytes`` is the device; ``free_bytes`` = total - all others (negative: does not fit)."""
+
+    weights_bytes: int
+    kv_pool_bytes: int
+    activation_bytes: int
+    cuda_graph_bytes: int
+    framework_bytes: int
+    total_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """What the processes of the server are expected to hold at their peak."""
+        return (
+            self.weights_bytes
+            + self.kv_pool_bytes
+            + self.activation_bytes
+            + self.cuda_graph_bytes
+            + self.framework_bytes
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVCachePlan:
+    """Capacity of the pool. ``usable_blocks`` = ``num_blocks`` - 1: block 0 is the null block."""
+
+    layout: KVLayout
+    num_blocks: int
+    usable_blocks: int
+    tokens: int
+    max_concurrency: float
+    bytes_per_sequence: int  # one sequence of max_model_len tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of ``--explain``: value, formula with the numbers in it, the config field or source."""
+
+    name: str
+    value: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole answer. ``deployment`` has every None replaced by the value chosen."""
+
+    plan_id: str
+    revision: int
+    model: ModelInfo
+    deployment: Deployment
+    ranks: tuple[RankPlan, ...]
+    worst_rank: int
+    kv_cache: KVCachePlan
+    fits: bool
+    reasons: tuple[str, ...] = ()
+    intervals: dict[str, tuple[int, int]] = field(default_factory=dict)
+    terms: tuple[Term, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def rank(self) -> RankPlan:
+        """The rank that decides."""
+        return self.ranks[self.worst_rank]

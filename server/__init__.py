@@ -1,0 +1,1 @@
+"""The server: settings, engines, OpenAI API, metrics."""

@@ -1,0 +1,161 @@
+"""The Engine protocol: what the API may ask of HF, vLLM and the fake, and the values that cross the border.
+
+The API process owns text (tokenizing, detokenizing, stop strings); engines see token ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineDead(TonnageError):
+    """The engine process is gone; in-flight requests end with this."""
+
+    code = "engine_dead"
+
+
+class NeverFits(TonnageError):
+    """The request can never fit (admission said Never); the message carries the numbers."""
+
+    code = "exceeds_kv_capacity"
+
+
+class QueueFull(TonnageError):
+    """The request would fit, but not now. ``retry_after_seconds`` from the drain estimate."""
+
+    code = "server_overloaded"
+    retry_after_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Field meanings as in vLLM's SamplingParams. temperature 0 = greedy; top_k 0 = off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids included, unless ignore_eos
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """``n`` sequences from one prompt; ``request_id`` unique among the live ones."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one of the n sequences. A stop token that ended it is not among ``token_ids``."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised."""
+
+    num_blocks: int
+    usable: int
+    used: int
+    cached: int
+    free: int
+    promised: int
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes the server really holds. None: not measured by this engine.
+
+    ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
+    storages of the pool; ``process`` the RssAnon + RssShmem of all processes now, ``process_peak`` its maximum.
+    """
+
+    weights: int | None = None
+    kv_pool: int | None = None
+    process: int | None = None
+    process_peak: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; reading it never waits for the engine."""
+
+    ready: bool
+    running: int
+    waiting: int
+    pool: PoolStats
+    memory: MeasuredMemory = field(default_factory=MeasuredMemory)
+    admissions: tuple[tuple[str, str, int], ...] = ()  # (outcome admit|wait|never, reason, count)
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    restarts: int = 0
+    invariant_violations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the engine really has after load, to hold against the Plan."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    plan: Plan  # revision 1
+
+
+class Engine(Protocol):
+    """One running model. All methods are called from the API process's event loop."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan printed before the load (revision 0)."""
+        ...
+
+    async def start(self) -> None:
+        """Load; returns when it can serve. Raises TonnageError with what to do."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Submit. Raises NeverFits / QueueFull / EngineDead before the first chunk.
+
+        Ends after each of the n sequences sent a finish_reason. Closing the iterator aborts the request
+        and frees its blocks within one step.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def capacity(self) -> Capacity: ...
+
+    async def drain(self, seconds: float) -> None:
+        """Admit no more; return when the running requests ended or the time is up."""
+        ...
+
+    async def stop(self) -> None: ...
