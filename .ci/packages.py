@@ -1,0 +1,36 @@
+"""Write the package list of pyproject.toml from the folders (``--check``: fail when it is stale)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def packages() -> list[str]:
+    """Every folder with an __init__.py below the three packages, as ``tonnage.<path>``."""
+    found = []
+    for top in ("planner", "cache", "server"):
+        for init in (ROOT / top).rglob("__init__.py"):
+            found.append("tonnage." + ".".join(init.parent.relative_to(ROOT).parts))
+    return sorted(found)
+
+
+def main() -> int:
+    path = ROOT / "pyproject.toml"
+    text = path.read_text()
+    lines = "packages = [\n" + "".join(f'    "{name}",\n' for name in packages()) + "]\n"
+    new = re.sub(r"(# packages: begin\n).*?(# packages: end)", rf"\g<1>{lines}\g<2>", text, flags=re.S)
+    if "--check" in sys.argv:
+        if new != text:
+            print("pyproject.toml: the package list is stale; run python .ci/packages.py", file=sys.stderr)
+            return 1
+        return 0
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
