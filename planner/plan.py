@@ -49,7 +49,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Bytes on one rank. ``total_bytes`` is the device; ``free_bytes`` = total - all others (negative: does not fit)."""
+    """Bytes on one rank. ``total_bytes`` is the device; a negative ``free_bytes`` means: does not fit."""
 
     weights_bytes: int
     kv_pool_bytes: int

@@ -91,13 +91,24 @@ class MeasuredMemory:
     """Bytes the server really holds. None: not measured by this engine.
 
     ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
-    storages of the pool; ``process`` the RssAnon + RssShmem of all processes now, ``process_peak`` its maximum.
+    storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
+    RssAnon + RssShmem of all processes now, ``process_peak`` its maximum.
     """
 
     weights: int | None = None
     kv_pool: int | None = None
+    framework: int | None = None
     process: int | None = None
     process_peak: int | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """What the peak holds beyond weights, pool and framework."""
+        parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
+        if any(part is None for part in parts):
+            return None
+        peak, weights, kv_pool, framework = (part or 0 for part in parts)
+        return max(0, peak - weights - kv_pool - framework)
 
 
 @dataclass(frozen=True, slots=True)
