@@ -1,0 +1,146 @@
+"""What the processes of a server really hold: anonymous plus shared memory, from /proc.
+
+RssAnon + RssShmem (proc_pid_status(5)) leave out file-backed pages: libraries, and files that are mapped
+rather than read. Those are shared by all processes and given back by the kernel under pressure, so they are
+no part of what a plan promises. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+_KIB = 1024
+
+
+def process_tree(pid: int) -> list[int]:
+    """``pid`` and all its living descendants; empty when ``pid`` is gone.
+
+    Read from the parent field of each /proc/N/stat: /proc/PID/task/TID/children needs a kernel option
+    (CONFIG_PROC_CHILDREN) that not every kernel has.
+    """
+    children: dict[int, list[int]] = {}
+    alive = False
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        child = int(name)
+        alive = alive or child == pid
+        parent = _parent(child)
+        if parent is not None:
+            children.setdefault(parent, []).append(child)
+    if not alive:
+        return []
+    tree = [pid]
+    for member in tree:  # grows while it is walked
+        tree.extend(children.get(member, ()))
+    return tree
+
+
+def process_tree_bytes(pid: int) -> int:
+    """RssAnon + RssShmem in bytes of a process and its descendants; 0 when it is gone.
+
+    Shared memory mapped by several processes of the tree is counted once: as soon as more than one of them
+    has any, their proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) is taken instead of RssShmem.
+    Anonymous pages are private to their process, except those a forked child has not written yet, which are
+    counted for each; engines are spawned, not forked.
+    """
+    anonymous = 0
+    shared: dict[int, int] = {}
+    for member in process_tree(pid):
+        status = _fields(f"/proc/{member}/status", ("RssAnon:", "RssShmem:"))
+        anonymous += status.get("RssAnon:", 0)
+        if status.get("RssShmem:", 0):
+            shared[member] = status["RssShmem:"]
+    if len(shared) > 1:
+        for member, resident in shared.items():
+            rollup = _fields(f"/proc/{member}/smaps_rollup", ("Pss_Shmem:",))
+            shared[member] = rollup.get("Pss_Shmem:", resident)
+    return anonymous + sum(shared.values())
+
+
+class PeakSampler:
+    """A thread that keeps the largest :func:`process_tree_bytes` seen, every ``interval`` seconds.
+
+    A peak shorter than the interval can be missed. Use as a context manager, or ``start`` and ``stop``.
+    """
+
+    def __init__(self, pid: int | None = None, interval: float = 0.05) -> None:
+        self._pid = os.getpid() if pid is None else pid
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current(self) -> int:
+        """Bytes at the last sample."""
+        return self._current
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any sample since ``start``."""
+        return self._peak
+
+    def sample(self) -> int:
+        """Take one sample now and return it, in bytes."""
+        self._current = process_tree_bytes(self._pid)
+        self._peak = max(self._peak, self._current)
+        return self._current
+
+    def start(self) -> None:
+        if self._thread is not None:
+            return
+        self._stop.clear()
+        self.sample()
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """End the thread after a last sample; returns the peak in bytes."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+            self.sample()
+        return self._peak
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.sample()
+
+    def __enter__(self) -> PeakSampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            text = stat.read()
+    except OSError:  # it ended between the listing and now
+        return None
+    # The second field is the command in parentheses and may itself hold ") "; the last one closes it.
+    state, parent, *_ = text[text.rindex(b")") + 2 :].split()
+    return None if state == b"Z" else int(parent)
+
+
+def _fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
+    """The named ``Name:  N kB`` lines of a /proc file, in bytes; empty when the process is gone."""
+    found: dict[str, int] = {}
+    try:
+        with open(path, encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                name, *value = line.split()
+                if name in names:
+                    found[name] = int(value[0]) * _KIB
+    except OSError:
+        return {}
+    return found
