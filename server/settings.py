@@ -1,0 +1,113 @@
+"""Settings: one model for flags, ``TONNAGE_*`` environment variables and code.
+
+Field names are vLLM's flags where vLLM has one. ``tonnage serve`` makes its command line from this class.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plan import Deployment
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def parse_size(value: Any) -> Any:
+    """``512MiB``, ``2GB``, ``1073741824`` -> bytes (int). Binary and decimal units are not the same."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with MiB, GiB, MB or GB")
+    return (
+        int(float(match[1]) * _UNITS[match[2].lower()])
+        if "." in match[1]
+        else int(match[1]) * _UNITS[match[2].lower()]
+    )
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+
+
+class Settings(BaseSettings):
+    """What one server is started with. Bytes are ints; None means: let the planner choose."""
+
+    model_config = SettingsConfigDict(env_prefix="TONNAGE_", extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="folder with config.json, .gguf file, hub id, or demo")
+    served_model_name: str | None = Field(None, min_length=1, description="name in the API; default: MODEL")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    backend: Literal["hf", "vllm", "fake"] = Field(
+        "hf", description="engine; fake counts blocks, runs no model"
+    )
+
+    device: str = Field("cpu", description="device the engine runs on")
+    device_memory: Bytes | None = Field(None, description="device memory (24GiB, 80GB); default: ask it")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the memory that may be used")
+    dtype: str = Field("auto", description="auto, float32, float16 or bfloat16")
+    quantization: str | None = Field(None, description="int8, nf4, nf4-double; default: the checkpoint")
+    kv_cache_dtype: str = Field("auto", description="dtype of the KV cache")
+    max_model_len: int | None = Field(None, ge=1, description="longest prompt plus completion in tokens")
+    max_num_seqs: int | None = Field(None, ge=1, description="sequences in one batch")
+    max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
+    block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
+    kv_cache_memory_bytes: Bytes | None = Field(None, description="KV pool (512MiB); default: what is left")
+    enable_prefix_caching: bool = Field(True, description="reuse the blocks of equal prompt beginnings")
+
+    # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is
+    # no limit; 512 is Ollama's queue (OLLAMA_MAX_QUEUE).
+    max_num_queued_reqs: int = Field(512, ge=1, description="unfinished sequences before 503")
+    # 16 is OpenAI's default for /v1/completions (its API reference, "max_tokens").
+    default_max_tokens: int = Field(16, ge=1, description="max_tokens of a request without one")
+    # A million token ids as JSON, more than any context served here, are under 8 MiB.
+    max_request_body_bytes: Bytes = Field(8 * 2**20, description="largest accepted request body")
+
+    @property
+    def model_name(self) -> str:
+        """The name clients send and /v1/models lists."""
+        return self.served_model_name or self.model
+
+    def deployment(self) -> Deployment:
+        """The planner's half of the settings. The fake engine is planned like hf."""
+        return Deployment(
+            engine="vllm" if self.backend == "vllm" else "hf",
+            device=self.device,
+            device_memory=self.device_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
+
+
+def load_settings(**given: Any) -> Settings:
+    """Settings from ``given`` (flags, which win) and the environment.
+
+    Raises DeploymentError naming the first bad field, its value and what would be right.
+    """
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else None
+        what = first["msg"].removeprefix("Value error, ")
+        got = "" if first["type"] == "missing" else f", not {str(first['input'])[:100]!r}"
+        raise DeploymentError(
+            f"{what}{got}", field=field, hint=f"or set TONNAGE_{field.upper()}" if field and not got else None
+        ) from None
