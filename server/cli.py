@@ -1,0 +1,87 @@
+"""``tonnage``: a table of sub-commands, each imported only when it is called.
+
+``tonnage plan`` answers in under 200 ms, so nothing is imported here that it does not need.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tonnage.planner.errors import TonnageError
+
+# name -> (module with run(argv) -> exit code, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "plan": ("tonnage.planner.command", "say what a model needs and what a device carries, before a load"),
+    "serve": ("tonnage.server.commands.serve", "plan, then serve the OpenAI API and /metrics from that plan"),
+    "verify": ("tonnage.server.commands.verify", "load a model and compare the plan with what is really held"),
+    "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
+}
+
+OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    return f"""usage: tonnage COMMAND [OPTIONS]
+
+Memory of language models: plan it, admit by it, measure it.
+
+{lines}
+
+MODEL is a local folder with config.json, a .gguf file, a hub id, or demo (SmolLM2-135M-Instruct).
+tonnage COMMAND --help shows the options of a command; tonnage --version the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command. Returns its exit code: 0 done, 1 the answer is no, 2 bad input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except TonnageError as error:
+        print(f"tonnage: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("tonnage: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stdout = None  # type: ignore[assignment]  # or the interpreter flushes it again and complains
+        return BROKEN_PIPE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(usage(), end="", file=sys.stderr)
+        return USAGE
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-h", "--help", "help"):
+        print(usage(), end="")
+        return OK
+    if name in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"tonnage {version('tonnage')}")
+        return OK
+    if name not in COMMANDS:
+        return _unknown(name)
+    run: Callable[[list[str]], int] = import_module(COMMANDS[name][0]).run
+    code = run(rest)
+    if sys.stdout is not None:
+        sys.stdout.flush()  # a broken pipe shows here, not at interpreter exit
+    return code
+
+
+def _unknown(name: str) -> int:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    print(f"tonnage: unknown command {name[:80]!r} ({guess}one of: {', '.join(COMMANDS)})", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

