@@ -5,37 +5,22 @@ Field names are vLLM's flags where vLLM has one. ``tonnage serve`` makes its com
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
-
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+from tonnage.planner.units import parse_size
 
 
-def parse_size(value: Any) -> Any:
-    """``512MiB``, ``2GB``, ``1073741824`` -> bytes (int). Binary and decimal units are not the same."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write bytes, or a number with MiB, GiB, MB or GB")
-    return (
-        int(float(match[1]) * _UNITS[match[2].lower()])
-        if "." in match[1]
-        else int(match[1]) * _UNITS[match[2].lower()]
-    )
+def _size(value: Any, info: ValidationInfo) -> Any:
+    """``512MiB``, ``2GB`` or plain bytes, as on the planner's command line."""
+    return parse_size(value, info.field_name or "size") if isinstance(value, str) else value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1)]
 
 
 class Settings(BaseSettings):
@@ -105,9 +90,9 @@ def load_settings(**given: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else None
-        what = first["msg"].removeprefix("Value error, ")
-        got = "" if first["type"] == "missing" else f", not {str(first['input'])[:100]!r}"
-        raise DeploymentError(
-            f"{what}{got}", field=field, hint=f"or set TONNAGE_{field.upper()}" if field and not got else None
-        ) from None
+        field = str(first["loc"][0])
+        if first["type"] == "missing":
+            raise DeploymentError("is required", field=field, hint=f"or set TONNAGE_{field.upper()}") from None
+        if first["type"] == "extra_forbidden":
+            raise DeploymentError("is not a setting", field=field) from None
+        raise DeploymentError(f"{first['msg']}, not {str(first['input'])[:100]!r}", field=field) from None

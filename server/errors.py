@@ -1,0 +1,189 @@
+"""Errors of the API: a closed set of codes, and the one place that turns them into HTTP.
+
+Everything the server refuses goes through :func:`render`: an OpenAI envelope with string codes, the status,
+and the headers that tell a client whether to try again. "Never" (400, ``x-should-retry: false``) and "not
+now" (429/503, ``Retry-After``) are different answers; the OpenAI SDK reads these headers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tonnage.planner.errors import TonnageError
+
+log = logging.getLogger("tonnage.server")
+
+MAX_MESSAGE = 1000  # characters; an error never grows with the body that caused it
+
+
+class ErrorCode(StrEnum):
+    """Every ``error.code`` a client can meet."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_ENCODING = "invalid_encoding"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    REQUEST_TOO_LARGE = "request_too_large"
+    MISSING_PARAMETER = "missing_required_parameter"
+    UNKNOWN_PARAMETER = "unknown_parameter"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    INVALID_TYPE = "invalid_type"
+    INVALID_VALUE = "invalid_value"
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
+    UNKNOWN_URL = "unknown_url"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    SERVER_OVERLOADED = "server_overloaded"
+    MODEL_LOADING = "model_loading"
+    ENGINE_DEAD = "engine_dead"
+    INTERNAL_ERROR = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Status of a code. ``again``: True = Retry-After is owed, False = retrying cannot help."""
+
+    status: int
+    again: bool = False
+
+    @property
+    def type(self) -> str:
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+RULES: dict[ErrorCode, _Rule] = {
+    ErrorCode.INVALID_JSON: _Rule(400),
+    ErrorCode.INVALID_ENCODING: _Rule(400),
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: _Rule(415),
+    ErrorCode.REQUEST_TOO_LARGE: _Rule(413),
+    ErrorCode.MISSING_PARAMETER: _Rule(400),
+    ErrorCode.UNKNOWN_PARAMETER: _Rule(400),
+    ErrorCode.UNSUPPORTED_PARAMETER: _Rule(400),
+    ErrorCode.INVALID_TYPE: _Rule(400),
+    ErrorCode.INVALID_VALUE: _Rule(400),
+    ErrorCode.MODEL_NOT_FOUND: _Rule(404),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400),
+    ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
+    ErrorCode.UNKNOWN_URL: _Rule(404),
+    ErrorCode.METHOD_NOT_ALLOWED: _Rule(405),
+    # 503, not 429: the server cannot serve anyone now, so a load balancer should move on (429 is for one
+    # caller's own quota).
+    ErrorCode.SERVER_OVERLOADED: _Rule(503, again=True),
+    ErrorCode.MODEL_LOADING: _Rule(503, again=True),
+    ErrorCode.ENGINE_DEAD: _Rule(503, again=True),
+    ErrorCode.INTERNAL_ERROR: _Rule(500),
+}
+
+
+class ApiError(Exception):
+    """A refusal as the client will see it. ``param`` is the body field at fault."""
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_seconds: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def status(self) -> int:
+        return RULES[self.code].status
+
+
+def envelope(error: ApiError) -> dict[str, Any]:
+    """The OpenAI error body: message and type strings, param string or null, code a string."""
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 3] + "..."
+    return {
+        "error": {
+            "message": message,
+            "type": RULES[error.code].type,
+            "param": error.param,
+            "code": error.code.value,
+        }
+    }
+
+
+def headers(error: ApiError) -> dict[str, str]:
+    """``Retry-After`` (seconds) and ``retry-after-ms`` for later, ``x-should-retry: false`` for never."""
+    rule = RULES[error.code]
+    if rule.again:
+        seconds = max(0.001, error.retry_after_seconds)
+        return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+    return {"x-should-retry": "false"} if rule.status < 500 else {}
+
+
+def render(error: ApiError, extra: dict[str, str] | None = None) -> Response:
+    """The response for ``error``."""
+    return JSONResponse(envelope(error), status_code=error.status, headers=headers(error) | (extra or {}))
+
+
+_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+ -]+/)+[\w.@+-]*")
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client may know about ``error``: domain errors by their code, anything else as internal_error.
+
+    File paths are taken out of domain messages; they name the operator's disk, not the client's input.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TonnageError) and error.code in set(ErrorCode):
+        message = error.message + (f" ({error.hint})" if error.hint else "")
+        return ApiError(
+            ErrorCode(error.code),
+            _PATH.sub("<path>", message),
+            param=error.field,
+            retry_after_seconds=getattr(error, "retry_after_seconds", 1.0),
+        )
+    log.error("unexpected error while serving a request", exc_info=error)
+    return ApiError(ErrorCode.INTERNAL_ERROR, "the server met an unexpected error; its log has the details")
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers, so that routing errors and unexpected ones wear the same envelope."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return render(from_exception(error))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path[:200]}"
+        if error.status_code == 404:
+            return render(ApiError(ErrorCode.UNKNOWN_URL, f"unknown URL: {where}"))
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow") or ""
+            text = f"method not allowed: {where}" + (f"; use {allow}" if allow else "")
+            return render(ApiError(ErrorCode.METHOD_NOT_ALLOWED, text), {"allow": allow} if allow else None)
+        if error.status_code < 500:
+            return render(ApiError(ErrorCode.INVALID_VALUE, str(error.detail)))
+        return render(ApiError(ErrorCode.INTERNAL_ERROR, str(error.detail)))
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = str(first["loc"][-1]) if first["loc"] else None
+        return render(ApiError(ErrorCode.INVALID_VALUE, str(first["msg"]), param=param))
+
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(TonnageError, on_error)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(Exception, on_error)

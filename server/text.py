@@ -1,0 +1,170 @@
+"""Text at the API's edge: tokenizer, incremental detokenizer, stop strings. No torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from tonnage.planner.errors import CheckpointError, ConfigError
+
+# U+FFFD at the end may be a character that is not finished yet; byte-fallback decoders show a whole run of byte
+# tokens so until its last character is complete. So many in a row are invalid bytes that nothing will finish.
+_MAX_HELD = 64
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """tokenizer.json of a model folder, and the ids that end a text."""
+
+    def __init__(self, rust: RustTokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self._rust = rust
+        self.eos_token_ids = eos_token_ids
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json, and the EOS ids of generation_config.json or else config.json.
+
+        Raises CheckpointError when tokenizer.json is missing or broken, ConfigError for a broken EOS id.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json",
+                field="tokenizer.json",
+                hint="save the model's tokenizer in the fast format into its folder",
+            )
+        try:
+            rust = RustTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise CheckpointError(f"{path}: {str(error)[:200]}", field="tokenizer.json") from None
+        return cls(rust, _eos_token_ids(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model's own tokenizer adds."""
+        ids: list[int] = self._rust.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids`` without special tokens; unfinished UTF-8 shows as U+FFFD."""
+        text: str = self._rust.decode(list(token_ids))
+        return text
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config: Any = json.loads((folder / name).read_bytes())
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}", field=name) from None
+        value = config.get("eos_token_id") if isinstance(config, dict) else None
+        if value is None and isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+            value = config["text_config"].get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise ConfigError(f"{value!r} is not a token id or a list of them", field=f"{name}: eos_token_id")
+        return tuple(ids)
+    return ()
+
+
+class Detokenizer:
+    """Token ids in, text out, never half a character.
+
+    The pieces joined, :meth:`flush` included, are the text of all the ids decoded at once. Each step decodes
+    only the last few tokens: ``_ids`` begins where a piece began, because decoders look at their first token
+    (SentencePiece ones strip its space). ``tokenizers.decoders.DecodeStream`` is not used: it has no flush
+    (an answer cut in the middle of a character loses its end) and raises where a decoder rewrites earlier text.
+    """
+
+    __slots__ = ("_decode", "_ids", "_read", "_shown")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        self._ids = _context(tokenizer, prompt_token_ids)
+        self._read = len(self._ids)  # tokens of the window whose text is out
+        self._shown = len(self._decode(self._ids)) if self._ids else 0  # characters of the window that are out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with ``token_ids``; may be empty."""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids)
+        unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+        if unfinished > _MAX_HELD:
+            unfinished = 0
+        certain = len(text) - unfinished
+        piece = text[self._shown : certain]
+        if piece and not unfinished:
+            self._ids = self._ids[self._read :]
+            self._read = len(self._ids)
+            self._shown = len(self._decode(self._ids))
+        else:
+            self._shown = max(self._shown, certain)
+        return piece
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        text = self._decode(self._ids)
+        piece = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return piece
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """The shortest end of the prompt that begins with a whole character, so that the first generated token
+    keeps its leading space. At most the last eight tokens are looked at: two characters in single bytes."""
+    for size in range(1, min(8, len(prompt_token_ids)) + 1):
+        ids = list(prompt_token_ids[-size:])
+        text = tokenizer.decode(ids)
+        if text and not text.startswith(_REPLACEMENT):
+            return ids
+    return []
+
+
+class StopStrings:
+    """Cuts a text before the first stop string, wherever the pieces it comes in are split.
+
+    Text that may be the beginning of a stop string is held back. Of several stop strings the one that is
+    complete first wins (the longest of those that end together), so the result does not depend on the split.
+    """
+
+    __slots__ = ("_held", "_stop", "stopped")
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """The text that may be shown now. Sets ``stopped`` when a stop string is complete."""
+        if not self._stop or self.stopped:
+            return "" if self.stopped else piece
+        text = self._held + piece
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)[1]]
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The text held back, when the answer ended without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

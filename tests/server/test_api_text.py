@@ -1,0 +1,127 @@
+"""Detokenizer and stop strings against decoding everything at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models
+
+from tonnage.planner.errors import CheckpointError, ConfigError
+from tonnage.server.text import Detokenizer, StopStrings, Tokenizer
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int] | None = None) -> list[str]:
+    stream = Detokenizer(tokenizer, prompt or [])
+    out = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+    return [*out, stream.flush()]
+
+
+@given(data=st.data())
+def test_any_tokens_stream_to_the_text_of_all(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 49151) | st.integers(17, 300), max_size=40))
+    step = data.draw(st.integers(1, 5))
+    assert "".join(pieces(tokenizer, ids, step)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["naïve café", "👩‍👩‍👧 family", "日本語のテキスト", "a€b𐍈c", "tab\tnew\nline"])
+def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    out = pieces(tokenizer, ids)
+    assert "".join(out) == text
+    assert not any("\ufffd" in piece for piece in out)
+
+
+def test_an_answer_cut_inside_a_character_keeps_its_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 👩")
+    assert len(ids) > 3
+    out = pieces(tokenizer, ids[:-1])
+    assert "".join(out) == tokenizer.decode(ids[:-1])
+    assert out[-1] == "\ufffd"
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A SentencePiece-like tokenizer: metaspace, one token per byte for what is not in the vocabulary."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocab |= {"▁hello": 257, "▁world": 258, "!": 259}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(rust, ())
+
+
+def test_byte_fallback_shows_whole_characters_and_keeps_spaces() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = [257, 258, *(byte + 1 for byte in "€👩".encode()), 258, 259]
+    out = pieces(tokenizer, ids)
+    assert "".join(out) == "hello world€👩 world!" == tokenizer.decode(ids)
+    assert "€" in out
+    assert "👩" in out
+
+
+def test_a_completion_keeps_the_space_after_its_prompt() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    assert "".join(pieces(tokenizer, [258, 259], prompt=[257])) == " world!"
+    assert "".join(pieces(tokenizer, [258], prompt=[byte + 1 for byte in "€".encode()])) == " world"
+
+
+def reference_stop(text: str, stops: list[str]) -> str:
+    """Character by character: the first position at which any stop string is complete."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            return text[: end - max(map(len, done))]
+    return text
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
+    buffer = StopStrings(stops)
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    out = "".join(buffer.push(text[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+    assert buffer.stopped == any(stop in text for stop in stops)
+    if not buffer.stopped:
+        out += buffer.flush()
+    assert out == reference_stop(text, stops)
+
+
+def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
+    buffer = StopStrings(["END"])
+    assert buffer.push("hello") == "hello"
+    assert buffer.push(" E") == " "
+    assert buffer.push("N") == ""
+    assert buffer.push("X") == "ENX"
+
+
+def test_eos_ids_come_from_generation_config_then_config(tmp_path, tokenizer_folder) -> None:
+    source = (tokenizer_folder / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(source)
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == ()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}}))
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+    assert Tokenizer.from_folder(tmp_path).eos_token_ids == (2, 0)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "two"}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_text_needs_no_torch() -> None:
+    code = "import sys, tonnage.server.text; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
