@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from tonnage.planner.errors import TonnageError
+from tonnage.cache.admission import Limits
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.plan import Plan
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -137,6 +138,24 @@ class Capacity:
     block_size: int
     max_model_len: int
     plan: Plan  # revision 1
+
+
+def limits_of(plan: Plan) -> Limits:
+    """What admission may promise from: the Plan's pool and lengths. Raises DeploymentError on an open value."""
+    deployment = plan.deployment
+    values = {
+        "max_model_len": deployment.max_model_len,
+        "max_num_seqs": deployment.max_num_seqs,
+        "max_num_batched_tokens": deployment.max_num_batched_tokens,
+    }
+    for name, value in values.items():
+        if value is None:
+            raise DeploymentError("the plan leaves it open", field=name, hint="build it with make_plan")
+    return Limits(
+        layout=plan.kv_cache.layout,
+        usable_blocks=plan.kv_cache.usable_blocks,
+        **{name: value or 0 for name, value in values.items()},
+    )
 
 
 class Engine(Protocol):

@@ -1,0 +1,5 @@
+"""The Hugging Face engine: paged attention over transformers models, in a process of its own."""
+
+from tonnage.server.engines.hf.engine import HFEngine
+
+__all__ = ["HFEngine"]

@@ -1,0 +1,121 @@
+"""The engine process: receives requests, steps, sends chunks and a snapshot.
+
+Started as ``python -m tonnage.server.engines.hf.child FD THREADS``. The first
+message on the socket is the Plan.
+Imports torch; its parent does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import Chunk
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Ready, Step, Stop
+
+
+def main(descriptor: int, threads: int) -> None:
+    """Ends when told to, or when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(descriptor)
+    plan: Plan = connection.recv()
+    try:
+        engine = EngineLoop(plan, connection, threads)
+    except TonnageError as error:
+        connection.send(Failed(error))
+        return
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(Failed(TonnageError(f"the engine failed to start: {type(error).__name__}: {error}")))
+        return
+    connection.send(engine.ready())
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        engine.run()
+
+
+class EngineLoop:
+    """Scheduler, runner and sampler of one rank, driven by messages."""
+
+    def __init__(self, plan: Plan, connection: Connection, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+
+        from tonnage.server.engines.hf.runner import ModelRunner
+        from tonnage.server.engines.hf.sampling import sample
+        from tonnage.server.engines.hf.scheduler import Scheduler
+        from tonnage.server.engines.hf.selfcheck import self_check
+
+        self.plan = plan
+        self.connection = connection
+        self.runner = ModelRunner(plan)
+        self.scheduler = Scheduler(plan)
+        self.self_check_error = self_check(self.runner)
+        self._sample = sample
+
+    def ready(self) -> Ready:
+        return Ready(
+            num_blocks=self.runner.pool.tensor.shape[0],
+            weights_bytes=self.runner.weights_bytes,
+            kv_pool_bytes=self.runner.pool.nbytes,
+            self_check_error=self.self_check_error,
+            stats=self.scheduler.stats(),
+        )
+
+    def run(self) -> None:
+        while True:
+            chunks: list[Chunk] = []
+            while self.scheduler.idle or self.connection.poll():
+                message = self.connection.recv()
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Generate):
+                    self.scheduler.add(message.request)
+                elif isinstance(message, Abort):
+                    chunks += self.scheduler.abort(message.request_id)
+                    if self.scheduler.idle:
+                        break
+            chunks += self.step()
+            self.connection.send(Step(tuple(chunks), self.scheduler.stats()))
+
+    def step(self) -> list[Chunk]:
+        """One forward over decodes and prefill chunks; an error ends the step's requests, not the engine."""
+        batch, picked, chunks = self.scheduler.schedule()
+        if batch is None:
+            return chunks
+        try:
+            logits = self.runner.forward(batch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            traceback.print_exc()
+            return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
+        rows = {id(sequence): row for row, sequence in enumerate(s for s in picked if s.samples)}
+        drawing = self.scheduler.fork(picked)
+        if not drawing:
+            return chunks
+        parents = [rows.get(id(sequence), -1) for sequence in drawing]
+        for at, row in enumerate(parents):  # a fork follows its parent and draws from the same logits
+            if row < 0:
+                parents[at] = parents[at - 1]
+        logits = logits[parents]
+        finite = logits.isfinite().all(dim=-1).tolist()
+        if not all(finite):
+            broken = [sequence for sequence, good in zip(drawing, finite, strict=True) if not good]
+            chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
+            drawing = [sequence for sequence, good in zip(drawing, finite, strict=True) if good]
+            logits = logits[[at for at, good in enumerate(finite) if good]]
+        if drawing:
+            tokens = self._sample(logits, [s.request.params for s in drawing], [s.random for s in drawing])
+            chunks += self.scheduler.finish(drawing, tokens)
+        return chunks
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

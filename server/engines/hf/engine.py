@@ -1,0 +1,254 @@
+"""HFEngine: the API process's side of the Hugging Face engine. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
+from tonnage.planner.errors import ModelNotFound, TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import (
+    Capacity,
+    Chunk,
+    EngineDead,
+    EngineStats,
+    GenerationRequest,
+    MeasuredMemory,
+    NeverFits,
+    PoolStats,
+    QueueFull,
+    limits_of,
+)
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Ready, Step, Stop
+from tonnage.server.engines.hf.support import require_supported
+from tonnage.server.memory import PeakSampler
+
+# Environment of the engine process; what the user has set wins.
+# Passive: OpenMP threads that spin while they wait take a core from whoever they wait for. With another process
+# on one of two cores a decode step took 1.8 s spinning and 0.06 s sleeping (demo model, one sequence).
+# glibc keeps up to 8 arenas a core, each holding on to freed memory; one is enough where one thread allocates.
+# Blocks over 1 MiB go back to the kernel when freed. mallopt(3).
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "1048576",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class HFEngine:
+    """A child process that generates; see :class:`tonnage.server.engines.base.Engine`.
+
+    ``threads`` is the number of compute threads (default: every core this process may use).
+    """
+
+    def __init__(self, plan: Plan, *, threads: int | None = None) -> None:
+        self._plan = plan
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._limits = limits_of(plan)
+        self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._sampler = PeakSampler()
+        self._ready: Ready | None = None
+        self._framework: int | None = None
+        self._never: dict[str, int] = {}
+        self._dead: TonnageError | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        usable = plan.kv_cache.usable_blocks
+        self._stats = EngineStats(False, 0, 0, PoolStats(plan.kv_cache.num_blocks, usable, 0, 0, usable, 0))
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine process, None before the start."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        config = Path(self._plan.model.path) / "config.json"
+        if not config.is_file():
+            raise ModelNotFound(
+                f"no config.json in {self._plan.model.path!r}: the hf backend loads a folder", field="model"
+            )
+        require_supported(json.loads(config.read_text())["model_type"])
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tonnage.server.engines.hf.child"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(self._threads)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**ENVIRONMENT, **os.environ},
+            )
+        self._sampler.start()
+        self._connection = Connection(ours.detach())
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[Ready] = loop.create_future()
+        threading.Thread(target=self._read, args=(loop, started), name="hf-reader", daemon=True).start()
+        threading.Thread(target=self._write, name="hf-writer", daemon=True).start()
+        self._outbox.put(self._plan)
+        try:
+            self._ready = await started
+        except BaseException:
+            await self.stop()
+            raise
+        self._framework = self._sampler.sample() - self._ready.weights_bytes - self._ready.kv_pool_bytes
+        self._stats = self._ready.stats
+
+    def _write(self) -> None:
+        assert self._connection is not None
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:  # the reader sees the same end and tells everybody
+                return
+
+    def _read(self, loop: asyncio.AbstractEventLoop, started: asyncio.Future[Ready]) -> None:
+        assert self._connection is not None
+        try:
+            while True:
+                message = self._connection.recv()
+                loop.call_soon_threadsafe(self._receive, message, started)
+        except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
+            pass
+        dead = EngineDead("the engine process ended", hint="see its output; restart the server")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._die, dead, started)
+
+    def _receive(self, message: Ready | Failed | Step, started: asyncio.Future[Ready]) -> None:
+        if isinstance(message, Step):
+            self._stats = message.stats
+            for chunk in message.chunks:
+                if chunk.request_id in self._live:
+                    self._live[chunk.request_id].put_nowait(chunk)
+        elif isinstance(message, Ready):
+            started.set_result(message)
+        elif not started.done():
+            started.set_exception(message.error)
+
+    def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
+        self._dead = error
+        self._stats = dataclasses.replace(self._stats, ready=False, running=0, waiting=0)
+        if not started.done():
+            started.set_exception(error)
+        for waiting in self._live.values():
+            waiting.put_nowait(error)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self._refuse(request)
+        inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
+        self._live[request.request_id] = inbox
+        self._idle.clear()
+        self._outbox.put(Generate(request))
+        remaining = request.n
+        try:
+            while remaining:
+                chunk = await inbox.get()
+                if isinstance(chunk, TonnageError):
+                    remaining = 0  # the engine is gone, nothing is left to abort
+                    raise chunk
+                remaining -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            del self._live[request.request_id]
+            if remaining:
+                self._outbox.put(Abort(request.request_id))
+            if not self._live:
+                self._idle.set()
+
+    def _refuse(self, request: GenerationRequest) -> None:
+        """Raise before anything is queued: dead, draining, or it can never fit."""
+        if self._dead is not None:
+            raise self._dead
+        if self._ready is None or self._draining:
+            raise QueueFull("the engine is not ready" if self._ready is None else "the server is draining")
+        answer = decide(
+            AdmissionRequest(
+                len(request.prompt_token_ids),
+                request.params.max_tokens,
+                request.n,
+                request.tenant,
+                request.priority,
+            ),
+            Snapshot(promised_blocks=0, running=0),
+            self._limits,
+        )
+        if isinstance(answer, Never):
+            self._never[answer.reason] = self._never.get(answer.reason, 0) + 1
+            raise NeverFits(str(answer), field="prompt")
+
+    async def abort(self, request_id: str) -> None:
+        self._outbox.put(Abort(request_id))
+
+    def stats(self) -> EngineStats:
+        ready = self._ready
+        return dataclasses.replace(
+            self._stats,
+            memory=MeasuredMemory(
+                weights=ready.weights_bytes if ready else None,
+                kv_pool=ready.kv_pool_bytes if ready else None,
+                framework=self._framework,
+                process=self._sampler.current,
+                process_peak=self._sampler.peak,
+            ),
+            admissions=self._stats.admissions
+            + tuple(("never", reason, n) for reason, n in self._never.items()),
+        )
+
+    def capacity(self) -> Capacity:
+        ready = self._ready
+        if ready is None or self._framework is None:
+            raise QueueFull("the engine is not ready")
+        rank = dataclasses.replace(
+            self._plan.rank,
+            weights_bytes=ready.weights_bytes,
+            kv_pool_bytes=ready.kv_pool_bytes,
+            framework_bytes=self._framework,
+        )
+        return Capacity(
+            num_blocks=ready.num_blocks,
+            block_size=self._plan.kv_cache.layout.block_size,
+            max_model_len=self._limits.max_model_len,
+            plan=dataclasses.replace(self._plan, revision=1, ranks=(rank,)),
+        )
+
+    async def drain(self, seconds: float) -> None:
+        self._draining = True
+        if self._live:
+            try:
+                await asyncio.wait_for(self._idle.wait(), seconds)
+            except TimeoutError:
+                return
+
+    async def stop(self) -> None:
+        self._draining = True
+        self._sampler.stop()
+        if self._process is None:
+            return
+        self._outbox.put(Stop())
+        self._outbox.put(None)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(None, self._process.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.wait)
+        if self._connection is not None:
+            self._connection.close()

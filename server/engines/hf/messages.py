@@ -1,0 +1,45 @@
+"""What crosses the pipe between the API process and the engine process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.errors import TonnageError
+from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Loaded and self-checked. Bytes are measured storages; ``num_blocks`` the pool's real first dimension."""
+
+    num_blocks: int
+    weights_bytes: int
+    kv_pool_bytes: int
+    self_check_error: float
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: TonnageError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    chunks: tuple[Chunk, ...]
+    stats: EngineStats

@@ -1,0 +1,305 @@
+"""Decides what each step computes: decodes first, then prefill chunks, under one token budget. No torch.
+
+A sequence is "computed up to" some position and has some tokens; a step catches computed up to total. Decode,
+chunked prefill and the rest of a prompt after a prefix hit are all that one rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tonnage.cache.admission import Never, Wait
+from tonnage.cache.manager import BlockCopy, KVCacheManager
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest, PoolStats, limits_of
+from tonnage.server.engines.hf.batch import Batch
+
+SequenceId = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One of the n sequences of a request. ``tokens`` is prompt plus output; ``computed`` of them have K/V."""
+
+    request: GenerationRequest
+    index: int
+    tokens: list[int]
+    computed: int
+    cached_tokens: int
+    random: np.random.Generator
+    chunk: int = 0  # tokens computed in the step under way
+
+    @property
+    def id(self) -> SequenceId:
+        return (self.request.request_id, self.index)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """The step under way reaches the last token, so a next one is drawn."""
+        return self.computed + self.chunk == len(self.tokens)
+
+
+def generator(seed: int | None, index: int) -> np.random.Generator:
+    """The random stream of sequence ``index`` of a request, its own: the same seed draws the same tokens
+    whatever else runs beside it. Without a seed, fresh entropy."""
+    if seed is None:
+        return np.random.Generator(np.random.Philox())
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
+
+
+@dataclass(slots=True)
+class Counters:
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    admissions: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """State of all requests on this rank. One step: ``schedule`` -> forward -> ``finish``."""
+
+    def __init__(self, plan: Plan) -> None:
+        limits = limits_of(plan)
+        self.plan = plan
+        self.budget = limits.max_num_batched_tokens
+        self.manager = KVCacheManager(
+            plan.kv_cache.layout,
+            plan.kv_cache.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            enable_prefix_caching=plan.deployment.enable_prefix_caching,
+        )
+        self.waiting: deque[GenerationRequest] = deque()
+        self.running: dict[SequenceId, Sequence] = {}
+        self.counters = Counters()
+        self._waited: str | None = None  # the head of the queue whose wait was already counted
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request; the API process has already refused what can never fit."""
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> list[Chunk]:
+        """Forget a request wherever it is and give its blocks back; chunks that say so, none if it is unknown."""
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                return [Chunk(request_id, index, (), "abort") for index in range(request.n)]
+        live = [sequence for sequence in self.running.values() if sequence.request.request_id == request_id]
+        for sequence in live:
+            self._release(sequence)
+        return [Chunk(request_id, sequence.index, (), "abort") for sequence in live]
+
+    def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
+        """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
+        budget = self.budget
+        decodes = [s for s in self.running.values() if len(s.tokens) - s.computed == 1 and s.generated]
+        picked = decodes[:budget]
+        for sequence in picked:
+            sequence.chunk = 1
+        budget -= len(picked)
+        copies = list(
+            self.manager.extend_many(
+                [s.id for s in picked], np.array([s.computed + 1 for s in picked], np.int64)
+            )
+            if picked
+            else ()
+        )
+        for sequence in self.running.values():
+            if budget and not sequence.generated:
+                budget -= self._chunk(sequence, budget, picked, copies)
+        refused: list[Chunk] = []
+        while budget and self.waiting:
+            sequence = self._admit(refused)
+            if sequence is None:
+                break
+            budget -= self._chunk(sequence, budget, picked, copies)
+        return (self._batch(picked, copies) if picked else None), picked, refused
+
+    def _chunk(self, sequence: Sequence, budget: int, picked: list[Sequence], copies: list[BlockCopy]) -> int:
+        sequence.chunk = min(budget, len(sequence.tokens) - sequence.computed)
+        copies.extend(self.manager.extend(sequence.id, sequence.computed + sequence.chunk))
+        picked.append(sequence)
+        return sequence.chunk
+
+    def _admit(self, refused: list[Chunk]) -> Sequence | None:
+        """Admit the head of the queue (first come, first served); None when it has to wait."""
+        while self.waiting:
+            request = self.waiting[0]
+            answer = self.manager.admit(
+                (request.request_id, 0),
+                request.prompt_token_ids,
+                request.params.max_tokens,
+                n=request.n,
+                salt=request.cache_salt,
+            )
+            if isinstance(answer, Wait):
+                if self._waited != request.request_id:
+                    self._waited = request.request_id
+                    self._count("wait", answer.reason)
+                return None
+            self.waiting.popleft()
+            if isinstance(answer, Never):
+                self._count("never", answer.reason)
+                refused += [
+                    Chunk(request.request_id, index, (), "error", error=str(answer))
+                    for index in range(request.n)
+                ]
+                continue
+            self._count("admit", "fits")
+            self.counters.prompt_tokens += len(request.prompt_token_ids)
+            self.counters.prefix_hit_tokens += answer.cached_tokens
+            sequence = Sequence(
+                request,
+                0,
+                list(request.prompt_token_ids),
+                answer.cached_tokens,
+                answer.cached_tokens,
+                generator(request.params.seed, 0),
+            )
+            self.running[sequence.id] = sequence
+            return sequence
+        return None
+
+    def _batch(self, picked: list[Sequence], copies: list[BlockCopy]) -> Batch:
+        manager = self.manager
+        rows = np.array([manager.row(s.id) for s in picked])
+        starts = np.array([s.computed for s in picked], dtype=np.int64)
+        counts = np.array([s.chunk for s in picked], dtype=np.int64)
+        query_start = np.concatenate(([0], np.cumsum(counts)))
+        owner = np.repeat(np.arange(len(picked)), counts)
+        positions = np.arange(query_start[-1]) - query_start[:-1][owner] + starts[owner]
+        token_ids = np.concatenate([s.tokens[s.computed : s.computed + s.chunk] for s in picked]).astype(
+            np.int64
+        )
+        size = self.plan.kv_cache.layout.block_size
+        width = int(-(-(starts + counts).max() // size))
+        tables = tuple(table[rows, :width] for table in manager.tables)
+        slots = tuple(
+            table[owner, positions // size].astype(np.int64) * size + positions % size for table in tables
+        )
+        last = query_start[1:] - 1
+        return Batch(
+            token_ids=token_ids,
+            positions=positions,
+            query_start=query_start,
+            kv_len=starts + counts,
+            slots=slots,
+            tables=tables,
+            logits_at=last[[s.samples for s in picked]],
+            copies=tuple(copies),
+        )
+
+    def fork(self, picked: list[Sequence]) -> list[Sequence]:
+        """The sequences that draw a token now: those that reached their last token, and for n > 1 their forks.
+
+        Call after the forward. Also publishes what the step wrote in the prefix index.
+        """
+        drawing = []
+        for sequence in picked:
+            draws = sequence.samples
+            sequence.computed += sequence.chunk
+            self.manager.commit(sequence.id, sequence.computed)
+            if not draws:
+                continue
+            drawing.append(sequence)
+            if sequence.index == 0 and not sequence.generated:
+                drawing.extend(self._fork(sequence))
+        return drawing
+
+    def _fork(self, parent: Sequence) -> list[Sequence]:
+        request = parent.request
+        forks = []
+        for index in range(1, request.n):
+            self.manager.fork(parent.id, (request.request_id, index))
+            fork = Sequence(
+                request,
+                index,
+                list(parent.tokens),
+                parent.computed,
+                parent.cached_tokens,
+                generator(request.params.seed, index),
+            )
+            self.running[fork.id] = fork
+            forks.append(fork)
+        return forks
+
+    def finish(self, drawing: list[Sequence], token_ids: list[int]) -> list[Chunk]:
+        """Append the drawn tokens; one chunk a sequence, blocks of the finished given back."""
+        chunks = []
+        for sequence, token in zip(drawing, token_ids, strict=True):
+            params = sequence.request.params
+            self.counters.generation_tokens += 1
+            if token in params.stop_token_ids:
+                chunks.append(self._end(sequence, (), "stop"))
+            elif sequence.generated + 1 == params.max_tokens:
+                chunks.append(self._end(sequence, (token,), "length"))
+            else:
+                sequence.tokens.append(token)
+                self.manager.append_tokens(sequence.id, (token,))
+                chunks.append(self._said(sequence, (token,), None))
+        return chunks
+
+    def fail(self, picked: list[Sequence], error: str) -> list[Chunk]:
+        """End these sequences with an error; the others go on."""
+        chunks = []
+        for sequence in picked:
+            self._release(sequence)
+            chunks.append(
+                Chunk(sequence.request.request_id, sequence.index, (), "error", sequence.cached_tokens, error)
+            )
+        return chunks
+
+    def _said(self, sequence: Sequence, token_ids: tuple[int, ...], reason: str | None) -> Chunk:
+        return Chunk(
+            sequence.request.request_id,
+            sequence.index,
+            token_ids,
+            reason,  # type: ignore[arg-type]
+            sequence.cached_tokens,
+        )
+
+    def _end(self, sequence: Sequence, token_ids: tuple[int, ...], reason: str) -> Chunk:
+        self._release(sequence)
+        return self._said(sequence, token_ids, reason)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.manager.free(sequence.id)
+        del self.running[sequence.id]
+
+    def _count(self, outcome: str, reason: str) -> None:
+        key = (outcome, str(reason))
+        self.counters.admissions[key] = self.counters.admissions.get(key, 0) + 1
+
+    def stats(self) -> EngineStats:
+        pool = self.manager.stats()
+        counters = self.counters
+        return EngineStats(
+            ready=True,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pool=PoolStats(
+                num_blocks=self.plan.kv_cache.num_blocks,
+                usable=self.plan.kv_cache.usable_blocks,
+                used=pool.used,
+                cached=pool.cached,
+                free=pool.free,
+                promised=pool.promised,
+                evictions=pool.evictions,
+            ),
+            admissions=tuple((*key, count) for key, count in counters.admissions.items()),
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+        )

@@ -1,0 +1,137 @@
+"""The start-up self-check: is the paged path of this model the same model?
+
+A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is held against
+transformers' own attention, one sequence at a time. It proves for the model at hand that our function is called
+in every layer, that sequences do not mix, and that masks and positions are per token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.layout import KVLayout
+from tonnage.server.engines.hf.attention import NAME
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.runner import ModelRunner
+
+# Relative error of logits (L2). Measured on SmolLM2-135M by tests/server/test_hf_runner.py: float32 2e-6,
+# bfloat16 0.01, float16 0.002; a model that mixes sequences or ignores a mask is off by more than 0.3.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def self_check(runner: ModelRunner) -> float:
+    """Largest relative error of logits; raises UnsupportedArchitecture beyond the tolerance.
+
+    Uses blocks of the pool before any request owns one and leaves them as they are.
+    """
+    config = runner.model.config.get_text_config()
+    layers = config.num_hidden_layers
+    layout = runner.plan.kv_cache.layout
+    rng = np.random.default_rng(0)
+    lengths = (7, 1, 2 * layout.block_size + 3)
+    longest = min(max(lengths), runner.plan.deployment.max_model_len or max(lengths))
+    prompts = [rng.integers(0, config.vocab_size, min(length, longest)) for length in lengths]
+    tables = _scattered_tables(layout, runner.plan.kv_cache.num_blocks, prompts)
+    worst = 0.0
+    wanted = [_reference(runner, prompt) for prompt in prompts]
+    done = [0] * len(prompts)
+    for step in range(3):
+        counts = [_chunk(len(p), done[i], step) for i, p in enumerate(prompts)]
+        batch = _batch(layout, prompts, tables, done, counts)
+        logits = runner.forward(batch)
+        if runner.attention_calls != layers:
+            raise UnsupportedArchitecture(
+                f"{config.model_type!r} called the paged attention in {runner.attention_calls} of {layers} layers",
+                field="model_type",
+            )
+        at = 0
+        for number, count in enumerate(counts):
+            if count:
+                got = logits[at : at + count]
+                want = wanted[number][done[number] : done[number] + count]
+                worst = max(worst, float((got - want).norm() / want.norm()))
+            at += count
+            done[number] += count
+    dtype = next(p.dtype for p in runner.model.parameters() if p.is_floating_point())
+    if not worst <= TOLERANCE[dtype]:
+        raise UnsupportedArchitecture(
+            f"{config.model_type!r} gives other logits through the paged attention than through its own "
+            f"(relative error {worst:.3g}, at most {TOLERANCE[dtype]} allowed)",
+            field="model_type",
+            hint="use --backend vllm",
+        )
+    return worst
+
+
+def _chunk(length: int, done: int, step: int) -> int:
+    """Step 0 takes the first part, step 1 all but the last token, step 2 decodes the last one."""
+    target = (max(1, length // 2), max(1, length - 1), length)[step]
+    return max(0, min(length, target) - done)
+
+
+@torch.inference_mode()
+def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
+    runner.model.set_attn_implementation("sdpa")
+    try:
+        ids = torch.from_numpy(prompt)[None].to(runner.device)
+        return runner.model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        runner.model.set_attn_implementation(NAME)
+
+
+def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
+    """[sequence][group] -> block ids, dealt from the end of the pool in alternation, so that no table is in order."""
+    free = list(range(1, num_blocks))
+    tables = []
+    for prompt in prompts:
+        blocks = -(-len(prompt) // layout.block_size)
+        if blocks * len(layout.groups) > len(free):
+            raise UnsupportedArchitecture(
+                "the pool is too small for the self-check", field="--kv-cache-memory-bytes"
+            )
+        tables.append(
+            [
+                np.array([free.pop(0 if i % 2 else -1) for i in range(blocks)], dtype=np.int32)
+                for _ in layout.groups
+            ]
+        )
+    return tables
+
+
+def _batch(
+    layout: KVLayout,
+    prompts: list[np.ndarray],
+    tables: list[list[np.ndarray]],
+    done: list[int],
+    counts: list[int],
+) -> Batch:
+    picked = [i for i, count in enumerate(counts) if count]
+    positions = [np.arange(done[i], done[i] + counts[i]) for i in picked]
+    width = max(len(tables[i][0]) for i in picked)
+    size = layout.block_size
+    slots, padded = [], []
+    for group in range(len(layout.groups)):
+        slots.append(
+            np.concatenate(
+                [
+                    tables[i][group][p // size].astype(np.int64) * size + p % size
+                    for i, p in zip(picked, positions, strict=True)
+                ]
+            )
+        )
+        table = np.zeros((len(picked), width), dtype=np.int32)
+        for row, i in enumerate(picked):
+            table[row, : len(tables[i][group])] = tables[i][group]
+        padded.append(table)
+    flat = np.concatenate(positions)
+    return Batch(
+        token_ids=np.concatenate([prompts[i][p] for i, p in zip(picked, positions, strict=True)]),
+        positions=flat,
+        query_start=np.cumsum([0, *(counts[i] for i in picked)]),
+        kv_len=np.array([done[i] + counts[i] for i in picked], dtype=np.int64),
+        slots=tuple(slots),
+        tables=tuple(padded),
+        logits_at=np.arange(len(flat)),
+    )
