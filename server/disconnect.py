@@ -47,5 +47,3 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
         await asyncio.wait((task,))
     if not task.cancelled():
         task.exception()  # retrieved: a failure during clean-up is not reported a second time
-
-

@@ -107,6 +107,11 @@ class ApiError(Exception):
     def status(self) -> int:
         return RULES[self.code].status
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the server declined (bad input, never, not now), as opposed to failed."""
+        return self.status < 500 or self.code in (ErrorCode.SERVER_OVERLOADED, ErrorCode.MODEL_LOADING)
+
 
 def envelope(error: ApiError) -> dict[str, Any]:
     """The OpenAI error body: message and type strings, param string or null, code a string."""

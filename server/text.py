@@ -142,6 +142,11 @@ class StopStrings:
         self._held = ""
         self.stopped = False
 
+    @property
+    def active(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stop)
+
     def push(self, piece: str) -> str:
         """The text that may be shown now. Sets ``stopped`` when a stop string is complete."""
         if not self._stop or self.stopped:

@@ -24,7 +24,11 @@ Model = TypeVar("Model", bound=BaseModel)
 # still sending does not read the answer.
 _DISCARD_FACTOR = 8
 
-_repr = reprlib.Repr(maxstring=60, maxother=60, maxlist=3, maxdict=3, maxlevel=2).repr
+_short = reprlib.Repr()  # an answer never grows with the body that caused it
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxdict = 3
+_short.maxlevel = 2
+_repr = _short.repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,13 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_body(body: bytes, fields: Fields) -> Any:
-    """A validated instance of ``fields.model``. Raises ApiError naming the field, the value and what is right."""
+    """A validated instance of ``fields.model``. Raises ApiError naming the field and what is right."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise ApiError(
-            ErrorCode.INVALID_ENCODING, f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})"
+            ErrorCode.INVALID_ENCODING,
+            f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})",
         ) from None
     try:
         document = pydantic_core.from_json(text, allow_inf_nan=False)
@@ -96,13 +101,17 @@ def parse_body(body: bytes, fields: Fields) -> Any:
         raise _refusal(error, document, fields) from None
 
 
-def _drop_unsupported(document: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str) -> None:
+def _drop_unsupported(
+    document: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str
+) -> None:
     for name, neutral in unsupported.items():
         if name not in document:
             continue
         value = document.pop(name)
         # bool is an int in Python: 0 and False, 1 and True must not pass for each other
-        if value is None or any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in neutral):
+        if value is None or any(
+            value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in neutral
+        ):
             continue
         hint = f"; leave it out or send {_repr(neutral[0])}" if neutral else "; leave it out"
         raise ApiError(
@@ -135,5 +144,12 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields) -
 
 
 def _json_type(value: Any) -> str:
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
+    names = {
+        type(None): "null",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+    }
     return names[type(value)]

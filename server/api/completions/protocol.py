@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tonnage.server.api.body import Fields
 
@@ -19,7 +19,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
+    "logprobs": (),
     "suffix": ("",),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -43,9 +43,9 @@ EXPECTED: dict[str, str] = {
 _INT64 = 2**63
 
 # Token ids are checked against the vocabulary later; here only against sizes that fit into any tensor.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1), FailFast()]
-Texts = Annotated[list[str], Field(min_length=1), FailFast()]
-TokenIdLists = Annotated[list[TokenIds], Field(min_length=1), FailFast()]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1)]
 
 
@@ -85,7 +85,9 @@ FIELDS = Fields(
     model=CompletionRequest,
     unsupported=UNSUPPORTED,
     expected=EXPECTED,
-    unsupported_inside={"stream_options": {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}},
+    unsupported_inside={
+        "stream_options": {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    },
 )
 
 

@@ -1,0 +1,358 @@
+"""An engine without a model: real admission and a real block manager, tokens out of thin air. In process.
+
+For tests of everything around an engine, and for trying a client against a plan's capacity: it waits, refuses,
+shares prefixes and frees blocks as an engine of that plan would, at a token rate that is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from tonnage.cache.admission import AdmissionRequest, Never, Wait
+from tonnage.cache.manager import KVCacheManager
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import (
+    Capacity,
+    Chunk,
+    EngineDead,
+    EngineStats,
+    GenerationRequest,
+    MeasuredMemory,
+    NeverFits,
+    PoolStats,
+    QueueFull,
+)
+
+# (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
+Reply = Callable[[GenerationRequest, int], Iterator[int]]
+
+
+def random_reply(vocab_size: int) -> Reply:
+    """Endless tokens drawn from the vocabulary: the same for the same prompt and seed; greedy needs no seed."""
+
+    def reply(request: GenerationRequest, index: int) -> Iterator[int]:
+        params = request.params
+        if params.temperature == 0:
+            draw = random.Random(f"{request.prompt_token_ids}")
+        elif params.seed is not None:
+            draw = random.Random(f"{request.prompt_token_ids} {params.seed} {index}")
+        else:
+            draw = random.Random()
+        while True:
+            yield draw.randrange(vocab_size)
+
+    return reply
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Request:
+    """One request and where its chunks go."""
+
+    request: GenerationRequest
+    inbox: asyncio.Queue[Chunk | TonnageError]
+    waited: bool = False
+    sequences: list[_Sequence] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Sequence:
+    """``computed`` positions have K/V; ``last`` is the token drawn but not yet computed (None: in prefill)."""
+
+    id: int
+    owner: _Request
+    index: int
+    computed: int
+    cached: int
+    tokens: Iterator[int]
+    drawn: int = 0
+
+
+class FakeEngine:
+    """Engine protocol over the plan's pool. ``token_rate``: tokens a second of each sequence (no wait).
+
+    ``load_seconds``: how long ``start`` takes; ``start_error``: what it then raises. ``memory``: what it says
+    was measured. :meth:`die` ends it as a crash would.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        token_rate: float = math.inf,
+        reply: Reply | None = None,
+        load_seconds: float = 0.0,
+        start_error: TonnageError | None = None,
+        memory: MeasuredMemory | None = None,
+    ) -> None:
+        deployment = plan.deployment
+        assert deployment.max_num_seqs is not None
+        assert deployment.max_model_len is not None
+        assert deployment.max_num_batched_tokens is not None
+        self._plan = plan
+        self._budget = deployment.max_num_batched_tokens
+        self._manager = KVCacheManager(
+            plan.kv_cache.layout,
+            plan.kv_cache.num_blocks,
+            max_num_seqs=deployment.max_num_seqs,
+            max_model_len=deployment.max_model_len,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+            enable_prefix_caching=deployment.enable_prefix_caching,
+        )
+        self._step_seconds = 1 / token_rate
+        self._reply = reply or random_reply(plan.model.vocab_size)
+        self._load_seconds = load_seconds
+        self._start_error = start_error
+        self._memory = memory or MeasuredMemory()
+        self._ids = itertools.count()
+        self._live: dict[str, _Request] = {}
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Sequence] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop: asyncio.Task[None] | None = None
+        self._ready = False
+        self._draining = False
+        self._dead: EngineDead | None = None
+        self._admissions: Counter[tuple[str, str]] = Counter()
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """The block manager, for tests of its invariants."""
+        return self._manager
+
+    async def start(self) -> None:
+        await asyncio.sleep(self._load_seconds)
+        if self._start_error is not None:
+            raise self._start_error
+        self._ready = True
+        self._loop = asyncio.create_task(self._run(), name="fake engine")
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        if self._dead is not None:
+            raise self._dead
+        if not self._ready or self._draining:
+            raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
+        self._refuse_never(request)
+        entry = _Request(request, asyncio.Queue())
+        self._live[request.request_id] = entry
+        self._waiting.append(entry)
+        self._idle.clear()
+        self._wake.set()
+        remaining = request.n
+        try:
+            while remaining:
+                chunk = await entry.inbox.get()
+                if isinstance(chunk, TonnageError):
+                    raise chunk
+                remaining -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._forget(request.request_id)
+
+    def _refuse_never(self, request: GenerationRequest) -> None:
+        wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
+        answer = self._manager.decide(wish)
+        if isinstance(answer, Never):
+            self._admissions["never", str(answer.reason)] += 1
+            raise NeverFits(str(answer), field="prompt")
+
+    async def abort(self, request_id: str) -> None:
+        entry = self._live.get(request_id)
+        if entry is None:
+            return
+        left = [s.index for s in self._running if s.owner is entry]
+        for index in left if entry.sequences else range(entry.request.n):
+            entry.inbox.put_nowait(Chunk(request_id, index, (), "abort"))
+        self._forget(request_id)
+
+    def stats(self) -> EngineStats:
+        pool = self._manager.stats()
+        return EngineStats(
+            ready=self._ready and self._dead is None,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pool=PoolStats(
+                num_blocks=pool.num_blocks,
+                usable=pool.usable,
+                used=pool.used,
+                cached=pool.cached,
+                free=pool.free,
+                promised=pool.promised,
+                evictions=pool.evictions,
+            ),
+            memory=self._memory,
+            admissions=tuple((*key, count) for key, count in self._admissions.items()),
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_hit_tokens=pool.hit_tokens,
+        )
+
+    def capacity(self) -> Capacity:
+        deployment = self._plan.deployment
+        assert deployment.max_model_len is not None
+        return Capacity(
+            num_blocks=self._manager.pool.num_blocks,
+            block_size=self._plan.kv_cache.layout.block_size,
+            max_model_len=deployment.max_model_len,
+            plan=dataclasses.replace(self._plan, revision=1),
+        )
+
+    async def drain(self, seconds: float) -> None:
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+
+    async def stop(self) -> None:
+        self._ready = False
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    def die(self) -> None:
+        """End as a crashed engine does: every request gets EngineDead, no new one is taken."""
+        self._dead = EngineDead("the engine process ended", hint="restart the server")
+        for entry in list(self._live.values()):
+            entry.inbox.put_nowait(self._dead)
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            if not self._running and not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._dead is None:
+                self._step()
+            await asyncio.sleep(self._step_seconds)
+
+    def _step(self) -> None:
+        """One token of every decoding sequence; what is left of the token budget goes to prefill."""
+        budget = self._budget
+        for sequence in [s for s in self._running if s.drawn][:budget]:
+            self._compute(sequence, 1)
+            self._draw(sequence)
+            budget -= 1
+        for sequence in [s for s in self._running if not s.drawn]:
+            budget = self._prefill(sequence, budget)
+        while budget and self._waiting:
+            admitted = self._admit(self._waiting[0])
+            if admitted is None:
+                break
+            budget = self._prefill(admitted, budget)
+
+    def _admit(self, entry: _Request) -> _Sequence | None:
+        """Admit the head of the queue (first come, first served); None: it waits."""
+        request = entry.request
+        sequence_id = next(self._ids)
+        answer = self._manager.admit(
+            sequence_id,
+            request.prompt_token_ids,
+            request.params.max_tokens,
+            n=request.n,
+            salt=request.cache_salt,
+        )
+        if isinstance(answer, Wait):
+            if not entry.waited:
+                entry.waited = True
+                self._admissions["wait", str(answer.reason)] += 1
+            return None
+        assert not isinstance(answer, Never)  # refused at the door, and limits do not change
+        self._waiting.popleft()
+        self._admissions["admit", "fits"] += 1
+        self._prompt_tokens += len(request.prompt_token_ids)
+        tokens = self._reply(request, 0)
+        sequence = _Sequence(sequence_id, entry, 0, answer.cached_tokens, answer.cached_tokens, tokens)
+        entry.sequences.append(sequence)
+        self._running.append(sequence)
+        return sequence
+
+    def _prefill(self, sequence: _Sequence, budget: int) -> int:
+        request = sequence.owner.request
+        count = min(budget, len(request.prompt_token_ids) - sequence.computed)
+        self._compute(sequence, count)
+        if sequence.computed == len(request.prompt_token_ids):
+            forks = [self._fork(sequence, index) for index in range(1, request.n)]
+            for drawing in (sequence, *forks):
+                self._draw(drawing)
+        return budget - count
+
+    def _fork(self, parent: _Sequence, index: int) -> _Sequence:
+        child = _Sequence(
+            next(self._ids),
+            parent.owner,
+            index,
+            parent.computed,
+            parent.cached,
+            self._reply(parent.owner.request, index),
+        )
+        self._manager.fork(parent.id, child.id)
+        parent.owner.sequences.append(child)
+        self._running.append(child)
+        return child
+
+    def _compute(self, sequence: _Sequence, count: int) -> None:
+        sequence.computed += count
+        self._manager.extend(sequence.id, sequence.computed)
+        self._manager.commit(sequence.id, sequence.computed)
+
+    def _draw(self, sequence: _Sequence) -> None:
+        """The next token of the answer; the sequence ends at a stop token or after max_tokens."""
+        request = sequence.owner.request
+        token = next(sequence.tokens, None)
+        sequence.drawn += 1
+        if token is None or token in request.params.stop_token_ids:
+            self._end(sequence, (), "stop")
+        elif sequence.drawn == request.params.max_tokens:
+            self._generation_tokens += 1
+            self._end(sequence, (token,), "length")
+        else:
+            self._generation_tokens += 1
+            self._manager.append_tokens(sequence.id, (token,))
+            self._say(sequence, (token,), None)
+
+    def _end(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: str) -> None:
+        self._release(sequence)
+        self._say(sequence, token_ids, reason)
+
+    def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: str | None) -> None:
+        owner = sequence.owner
+        owner.inbox.put_nowait(
+            Chunk(
+                owner.request.request_id,
+                sequence.index,
+                token_ids,
+                reason,  # type: ignore[arg-type]
+                sequence.cached,
+            )
+        )
+
+    def _release(self, sequence: _Sequence) -> None:
+        self._manager.free(sequence.id)
+        self._running.remove(sequence)
+
+    def _forget(self, request_id: str) -> None:
+        """Drop a request wherever it is; its blocks are free when this returns."""
+        entry = self._live.pop(request_id, None)
+        if entry is None:
+            return
+        if entry in self._waiting:
+            self._waiting.remove(entry)
+        for sequence in [s for s in self._running if s.owner is entry]:
+            self._release(sequence)
+        if not self._live:
+            self._idle.set()

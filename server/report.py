@@ -1,0 +1,103 @@
+"""/memory: the loop in one object. Plan, measured and their difference in bytes; pool states; headroom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.planner.plan import Plan
+from tonnage.planner.render import plan_to_dict
+from tonnage.server.engines.base import MeasuredMemory, PoolStats
+from tonnage.server.state import ServerState
+
+
+def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
+    """Bytes by the plan's component names; what was not measured is absent.
+
+    With everything measured they add up to the device: free is its total less the peak of the processes.
+    """
+    values = {
+        "weights": memory.weights,
+        "kv_pool": memory.kv_pool,
+        "activations": memory.activations,
+        "framework": memory.framework,
+        "free": None if memory.process_peak is None else plan.rank.total_bytes - memory.process_peak,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def planned_components(plan: Plan) -> dict[str, int]:
+    """Bytes of the deciding rank by component; they add up to the device."""
+    rank = plan.rank
+    return {
+        "weights": rank.weights_bytes,
+        "kv_pool": rank.kv_pool_bytes,
+        "activations": rank.activation_bytes,
+        "cuda_graphs": rank.cuda_graph_bytes,
+        "framework": rank.framework_bytes,
+        "free": rank.free_bytes,
+    }
+
+
+def memory_report(state: ServerState) -> dict[str, Any]:
+    """JSON of /memory. Bytes are integers; null: not measured (yet)."""
+    plan, stats = state.plan, state.engine.stats()
+    memory = stats.memory
+    planned, measured = planned_components(plan), measured_components(plan, memory)
+    process = memory.process_peak
+    return {
+        "model": state.model_name,
+        "ready": state.started and stats.ready,
+        "plan": plan_to_dict(plan),
+        "measured": {
+            **{f"{name}_bytes": measured.get(name) for name in planned if name != "cuda_graphs"},
+            "process_bytes": memory.process,
+            "process_peak_bytes": process,
+        },
+        "difference": {
+            **{
+                f"{name}_bytes": measured[name] - planned[name] if name in measured else None
+                for name in planned
+                if name not in ("cuda_graphs", "free")
+            },
+            "process_peak_bytes": None if process is None else process - plan.rank.used_bytes,
+        },
+        "pool": _pool(plan, stats.pool),
+        "headroom": _headroom(state, stats.pool),
+    }
+
+
+def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
+    layout = plan.kv_cache.layout
+    blocks = {
+        "num": pool.num_blocks,
+        "usable": pool.usable,
+        "used": pool.used,
+        "cached": pool.cached,
+        "free": pool.free,
+        "promised": pool.promised,
+        "promised_unused": promised_unused(pool),
+    }
+    return {
+        "block_size_tokens": layout.block_size,
+        "bytes_per_block": layout.bytes_per_block,
+        "blocks": blocks,
+        "bytes": {name: count * layout.bytes_per_block for name, count in blocks.items()},
+        "evictions": pool.evictions,
+    }
+
+
+def _headroom(state: ServerState, pool: PoolStats) -> dict[str, Any]:
+    """What admission can still promise: the usable blocks that nobody was promised."""
+    cache = state.plan.kv_cache
+    blocks = max(0, pool.usable - pool.promised)
+    size = blocks * cache.layout.bytes_per_block
+    return {
+        "blocks": blocks,
+        "bytes": size,
+        "max_length_sequences": size // cache.bytes_per_sequence if cache.bytes_per_sequence else None,
+    }
+
+
+def promised_unused(pool: PoolStats) -> int:
+    """Blocks promised to admitted requests that hold nothing yet."""
+    return max(0, pool.promised - pool.used)

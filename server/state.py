@@ -1,0 +1,94 @@
+"""What one app holds: settings, engine, tokenizer, counts, and whether the engine can serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.accounts import Accounts
+from tonnage.server.engines.base import Engine
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.settings import Settings
+from tonnage.server.text import Tokenizer
+
+log = logging.getLogger("tonnage.server")
+
+
+@dataclass(slots=True)
+class ServerState:
+    """Lives in ``app.state.tonnage``. ``startup_error`` is set once the engine failed to start."""
+
+    settings: Settings
+    engine: Engine
+    tokenizer: Tokenizer
+    accounts: Accounts = field(default_factory=Accounts)
+    created: int = field(default_factory=lambda: int(time.time()))
+    started: bool = False
+    startup_error: TonnageError | None = None
+    on_startup_error: Callable[[TonnageError], None] | None = None
+    _loading_since: float = field(default_factory=time.monotonic)
+    _loading: asyncio.Task[None] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence: what the engine has, or the plan until it has loaded."""
+        if self.started:
+            return self.engine.capacity().max_model_len
+        return self.plan.deployment.max_model_len or self.plan.model.max_model_len
+
+    def start(self) -> None:
+        """Start the engine in the background, so that /health answers while it loads."""
+        self._loading_since = time.monotonic()
+        self._loading = asyncio.create_task(self._start(), name="engine start")
+
+    async def _start(self) -> None:
+        try:
+            await self.engine.start()
+        except TonnageError as error:
+            self.startup_error = error
+        except Exception as error:
+            log.exception("the engine failed to start")
+            self.startup_error = TonnageError(f"the engine failed to start: {type(error).__name__}: {error}")
+        else:
+            self.started = True
+            return
+        if self.on_startup_error is not None:
+            self.on_startup_error(self.startup_error)
+
+    async def stop(self) -> None:
+        """Stop the engine, also in the middle of its loading."""
+        if self._loading is not None and not self._loading.done():
+            self._loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._loading
+        await self.engine.stop()
+
+    def check_ready(self) -> None:
+        """Raises ApiError (503) with the reason while the engine cannot serve."""
+        if self.startup_error is not None:
+            raise ApiError(ErrorCode.ENGINE_DEAD, "the engine failed to start", retry_after_seconds=30)
+        if not self.started:
+            # Come back after as long again as the load has taken so far: an exponential back-off that
+            # needs no guess of how long this model takes.
+            waited = time.monotonic() - self._loading_since
+            raise ApiError(
+                ErrorCode.MODEL_LOADING,
+                f"the model is loading ({waited:.0f} s so far)",
+                retry_after_seconds=min(30.0, max(1.0, waited)),
+            )
+        if not self.engine.stats().ready:
+            raise ApiError(ErrorCode.ENGINE_DEAD, "the engine is not running", retry_after_seconds=5)
