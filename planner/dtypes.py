@@ -1,0 +1,51 @@
+"""Element types: their names as config.json, safetensors and flags spell them, and their bytes."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import ConfigError, DeploymentError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""What a model may be loaded in."""
+
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""vLLM's --kv-cache-dtype values (vllm/config/cache.py, 0.32.0) that need no scales per token."""
+
+SAFETENSORS_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
+    "U16": 16,
+    "U8": 8,
+    "BOOL": 8,
+}
+"""Bits per element of the safetensors dtypes (safetensors 0.6, safetensors/src/tensor.rs)."""
+
+SAFETENSORS_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def config_dtype(name: object) -> str | None:
+    """``dtype`` / ``torch_dtype`` of a config as one of DTYPE_BYTES; None when absent or "auto"."""
+    if name is None or name == "auto":
+        return None
+    if isinstance(name, str):
+        short = name.removeprefix("torch.")
+        short = {"half": "float16", "float": "float32"}.get(short, short)
+        if short in DTYPE_BYTES:
+            return short
+    raise ConfigError(f"{name!r} is not float32, float16 or bfloat16", field="dtype")
+
+
+def check_dtype(name: str) -> None:
+    if name != "auto" and name not in DTYPE_BYTES:
+        raise DeploymentError(f"{name!r} is not auto, float32, float16 or bfloat16", field="--dtype")

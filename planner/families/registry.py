@@ -1,0 +1,98 @@
+"""model_type -> adapter. A new family is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.fields import Fields, shown
+
+_ADAPTERS = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gpt_neox": "gpt_neox",
+    "falcon": "falcon",
+    "RefinedWeb": "falcon",  # model_type of the first Falcon-40B files
+    "RefinedWebModel": "falcon",  # and of Falcon-7B
+    "gpt_bigcode": "gpt_bigcode",
+}
+
+# Other spellings of standard fields: attribute_map of the config classes (transformers 5.19) and, for
+# Falcon, the names of the first published files.
+_ALIASES = {
+    "gpt_bigcode": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "RefinedWeb": {
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "num_kv_heads": "n_head_kv",
+    },
+}
+_ALIASES["RefinedWebModel"] = _ALIASES["RefinedWeb"]
+
+
+def known_model_types() -> tuple[str, ...]:
+    return tuple(_ADAPTERS)
+
+
+def build_architecture(config: Mapping[str, Any]) -> Architecture:
+    """A config -> Architecture. Raises UnsupportedArchitecture for an unknown ``model_type`` or field,
+    ConfigError for values that are missing, of the wrong type or contradict each other."""
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
+    if model_type not in _ADAPTERS:
+        raise UnsupportedArchitecture(
+            f"{model_type[:60]!r} is not supported", field="model_type", hint="known: " + ", ".join(_ADAPTERS)
+        )
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedArchitecture("encoder-decoder models are not supported", field="is_encoder_decoder")
+    fields = Fields(config, _ALIASES.get(model_type))
+    adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
+    architecture: Architecture = adapter.build(fields, _family(model_type, fields))
+    fields.ignore("is_encoder_decoder")
+    fields.refuse_unread(model_type)
+    return _check_class(config, model_type, architecture)
+
+
+def _family(model_type: str, fields: Fields) -> str:
+    if model_type == "RefinedWeb":
+        # the 40B files state no flag: RefinedWeb is the new decoder architecture by definition
+        fields.config = {"new_decoder_architecture": True, **fields.config}
+    return "falcon" if model_type.startswith("RefinedWeb") else model_type
+
+
+def _check_class(config: Mapping[str, Any], model_type: str, architecture: Architecture) -> Architecture:
+    """``architectures`` must name the causal language model or its body (``MistralModel``: no head);
+    other classes have other tensors."""
+    names = config.get("architectures")
+    if names is None:
+        return architecture
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{shown(names)} is not a list of class names", field="architectures")
+    body = architecture.class_name.replace("ForCausalLM", "Model")
+    if not names or {architecture.class_name, "RWForCausalLM"} & set(names):
+        return architecture
+    if body in names:
+        tensors = tuple(t for t in architecture.tensors if t.role != "head")
+        return replace(architecture, class_name=body, tensors=tensors)
+    raise UnsupportedArchitecture(
+        f"{shown(names)} is not {architecture.class_name}: only the causal language model of "
+        f"{model_type} is planned",
+        field="architectures",
+    )

@@ -1,0 +1,1 @@
+"""Readers of checkpoint headers (safetensors, GGUF): names, shapes and types; never weights."""

@@ -1,0 +1,62 @@
+"""Does the checkpoint hold what config.json says? Names and shapes, tensor by tensor."""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.dtypes import SAFETENSORS_NAMES
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.quantization import Quantization
+
+# Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
+_OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
+_STORED_AS = {"gptq": ".qweight"}
+
+
+def check_tensors(
+    architecture: Architecture, tensors: tuple[HeaderTensor, ...], quantization: Quantization
+) -> None:
+    """Raise CheckpointError for the first tensor that is missing or has another shape than the config gives.
+
+    Weights the checkpoint stores quantized must be there; their packed shapes are not compared.
+    """
+    found = {tensor.name: tensor for tensor in tensors}
+    stored_quantized = quantization.origin == "quantization_config"
+    for spec in architecture.tensors:
+        if not spec.is_parameter or spec.tied_to is not None:
+            continue
+        packed = stored_quantized and quantization.converts(spec)
+        name = spec.name
+        if packed and quantization.scheme in _STORED_AS:
+            name = spec.module + _STORED_AS[quantization.scheme]
+        tensor = _find(found, name)
+        if tensor is None:
+            raise CheckpointError(
+                f"{name} is not in the checkpoint ({len(found)} tensors)",
+                field="safetensors",
+                hint="config.json and the weights do not belong together",
+            )
+        if not packed and tensor.shape != spec.shape:
+            raise CheckpointError(
+                f"{spec.name} is {list(tensor.shape)} in the checkpoint but {list(spec.shape)} by config.json",
+                field="safetensors",
+                hint="config.json and the weights do not belong together",
+            )
+
+
+def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
+    """By full name, by an old name, or without the prefix of the body (checkpoints of ``...Model``)."""
+    if name in found:
+        return found[name]
+    old = _OLD_NAMES.get(name)
+    if old in found:
+        return found[old]
+    return found.get(name.partition(".")[2])
+
+
+def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:
+    """dtype of the first floating tensor: what transformers takes for ``auto`` when config.json is silent."""
+    for tensor in tensors:
+        if tensor.dtype in SAFETENSORS_NAMES:
+            return SAFETENSORS_NAMES[tensor.dtype]
+    return None

@@ -1,0 +1,135 @@
+"""The safetensors header: 8 bytes of length, then JSON. Only the header is read.
+
+Format and limits: safetensors 0.6, README and safetensors/src/tensor.rs (MAX_HEADER_SIZE 100,000,000;
+offsets contiguous from 0 without holes or overlaps; the data ends where the file ends).
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.dtypes import SAFETENSORS_BITS
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.tensor import HeaderTensor
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_INDEX_BYTES = 100_000_000
+_MAX_SHARDS = 10_000
+
+
+def read_header(path: Path) -> tuple[HeaderTensor, ...]:
+    """Tensors of one file in file order. Raises CheckpointError when the header is truncated or lies."""
+    where = path.name
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{size} bytes are too short for a safetensors header", field=where)
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"claims a header of {length:,} bytes; the format allows {MAX_HEADER_BYTES:,}", field=where
+                )
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"claims a header of {length:,} bytes but the file has {size:,}: truncated download?",
+                    field=where,
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
+    return _parse(text, size - 8 - length, where)
+
+
+def _parse(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CheckpointError("the header is not JSON", field=where) from None
+    if not isinstance(header, dict):
+        raise CheckpointError("the header is not a JSON object", field=where)
+    header.pop("__metadata__", None)
+    spans: list[tuple[int, int, HeaderTensor]] = []
+    for name, entry in header.items():
+        spans.append(_entry(name, entry, where))
+    spans.sort(key=lambda span: span[:2])
+    position = 0
+    for begin, end, tensor in spans:
+        if begin != position:
+            what = "overlaps the tensor before it" if begin < position else "leaves a hole before it"
+            raise CheckpointError(f"{tensor.name}: offset {begin:,} {what}", field=where)
+        position = end
+    if position != data_bytes:
+        raise CheckpointError(
+            f"the header describes {position:,} bytes of tensors, the file holds {data_bytes:,}: "
+            "truncated download?",
+            field=where,
+        )
+    return tuple(tensor for _, _, tensor in spans)
+
+
+def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{name[:80]}: {what}", field=where)
+
+    if not isinstance(entry, dict):
+        raise wrong("is not described by an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
+        raise wrong(f"dtype {str(dtype)[:40]!r} is not known")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong("shape or data_offsets are not lists of non-negative integers in order")
+    bits = prod(shape) * SAFETENSORS_BITS[dtype]
+    nbytes = offsets[1] - offsets[0]
+    if bits != 8 * nbytes:
+        raise wrong(f"{dtype}{shape} takes {bits / 8:,.0f} bytes, its data_offsets span {nbytes:,}")
+    return offsets[0], offsets[1], HeaderTensor(name, dtype, tuple(shape), nbytes)
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def read_folder(folder: Path) -> tuple[HeaderTensor, ...] | None:
+    """Headers of ``model.safetensors`` or of all shards of its index; None when the folder has neither.
+
+    Raises CheckpointError when a shard is missing or index and shards disagree.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return read_header(single)
+    if not index.exists():
+        return None
+    where = index.name
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise CheckpointError("is too large for an index", field=where)
+        content = json.loads(index.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
+    except (ValueError, RecursionError):
+        raise CheckpointError("is not JSON", field=where) from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError("has no weight_map of tensor name to file name", field=where)
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > _MAX_SHARDS:
+        raise CheckpointError(f"names {len(shards):,} shards", field=where)
+    out: dict[str, HeaderTensor] = {}
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=where)
+        if not (folder / shard).exists():
+            raise CheckpointError(f"{shard[:80]} is missing", field=where, hint="finish the download")
+        for tensor in read_header(folder / shard):
+            if weight_map.get(tensor.name) != shard:
+                raise CheckpointError(f"{tensor.name[:80]} of {shard} is not in the index", field=where)
+            out[tensor.name] = tensor
+    missing = sorted(set(weight_map) - set(out))
+    if missing:
+        raise CheckpointError(f"{missing[0][:80]} is in no shard ({len(missing)} missing)", field=where)
+    return tuple(out.values())

@@ -1,0 +1,37 @@
+"""How much memory this machine lets the process have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes: physical memory, or the tightest cgroup limit on the way up (v2 memory.max, v1 limit)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *_limits(cgroup, own)])
+
+
+def _limits(cgroup: Path, own: Path) -> list[int]:
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        lines = []
+    folders = [cgroup, cgroup / "memory"]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers in ("", "memory"):
+            base = cgroup / "memory" if controllers else cgroup
+            relative = Path(path.lstrip("/"))
+            folders += [base / part for part in (relative, *relative.parents) if part != Path(".")]
+    found = []
+    for folder in folders:
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                text = (folder / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) > 0:  # "max" means no limit
+                found.append(int(text))
+    return found

@@ -1,0 +1,154 @@
+"""A Plan as JSON (the contract of ``tonnage plan --json``) and as text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from tonnage.planner.plan import Plan, RankPlan
+from tonnage.planner.units import gib
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The JSON object: keys are only ever added. All bytes are ints; a figure that has no single meaning
+    for a hybrid is None beside its groups."""
+    cache, layout = plan.kv_cache, plan.kv_cache.layout
+    return {
+        "schema_version": plan.schema_version,
+        "plan_id": plan.plan_id,
+        "revision": plan.revision,
+        "model": {
+            "id": plan.model.id,
+            "architecture": plan.model.architecture,
+            "parameters": plan.model.parameters,
+            "attention": plan.model.attention,
+            "via": plan.model.via,
+            "dtype": plan.model.dtype,
+            "max_model_len": plan.model.max_model_len,
+            "vocab_size": plan.model.vocab_size,
+        },
+        "deployment": asdict(plan.deployment),
+        "ranks": [_rank(rank) for rank in plan.ranks],
+        "worst_rank": plan.worst_rank,
+        "kv_cache": {
+            "bytes_per_token": layout.bytes_per_token if not _slides(plan) else None,
+            "bytes_per_sequence": cache.bytes_per_sequence,
+            "usable_blocks": cache.usable_blocks,
+            "num_blocks": cache.num_blocks,
+            "tokens": cache.tokens,
+            "max_concurrency": round(cache.max_concurrency, 4),
+            "dtype": layout.dtype,
+            "groups": [
+                {
+                    "kind": group.kind,
+                    "layers": list(group.layers),
+                    "window": group.window,
+                    "block_size": layout.block_size,
+                    "bytes_per_block": layout.bytes_per_block,
+                }
+                for group in layout.groups
+            ],
+        },
+        "fits": plan.fits,
+        "reasons": list(plan.reasons),
+        "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
+    }
+
+
+def _rank(rank: RankPlan) -> dict[str, int]:
+    return {
+        "weights_bytes": rank.weights_bytes,
+        "kv_pool_bytes": rank.kv_pool_bytes,
+        "activation_bytes": rank.activation_bytes,
+        "cuda_graph_bytes": rank.cuda_graph_bytes,
+        "framework_bytes": rank.framework_bytes,
+        "free_bytes": rank.free_bytes,
+        "total_bytes": rank.total_bytes,
+    }
+
+
+def _slides(plan: Plan) -> bool:
+    """Sliding layers stop growing at their window: one more token then costs nothing."""
+    return any(group.kind == "sliding" for group in plan.kv_cache.layout.groups)
+
+
+def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
+    """Text for people: a table with bars in a terminal, plain lines when ``file`` is none."""
+    if file.isatty():
+        from tonnage.planner.render_rich import print_rich
+
+        print_rich(plan, explain, file)
+        return
+    for line in plain_lines(plan, explain):
+        print(line, file=file)
+
+
+def headline(plan: Plan) -> tuple[str, str]:
+    model, deployment = plan.model, plan.deployment
+    first = (
+        f"{model.id}: {model.architecture}, {model.parameters:,} parameters, {model.attention}, {model.dtype}"
+        + (f", {deployment.quantization}" if deployment.quantization else "")
+        + f" (via {model.via})"
+    )
+    second = (
+        f"engine {deployment.engine} on {deployment.device}, max_model_len {deployment.max_model_len:,}, "
+        f"max_num_seqs {deployment.max_num_seqs:,}, block size {deployment.block_size}"
+    )
+    return first, second
+
+
+def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    """(component, bytes, note) of the worst rank, in the order they are taken."""
+    rank = plan.rank
+
+    def bounds(name: str) -> str:
+        if name not in plan.intervals:
+            return "exact"
+        low, high = plan.intervals[name]
+        return f"{gib(low)} to {gib(high)}"
+
+    rows = [
+        ("weights", rank.weights_bytes, "exact"),
+        ("KV cache pool", rank.kv_pool_bytes, "exact"),
+        ("activations", rank.activation_bytes, bounds("activation_bytes")),
+        ("framework", rank.framework_bytes, bounds("framework_bytes")),
+    ]
+    if rank.cuda_graph_bytes:
+        rows.append(("CUDA graphs", rank.cuda_graph_bytes, bounds("cuda_graph_bytes")))
+    rows.append(("free", rank.free_bytes, ""))
+    rows.append(("device", rank.total_bytes, ""))
+    return rows
+
+
+def capacity_lines(plan: Plan) -> list[str]:
+    cache, layout = plan.kv_cache, plan.kv_cache.layout
+    lines = [
+        f"KV cache: {cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes ({layout.dtype}), "
+        f"{cache.usable_blocks:,} usable; {cache.tokens:,} tokens",
+        f"Concurrency at {plan.deployment.max_model_len:,} tokens per request: {cache.max_concurrency:.2f}x "
+        f"({gib(cache.bytes_per_sequence)} each)",
+    ]
+    if len(layout.groups) > 1 or _slides(plan):
+        for i, group in enumerate(layout.groups):
+            window = f", window {group.window:,}" if group.window else ""
+            lines.append(f"  group {i}: {group.kind}, {len(group.layers)} layers{window}")
+    return lines
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    if plan.fits:
+        return ["Fits."]
+    return [f"Does not fit: {reason}" for reason in plan.reasons]
+
+
+def plain_lines(plan: Plan, explain: bool) -> list[str]:
+    lines = [*headline(plan), ""]
+    for name, size, note in memory_rows(plan):
+        lines.append(f"{name:<14}{size:>20,} bytes {gib(size):>14}  {note}".rstrip())
+    lines += ["", *capacity_lines(plan), *verdict_lines(plan)]
+    if explain:
+        lines += ["", "How each figure came about (bytes unless said):"]
+        for term in plan.terms:
+            lines.append(f"{term.name} = {term.value:,}")
+            lines.append(f"    {term.formula}  [{term.source}]")
+    return lines

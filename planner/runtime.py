@@ -1,0 +1,108 @@
+"""Memory beside weights and KV pool: the framework's own, and the activations of one step.
+
+Small functions with named constants; each returns a value with an interval and its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.plan import Deployment
+from tonnage.planner.units import GiB, MiB
+
+# hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19: RssAnon after
+# the imports and a first forward (to be repeated by benchmarks; the interval covers other allocators).
+API_PROCESS_BYTES = 70 * MiB
+HF_CHILD_BYTES = 300 * MiB
+HF_INTERVAL = (0.85, 1.25)
+
+# vllm engine on cpu: the API process imports vLLM and EngineCore is a child with its own copy.
+VLLM_API_BYTES = 600 * MiB
+VLLM_CHILD_BYTES = 900 * MiB
+VLLM_INTERVAL = (0.6, 1.6)
+
+# CUDA: context, cuBLAS workspaces and NCCL-free runtime on the device. Published start-up logs report
+# 0.3 to 0.9 GiB "non-torch" memory on one GPU (vLLM start-up lines); no measurement here.
+CUDA_CONTEXT_BYTES = GiB // 2
+CUDA_INTERVAL = (0.6, 1.8)
+
+# vLLM's start-up logs print 0.1 to 2.1 GiB for captured graphs, growing with layers and captured sizes.
+CUDA_GRAPH_BYTES = GiB // 2
+CUDA_GRAPH_INTERVAL = (0.2, 4.0)
+
+# Copies of the logits that are alive at once: fp32 logits, the sampler's processed copy and its
+# softmax (vllm/v1/sample/sampler.py 0.32.0; the hf engine's sampler follows the same three steps).
+LOGITS_COPIES = 3
+ACTIVATION_INTERVAL = (0.5, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """``value`` bytes, expected between ``low`` and ``high``."""
+
+    value: int
+    low: int
+    high: int
+    formula: str
+    source: str
+
+
+def _scaled(value: int, interval: tuple[float, float], formula: str, source: str) -> Estimate:
+    return Estimate(value, int(value * interval[0]), int(value * interval[1]), formula, source)
+
+
+def framework_bytes(deployment: Deployment) -> Estimate:
+    """What the processes (on a GPU: the device) hold before weights and pool."""
+    if deployment.device != "cpu":
+        return _scaled(
+            CUDA_CONTEXT_BYTES, CUDA_INTERVAL, f"CUDA context and libraries {CUDA_CONTEXT_BYTES:,}",
+            "published start-up logs; not measured here",
+        )  # fmt: skip
+    if deployment.engine == "vllm":
+        value = VLLM_API_BYTES + VLLM_CHILD_BYTES
+        return _scaled(
+            value, VLLM_INTERVAL, f"API process {VLLM_API_BYTES:,} + EngineCore {VLLM_CHILD_BYTES:,}",
+            "estimate for vLLM 0.32 on cpu",
+        )  # fmt: skip
+    value = API_PROCESS_BYTES + HF_CHILD_BYTES
+    return _scaled(
+        value, HF_INTERVAL, f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,}",
+        "RssAnon after imports, torch 2.13 cpu",
+    )  # fmt: skip
+
+
+def activation_bytes(architecture: Architecture, deployment: Deployment, dtype: str) -> Estimate:
+    """Peak beside the weights while one step of ``max_num_batched_tokens`` tokens runs.
+
+    The widest moment of a layer (attention or MLP) plus the residual stream, and the logits of
+    ``max_num_seqs`` sequences; both counted, because allocators seldom give the first back in time.
+    """
+    tokens = deployment.max_num_batched_tokens or 0
+    seqs = min(deployment.max_num_seqs or 0, tokens)
+    size = DTYPE_BYTES[dtype]
+    hidden, inner = architecture.hidden_size, architecture.intermediate_size
+    q = architecture.heads * architecture.head_size
+    kv = architecture.kv_heads * architecture.head_size
+    # attention: q, k, v, their rotated copies of q and k, the output; MLP: gate, up, product or in, out
+    attention = tokens * (3 * q + 3 * kv) * size
+    mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
+    residual = 2 * tokens * hidden * size
+    logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
+    value = max(attention, mlp) + residual + logits
+    formula = (
+        f"max(attention {attention:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
+        f"+ logits {seqs:,} x {architecture.vocab_size:,} x 4 x {LOGITS_COPIES} = {logits:,}"
+    )
+    return _scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
+
+
+def cuda_graph_bytes(deployment: Deployment) -> Estimate:
+    """Captured CUDA graphs: none on a CPU or in the hf engine."""
+    if deployment.device == "cpu" or deployment.engine == "hf":
+        return Estimate(0, 0, 0, "no CUDA graphs", "")
+    return _scaled(
+        CUDA_GRAPH_BYTES, CUDA_GRAPH_INTERVAL, f"captured graphs {CUDA_GRAPH_BYTES:,}",
+        "published vLLM start-up logs; not measured here",
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Where a model comes from: ``demo``, a folder, a GGUF file or a hub id -> :class:`ModelSource`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tonnage.planner.errors import ModelNotFound
+from tonnage.planner.fields import load_config
+from tonnage.planner.headers.safetensors import read_folder
+from tonnage.planner.headers.tensor import HeaderTensor
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """``path``: what the engine loads from (a folder, a file, or the hub id when only its config is here).
+
+    ``tensors``: the checkpoint's headers, or None when there is no checkpoint to read.
+    """
+
+    id: str
+    path: str
+    config: dict[str, Any]
+    kind: Literal["folder", "gguf", "hub", "demo"]
+    tensors: tuple[HeaderTensor, ...] | None = None
+
+
+def cache_folder() -> Path:
+    """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``."""
+    if own := os.environ.get("TONNAGE_CACHE"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tonnage"
+    return Path.home() / ".cache" / "tonnage"
+
+
+def demo_folder() -> Path:
+    """Where the converted demo model lives."""
+    return cache_folder() / "models" / DEMO_NAME
+
+
+def resolve_model(model: str) -> ModelSource:
+    """Find a model by name. Reads config.json and headers, never weights.
+
+    ``demo`` means SmolLM2-135M-Instruct; before it is converted its config comes with the package. Raises
+    ModelNotFound with what to do, ConfigError or CheckpointError when what was found is broken.
+    """
+    if model == "demo":
+        return _demo()
+    if not model or "\0" in model:
+        raise ModelNotFound(f"{model!r} is not a name", field="model")
+    path = Path(model).expanduser()
+    try:
+        found = path.exists()
+    except OSError:  # a name too long for the file system
+        found = False
+    if found and path.is_dir():
+        return _folder(path, model)
+    if found:
+        return _file(path, model)
+    if _HUB_ID.fullmatch(model):
+        from tonnage.planner.hub import resolve_hub_id
+
+        return resolve_hub_id(model)
+    raise ModelNotFound(
+        f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id",
+        field="model",
+        hint='give a folder with config.json, "org/name", or "demo"',
+    )
+
+
+def _demo() -> ModelSource:
+    folder = demo_folder()
+    if (folder / "config.json").exists():
+        return ModelSource(
+            "demo", str(folder), load_config(folder / "config.json"), "demo", read_folder(folder)
+        )
+    shipped = Path(__file__).parent / "data" / "demo" / "config.json"
+    return ModelSource("demo", str(folder), load_config(shipped), "demo")
+
+
+def _folder(path: Path, model: str) -> ModelSource:
+    if not (path / "config.json").exists():
+        raise ModelNotFound(
+            f"{model} has no config.json", field="model", hint="give the folder that from_pretrained would load"
+        )
+    return ModelSource(model, str(path), load_config(path / "config.json"), "folder", read_folder(path))
+
+
+def _file(path: Path, model: str) -> ModelSource:
+    if path.suffix.lower() != ".gguf":
+        raise ModelNotFound(
+            f"{model} is a file but not a .gguf", field="model", hint="give the model's folder instead"
+        )
+    from tonnage.planner.headers.gguf import read_gguf
+    from tonnage.planner.headers.gguf_config import config_from_gguf
+
+    header = read_gguf(path)
+    return ModelSource(model, str(path), config_from_gguf(header, path.name), "gguf", header.tensors)

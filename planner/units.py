@@ -1,0 +1,58 @@
+"""Bytes as people write and read them. Inside the planner bytes are always ``int``."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from tonnage.planner.errors import DeploymentError
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_MAX_BYTES = 1 << 60  # one EiB: above it the figure is a typing error
+
+
+def parse_size(text: str, field: str) -> int:
+    """``512MiB``, ``2GB``, ``1.5GiB`` or plain bytes -> bytes (rounded down).
+
+    ``2G`` is refused: some tools read it as GiB, others as GB. Raises DeploymentError naming ``field``.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise DeploymentError(
+            f"{text[:40]!r} is not a size", field=field, hint="write 2GiB, 512MiB, 2GB or plain bytes"
+        )
+    size = int(Fraction(match[1]) * factor)
+    if not 0 < size <= _MAX_BYTES:
+        raise DeploymentError(f"{text[:40]!r} is not between 1 byte and 1 EiB", field=field)
+    return size
+
+
+def parse_count(text: str, field: str) -> int:
+    """A positive integer, with vLLM's suffixes: ``8k`` = 8,000 and ``8K`` = 8,192 (also m, M)."""
+    match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip(), re.ASCII)
+    if match is None:
+        raise DeploymentError(f"{text[:40]!r} is not a positive integer", field=field)
+    factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2]]
+    return int(match[1]) * factor
+
+
+def gib(size: int) -> str:
+    """``1.98 GiB``; below 1 GiB in MiB, so that small terms stay readable."""
+    if abs(size) >= GiB:
+        return f"{size / GiB:,.2f} GiB"
+    return f"{size / MiB:,.1f} MiB"
