@@ -1,0 +1,129 @@
+"""Promises for an engine that counts its own blocks: what was promised to whom, and who waits in line.
+
+For vLLM, whose scheduler reports a usage ratio and admits whatever it is given (a request above its pool
+waits there for ever and holds up all others). Only what :func:`tonnage.cache.admission.decide` admits is
+handed on, first come first served, so that vLLM never has to preempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from tonnage.cache.admission import (
+    AdmissionRequest,
+    Admit,
+    Limits,
+    Never,
+    Snapshot,
+    Wait,
+    decide,
+    largest_prompt,
+)
+from tonnage.server.engines.base import NeverFits
+
+
+class PromiseLedger:
+    """One line of waiting requests and the promises of the running ones. One event loop, no locks.
+
+    vLLM's n sequences of a request are scheduled in the same step, before the first has cached anything, so
+    each computes the prompt for itself: unlike in :mod:`tonnage.cache.admission` nothing is shared by forks.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held: dict[str, tuple[int, int]] = {}  # request id -> promised blocks, sequences
+        self._line: dict[str, tuple[AdmissionRequest, asyncio.Future[None]]] = {}
+        self._counts: dict[tuple[str, str], int] = {}
+        self.idle = asyncio.Event()  # set while nobody runs or waits
+        self.idle.set()
+
+    @property
+    def promised(self) -> int:
+        """Blocks promised to the running requests; at most the usable blocks."""
+        return sum(blocks for blocks, _ in self._held.values())
+
+    @property
+    def running(self) -> int:
+        """Admitted requests that have not left."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return len(self._line)
+
+    @property
+    def counts(self) -> tuple[tuple[str, str, int], ...]:
+        """(outcome, reason, count) of all decisions."""
+        return tuple((outcome, reason, count) for (outcome, reason), count in self._counts.items())
+
+    async def enter(self, request_id: str, request: AdmissionRequest) -> None:
+        """Return once the promise of ``request`` is held; waits in line as long as that takes.
+
+        Raises NeverFits, with the numbers, before anything changes. Cancelling leaves the line.
+        """
+        answer = self._decide(request)
+        if isinstance(answer, Never):
+            self._count("never", answer.reason)
+            raise NeverFits(str(answer), field="prompt")
+        self.idle.clear()
+        if isinstance(answer, Admit) and not self._line:
+            self._hold(request_id, request, answer)
+            return
+        if isinstance(answer, Admit):  # it would fit, but others were here first
+            answer = self._decide(next(iter(self._line.values()))[0])
+        if isinstance(answer, Wait):
+            self._count("wait", answer.reason)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line[request_id] = (request, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self.leave(request_id)  # in line, or its turn came in the same moment
+            raise
+
+    def leave(self, request_id: str) -> None:
+        """Give the promise (or the place in line) back and let the next ones in; unknown ids are ignored."""
+        self._held.pop(request_id, None)
+        self._line.pop(request_id, None)
+        while self._line:
+            first, (request, turn) = next(iter(self._line.items()))
+            answer = self._decide(request)
+            if not isinstance(answer, Admit):
+                return  # held up by those that run, so not idle
+            del self._line[first]
+            self._hold(first, request, answer)
+            turn.set_result(None)
+        if not self._held:
+            self.idle.set()
+
+    def fail(self, error: Exception) -> None:
+        """Send everybody in line away with ``error``."""
+        for _, turn in self._line.values():
+            turn.set_exception(error)
+        self._line.clear()
+
+    def _hold(self, request_id: str, request: AdmissionRequest, answer: Admit) -> None:
+        self._held[request_id] = (answer.blocks, request.n)
+        self._count("admit", "fits")
+
+    def _count(self, outcome: str, reason: str) -> None:
+        key = (outcome, str(reason))
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _decide(self, request: AdmissionRequest) -> Admit | Wait | Never:
+        running = sum(sequences for _, sequences in self._held.values())
+        # A prompt of one token has no full block that forks could share: the rest counts for each of them.
+        unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
+        answer = decide(unshared, Snapshot(self.promised, running), self._limits)
+        if not isinstance(answer, Never):
+            return answer
+        return replace(answer, largest_prompt_tokens=self._largest_prompt(request))
+
+    def _largest_prompt(self, request: AdmissionRequest) -> int:
+        """As if each of the n sequences had an equal part of the pool to itself."""
+        share = self._limits.usable_blocks // request.n
+        if share == 0 or request.n > self._limits.max_num_seqs:
+            return 0
+        return largest_prompt(replace(request, n=1), replace(self._limits, usable_blocks=share))
