@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.dtypes import DTYPE_BYTES, KV_DTYPE_BYTES, check_dtype
+from tonnage.planner.dtypes import KV_DTYPE_BYTES, check_dtype
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.host import host_memory
 from tonnage.planner.plan import Deployment
@@ -22,12 +22,33 @@ _BATCH_DEFAULTS = {
 _BLOCK_DEFAULTS = {("hf", "cpu"): 16, ("hf", "cuda"): 16, ("vllm", "cpu"): 128, ("vllm", "cuda"): 16}
 _MAX_BLOCK_SIZE = 4096
 _MAX_COUNT = 1 << 31
+_MAX_BYTES = 1 << 60  # one EiB
 
 # vLLM refuses float16 for these (_FLOAT16_NOT_SUPPORTED_MODELS, vllm/config/model.py 0.32.0)
 _NO_FLOAT16 = ("gemma2", "gemma3_text")
 
 
-def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Deployment:
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A Deployment without open questions: ``flags`` for the Plan, and its integers without None."""
+
+    flags: Deployment
+    device_memory: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+
+    @property
+    def limit(self) -> int:
+        """Bytes the plan may take: the whole device when the pool's size is given (as in vLLM), else
+        device memory x gpu_memory_utilization."""
+        if self.flags.kv_cache_memory_bytes is not None:
+            return self.device_memory
+        return int(self.device_memory * self.flags.gpu_memory_utilization)
+
+
+def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Resolved:
     """Check every flag against the model and the others and fill in what was left open.
 
     ``dtype``: what ``auto`` means for this checkpoint. Raises DeploymentError naming flag and value.
@@ -40,20 +61,22 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     max_model_len = _model_len(deployment, architecture)
     seqs, tokens = _batch(deployment, max_model_len)
     chosen = _dtype(deployment, architecture, dtype)
-    return replace(
+    memory, block_size = _device_memory(deployment), _block_size(deployment)
+    flags = replace(
         deployment,
-        device_memory=_device_memory(deployment),
+        device_memory=memory,
         gpu_memory_utilization=_utilization(deployment.gpu_memory_utilization),
         dtype=chosen,
         kv_cache_dtype=_kv_dtype(deployment, chosen),
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
-        block_size=_block_size(deployment),
+        block_size=block_size,
         kv_cache_memory_bytes=_positive(
-            deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=1 << 60
+            deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=_MAX_BYTES
         ),
     )
+    return Resolved(flags, memory, max_model_len, seqs, tokens, block_size)
 
 
 def _positive(value: int | None, flag: str, limit: int = _MAX_COUNT) -> int | None:
@@ -116,11 +139,11 @@ def _kv_dtype(deployment: Deployment, dtype: str) -> str:
         )
     if deployment.engine == "hf" and asked != dtype:
         raise DeploymentError(
-            f"{asked} differs from the model's {dtype}; the hf engine stores K and V as the model computes them",
+            f"{asked} differs from the model's {dtype}; the hf engine stores K and V as computed",
             field="--kv-cache-dtype",
             hint="use auto",
         )
-    if deployment.engine == "vllm" and asked in DTYPE_BYTES and asked != dtype and asked == "float32":
+    if asked == "float32" and dtype != "float32":
         raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype")
     return asked
 
@@ -132,7 +155,7 @@ def _utilization(value: float) -> float:
 
 
 def _device_memory(deployment: Deployment) -> int:
-    asked = _positive(deployment.device_memory, "--device-memory", limit=1 << 60)
+    asked = _positive(deployment.device_memory, "--device-memory", limit=_MAX_BYTES)
     if asked is not None:
         return asked
     if deployment.device == "cpu":

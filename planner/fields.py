@@ -177,10 +177,7 @@ class Fields:
         for field, value in self.config.items():
             if field in self._read or field in _PRETRAINED_FIELDS or field.startswith("_"):
                 continue
-            if isinstance(value, list | dict):
-                neutral = not value
-            else:
-                neutral = value in _NEUTRAL
+            neutral = not value if isinstance(value, list | dict) else value in _NEUTRAL
             if not neutral and any(word in field for word in _SHAPE_WORDS):
                 raise UnsupportedArchitecture(
                     f"{shown(value)}: {model_type} models are not known to have this field, "
@@ -193,13 +190,16 @@ class Fields:
 # Fields of transformers' PreTrainedConfig and common leftovers in published files (transformers 5.19,
 # configuration_utils.py): none changes a shape or the KV cache.
 _PRETRAINED_FIELDS = frozenset(
-    "architectures auto_map attention_dropout attn_dropout_prob attn_pdrop attn_implementation bos_token_id chunk_size_feed_forward "
-    "dtype embd_pdrop eos_token_id finetuning_task forced_bos_token_id gradient_checkpointing hidden_act "
-    "hidden_activation hidden_dropout hidden_dropout_prob id2label initializer_range label2id layer_norm_eps layer_norm_epsilon "
-    "model_type num_beams num_beam_groups num_return_sequences num_labels no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size output_attentions output_hidden_states pad_token_id pretraining_tp "
-    "problem_type quantization_config resid_pdrop return_dict rms_norm_eps task_specific_params tie_word_embeddings "
-    "torch_dtype transformers_version unk_token_id unsloth_version use_cache use_return_dict "
-    "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 scale_attn_weights "
-    "cross_attention_hidden_size max_length min_length attention_probs_dropout_prob".split()
+    """
+    architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob
+    attn_implementation attn_pdrop auto_map bos_token_id chunk_size_feed_forward
+    cross_attention_hidden_size dtype embd_pdrop encoder_no_repeat_ngram_size eos_token_id finetuning_task
+    forced_bos_token_id gradient_checkpointing hidden_act hidden_activation hidden_dropout
+    hidden_dropout_prob id2label initializer_range label2id layer_norm_eps layer_norm_epsilon max_length
+    min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type quantization_config
+    resid_pdrop return_dict rms_norm_eps scale_attention_softmax_in_fp32 scale_attn_weights
+    task_specific_params tie_word_embeddings torch_dtype transformers_version unk_token_id unsloth_version
+    use_cache use_return_dict
+    """.split()  # noqa: SIM905
 )

@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 from tonnage.planner import kv
+from tonnage.planner.deployment import Resolved
 from tonnage.planner.layout import KVLayout
-from tonnage.planner.plan import Deployment, RankPlan
+from tonnage.planner.plan import RankPlan
 from tonnage.planner.units import gib
 
 
 def judge(
-    chosen: Deployment,
-    rank: RankPlan,
-    layout: KVLayout,
-    capacity: kv.Capacity,
-    in_flight: int,
-    *,
-    explicit: bool,
+    chosen: Resolved, rank: RankPlan, layout: KVLayout, capacity: kv.Capacity, in_flight: int, *, asked: bool
 ) -> tuple[str, ...]:
-    """Reasons why it does not fit; empty when it does.
-
-    With --kv-cache-memory-bytes the whole device counts (as in vLLM), else device memory x
-    gpu_memory_utilization. The pool must hold one sequence of max_model_len tokens.
-    """
-    given = chosen.kv_cache_memory_bytes is not None
-    limit = rank.total_bytes if given else int(rank.total_bytes * chosen.gpu_memory_utilization)
-    name = gib(rank.total_bytes) + ("" if given else f" x {chosen.gpu_memory_utilization:g} = {gib(limit)}")
+    """Reasons why it does not fit, empty when it does: all terms within the limit, and a pool that holds
+    one sequence of max_model_len tokens. ``asked``: max_model_len was a flag, not the model's own."""
+    limit = chosen.limit
+    name = gib(rank.total_bytes)
+    if limit != rank.total_bytes:
+        name += f" x {chosen.flags.gpu_memory_utilization:g} = {gib(limit)}"
     without_pool = rank.used_bytes - rank.kv_pool_bytes
     if rank.weights_bytes > limit:
         return (f"the weights alone take {gib(rank.weights_bytes)} ({rank.weights_bytes:,} bytes) of {name}",)
     if without_pool > limit:
         return (
             f"weights {gib(rank.weights_bytes)}, activations {gib(rank.activation_bytes)}, framework "
-            f"{gib(rank.framework_bytes)} and graphs {gib(rank.cuda_graph_bytes)} take "
+            f"{gib(rank.framework_bytes)} and CUDA graphs {gib(rank.cuda_graph_bytes)} take "
             f"{gib(without_pool)} of {name}: nothing is left for the KV cache",
         )
     reasons = []
     if rank.used_bytes > limit:
         reasons.append(
             f"{gib(rank.used_bytes)} are needed, {gib(rank.used_bytes - limit)} more than {name}; "
-            f"the pool could be {gib(max(0, limit - without_pool))} (--kv-cache-memory-bytes)"
+            f"the largest --kv-cache-memory-bytes that fits is {limit - without_pool}"
         )
-    assert chosen.max_model_len
     if capacity.blocks_per_sequence > capacity.usable_blocks:
         largest = kv.largest_fitting(layout, capacity.usable_blocks, chosen.max_model_len, in_flight)
-        flag = "--max-model-len" if explicit else "the model's max_model_len"
+        whose = "" if asked else ", the model's own length,"
         advice = f"the largest --max-model-len that fits is {largest}" if largest else "no length fits"
         reasons.append(
-            f"one sequence of {chosen.max_model_len:,} tokens ({flag}) needs {capacity.blocks_per_sequence:,} "
-            f"blocks of {layout.bytes_per_block:,} bytes, the pool has {capacity.usable_blocks:,} usable: {advice}"
+            f"one sequence of {chosen.max_model_len:,} tokens{whose} needs "
+            f"{capacity.blocks_per_sequence:,} blocks of {layout.bytes_per_block:,} bytes, the pool has "
+            f"{capacity.usable_blocks:,} usable: {advice}"
         )
     return tuple(reasons)

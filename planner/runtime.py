@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
 from tonnage.planner.plan import Deployment
 from tonnage.planner.units import GiB, MiB
@@ -73,15 +74,15 @@ def framework_bytes(deployment: Deployment) -> Estimate:
     )  # fmt: skip
 
 
-def activation_bytes(architecture: Architecture, deployment: Deployment, dtype: str) -> Estimate:
+def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     """Peak beside the weights while one step of ``max_num_batched_tokens`` tokens runs.
 
     The widest moment of a layer (attention or MLP) plus the residual stream, and the logits of
     ``max_num_seqs`` sequences; both counted, because allocators seldom give the first back in time.
     """
-    tokens = deployment.max_num_batched_tokens or 0
-    seqs = min(deployment.max_num_seqs or 0, tokens)
-    size = DTYPE_BYTES[dtype]
+    tokens = chosen.max_num_batched_tokens
+    seqs = chosen.max_num_seqs
+    size = DTYPE_BYTES[chosen.flags.dtype]
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     q = architecture.heads * architecture.head_size
     kv = architecture.kv_heads * architecture.head_size

@@ -77,10 +77,9 @@ def resolve_model(model: str) -> ModelSource:
 
 def _demo() -> ModelSource:
     folder = demo_folder()
-    if (folder / "config.json").exists():
-        return ModelSource(
-            "demo", str(folder), load_config(folder / "config.json"), "demo", read_folder(folder)
-        )
+    config = folder / "config.json"
+    if config.exists():
+        return ModelSource("demo", str(folder), load_config(config), "demo", read_folder(folder))
     shipped = Path(__file__).parent / "data" / "demo" / "config.json"
     return ModelSource("demo", str(folder), load_config(shipped), "demo")
 

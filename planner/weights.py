@@ -29,7 +29,7 @@ class Weights:
     terms: tuple[Term, ...]
 
 
-def weights(architecture: Architecture, quantization: Quantization, deployment: Deployment) -> Weights:
+def sum_weights(architecture: Architecture, quantization: Quantization, deployment: Deployment) -> Weights:
     """Bytes the process holds for the model after load (parameters, buffers, quantization state)."""
     dtype = deployment.dtype
     total = 0

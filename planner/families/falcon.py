@@ -13,6 +13,8 @@ from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.fields import Fields, shown
 
+_LINEAR = "FalconLinear"
+
 
 def build(fields: Fields, model_type: str) -> Architecture:
     hidden = fields.integer("hidden_size", limit="width")
@@ -43,21 +45,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
         yield common.embedding("transformer.word_embeddings", vocab, hidden)
         for i in range(layers):
             at = f"transformer.h.{i}"
-            for name, out, into, role in (
-                ("self_attention.query_key_value", qkv_rows, hidden, "attention"),
-                ("self_attention.dense", hidden, hidden, "attention"),
-                ("mlp.dense_h_to_4h", inner, hidden, "mlp"),
-                ("mlp.dense_4h_to_h", hidden, inner, "mlp"),
-            ):
-                yield from common.linear(
-                    f"{at}.{name}",
-                    out,
-                    into,
-                    "attention" if role == "attention" else "mlp",
-                    i,
-                    bias,
-                    "FalconLinear",
-                )
+            attention = (("query_key_value", qkv_rows, hidden), ("dense", hidden, hidden))
+            for name, out, into in attention:
+                module = f"{at}.self_attention.{name}"
+                yield from common.linear(module, out, into, "attention", i, bias, _LINEAR)
+            for name, out, into in (("dense_h_to_4h", inner, hidden), ("dense_4h_to_h", hidden, inner)):
+                yield from common.linear(f"{at}.mlp.{name}", out, into, "mlp", i, bias, _LINEAR)
             for name in norms:
                 yield from common.layer_norm(f"{at}.{name}", hidden, i)
         yield from common.layer_norm("transformer.ln_f", hidden, None)

@@ -60,16 +60,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
         yield common.embedding("model.embed_tokens", vocab, hidden)
         for i in range(layers):
             at = f"model.layers.{i}"
-            yield from common.linear(
-                f"{at}.self_attn.q_proj", heads * head_size, hidden, "attention", i, qkv_bias
-            )
-            for name in ("k_proj", "v_proj"):
-                yield from common.linear(
-                    f"{at}.self_attn.{name}", kv_heads * head_size, hidden, "attention", i, qkv_bias
-                )
-            yield from common.linear(
-                f"{at}.self_attn.o_proj", hidden, heads * head_size, "attention", i, out_bias
-            )
+            for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+                module = f"{at}.self_attn.{name}"
+                yield from common.linear(module, rows * head_size, hidden, "attention", i, qkv_bias)
+            module = f"{at}.self_attn.o_proj"
+            yield from common.linear(module, hidden, heads * head_size, "attention", i, out_bias)
             if variant.qk_norm:
                 yield common.rms_norm(f"{at}.self_attn.q_norm", head_size, i)
                 yield common.rms_norm(f"{at}.self_attn.k_norm", head_size, i)

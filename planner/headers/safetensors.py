@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tonnage.planner.dtypes import SAFETENSORS_BITS
 from tonnage.planner.errors import CheckpointError
@@ -90,7 +90,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
     return offsets[0], offsets[1], HeaderTensor(name, dtype, tuple(shape), nbytes)
 
 
-def _is_sizes(value: object) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 

@@ -1,0 +1,186 @@
+"""The GGUF header: metadata and tensor descriptions, read through a memory map; weights are not touched.
+
+Format: ggml/docs/gguf.md of llama.cpp, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.ggml_types import GGML_TYPES
+from tonnage.planner.headers.tensor import HeaderTensor
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    **dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))),
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_KEPT_ITEMS = 4096  # arrays above this (vocabularies) are skipped; per-layer arrays are far below
+_MAX_TENSORS = 1_000_000
+_MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_MAX_METADATA = 1_000_000
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFArray:
+    """An array too long to keep: only its length."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """``metadata``: str, int, float, bool, list or GGUFArray by key; ``tensors`` in file order, shapes in
+    PyTorch order (GGUF stores them reversed)."""
+
+    metadata: dict[str, Any]
+    tensors: tuple[HeaderTensor, ...]
+
+
+class _Cursor:
+    """Reads values at a moving position. Past the end: CheckpointError, never an exception of struct."""
+
+    def __init__(self, data: mmap.mmap, where: str) -> None:
+        self.data, self.where, self.at = data, where, 0
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{what} at byte {self.at:,}", field=self.where)
+
+    def skip(self, length: int) -> int:
+        start = self.at
+        if length < 0 or start + length > len(self.data):
+            raise self.fail(f"the header is truncated: {length:,} bytes are claimed")
+        self.at = start + length
+        return start
+
+    def scalar(self, kind: int) -> Any:
+        code = _SCALARS[kind]
+        return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        length = self.scalar(10)
+        start = self.skip(length)
+        try:
+            return self.data[start : self.at].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fail("a string is not UTF-8") from None
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(depth)
+        if kind not in _SCALARS:
+            raise self.fail(f"unknown value type {kind}")
+        return self.scalar(kind)
+
+    def array(self, depth: int) -> list[Any] | GGUFArray:
+        if depth > _MAX_DEPTH:
+            raise self.fail("arrays nested too deeply")
+        kind, length = self.scalar(4), self.scalar(10)
+        if kind in _SCALARS:
+            size = struct.calcsize(_SCALARS[kind])
+            if length > _KEPT_ITEMS:
+                self.skip(length * size)
+                return GGUFArray(length)
+            return [self.scalar(kind) for _ in range(length)]
+        if length > len(self.data) - self.at:  # each item takes at least a byte
+            raise self.fail(f"an array claims {length:,} items")
+        if kind == _STRING and length > _KEPT_ITEMS:
+            self.skip_strings(length)
+            return GGUFArray(length)
+        items = [self.value(kind, depth + 1) for _ in range(length)]
+        return items if length <= _KEPT_ITEMS else GGUFArray(length)
+
+    def skip_strings(self, count: int) -> None:
+        """A vocabulary: hundreds of thousands of strings, so no function call for each."""
+        unpack, data, at, end = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data)
+        for _ in range(count):
+            if at + 8 > end:
+                break
+            at += 8 + unpack(data, at)[0]
+        else:
+            if at <= end:
+                self.at = at
+                return
+        raise self.fail("the header is truncated inside an array of strings")
+
+
+def read_gguf(path: Path) -> GGUFHeader:
+    """Metadata and tensors. Raises CheckpointError when the file is no GGUF, is truncated or lies."""
+    where = path.name
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(_Cursor(data, where))
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
+    except ValueError:  # mmap of an empty file
+        raise CheckpointError("is empty", field=where) from None
+
+
+def _read(cursor: _Cursor) -> GGUFHeader:
+    if cursor.data[:4] != b"GGUF":
+        raise CheckpointError("does not begin with GGUF", field=cursor.where)
+    cursor.skip(4)
+    version = cursor.scalar(4)
+    if version not in (2, 3):
+        raise CheckpointError(f"GGUF version {version} is not 2 or 3", field=cursor.where)
+    tensor_count, metadata_count = cursor.scalar(10), cursor.scalar(10)
+    if tensor_count > _MAX_TENSORS or metadata_count > _MAX_METADATA:
+        raise cursor.fail(f"claims {tensor_count:,} tensors and {metadata_count:,} metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(metadata_count):
+        key = cursor.string()
+        if key in metadata:
+            raise cursor.fail(f"{key[:80]} is given twice")
+        metadata[key] = cursor.value(cursor.scalar(4))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+        raise cursor.fail(f"general.alignment {alignment!r} is not a multiple of 8")
+    infos = [_tensor_info(cursor, alignment) for _ in range(tensor_count)]
+    start = -(-cursor.at // alignment) * alignment
+    _check_spans(infos, len(cursor.data) - start, cursor.where)
+    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos))
+
+
+def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:
+    name = cursor.string()
+    dimensions = cursor.scalar(4)
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
+        raise cursor.fail(f"{name[:80]} has {dimensions} dimensions")
+    sizes = [cursor.scalar(10) for _ in range(dimensions)]
+    kind, offset = cursor.scalar(4), cursor.scalar(10)
+    if kind not in GGML_TYPES:
+        raise cursor.fail(f"{name[:80]} has the unknown type {kind}")
+    type_name, block, block_bytes = GGML_TYPES[kind]
+    if sizes[0] % block:
+        raise cursor.fail(f"{name[:80]}: {sizes[0]} values do not fill {type_name} blocks of {block}")
+    if offset % alignment:
+        raise cursor.fail(f"{name[:80]}: offset {offset:,} is not a multiple of {alignment}")
+    nbytes = prod(sizes) // block * block_bytes
+    return offset, HeaderTensor(name, type_name, tuple(reversed(sizes)), nbytes)
+
+
+def _check_spans(infos: list[tuple[int, HeaderTensor]], data_bytes: int, where: str) -> None:
+    """Tensors lie inside the file and do not overlap."""
+    names = {tensor.name for _, tensor in infos}
+    if len(names) != len(infos):
+        raise CheckpointError("two tensors have the same name", field=where)
+    end = 0
+    for offset, tensor in sorted(infos, key=lambda info: info[0]):
+        if offset < end:
+            raise CheckpointError(f"{tensor.name[:80]} overlaps the tensor before it", field=where)
+        end = offset + tensor.nbytes
+        if end > data_bytes:
+            raise CheckpointError(
+                f"{tensor.name[:80]} ends at {end:,} of {data_bytes:,} bytes: truncated download?", field=where
+            )

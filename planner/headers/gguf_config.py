@@ -1,0 +1,141 @@
+"""A GGUF header as a config, with the fields transformers 5.19 makes of it (integrations/ggml.py), and the
+check that the file's tensors are those the config gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.errors import CheckpointError, UnsupportedArchitecture
+from tonnage.planner.headers.gguf import GGUFHeader
+from tonnage.planner.headers.tensor import HeaderTensor
+
+_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_REFUSED = ("expert_count", "attention.value_length_mla", "attention.kv_lora_rank", "ssm.state_size")
+
+# ggml tensor name -> state dict name, per layer (gguf package 0.19.0, gguf/tensor_mapping.py)
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+}
+_NORMS_LLAMA = {"ffn_norm": "post_attention_layernorm"}
+_NORMS_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+
+
+def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
+    """config.json fields of a GGUF file. Raises UnsupportedArchitecture naming an unknown architecture."""
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in _MODEL_TYPES:
+        raise UnsupportedArchitecture(
+            f"{str(name)[:60]!r} is not supported",
+            field="general.architecture",
+            hint="known in GGUF files: " + ", ".join(_MODEL_TYPES),
+        )
+    model_type = _MODEL_TYPES[name]
+
+    def get(key: str) -> Any:
+        return header.metadata.get(f"{name}.{key}")
+
+    for key in _REFUSED:
+        if get(key):
+            raise UnsupportedArchitecture(f"{get(key)!r} is not planned yet", field=f"{name}.{key}")
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [_CLASSES[model_type]]}
+    for key, field in _KEYS.items():
+        value = get(key)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UnsupportedArchitecture("differs between layers", field=f"{name}.{key}")
+            value = value[0]
+        if value is None and key != "attention.head_count_kv":
+            raise CheckpointError(f"{name}.{key} is missing", field=where)
+        if value is not None:
+            config[field] = value
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    head_size = get("attention.key_length") or (get("rope.dimension_count") if name == "llama" else None)
+    if head_size is not None:
+        config["head_dim"] = head_size
+    if name.startswith("gemma") and get("attention.sliding_window") is not None:
+        config["sliding_window"] = get("attention.sliding_window")
+    names = {tensor.name: tensor for tensor in header.tensors}
+    embedding = names.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError("token_embd.weight is missing or not a matrix", field=where)
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in names
+    if name in ("llama", "qwen3"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in names
+    return config
+
+
+def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> None:
+    """Every tensor of the model is in the file with its shape, and the file has no other.
+
+    Raises CheckpointError; unlike safetensors, an extra tensor is refused, because the config was made
+    from the file and what it does not explain changes the model.
+    """
+    wanted = {
+        spec.name: spec.shape for spec in architecture.tensors if spec.is_parameter and spec.tied_to is None
+    }
+    for tensor in tensors:
+        stem, _, suffix = tensor.name.rpartition(".")
+        if stem.rpartition(".")[2] in _NOT_WEIGHTS or stem in _NOT_WEIGHTS:
+            continue
+        name = f"{_state_dict_name(stem, architecture)}.{suffix}"
+        shape = wanted.pop(name, None)
+        if shape is None:
+            raise CheckpointError(
+                f"{tensor.name[:80]} has no place in a {architecture.model_type} model", field="gguf"
+            )
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{tensor.name} is {list(tensor.shape)}, {list(shape)} by the metadata", field="gguf"
+            )
+    if wanted:
+        raise CheckpointError(f"{next(iter(wanted))} is not in the file ({len(wanted)} missing)", field="gguf")
+
+
+def _state_dict_name(stem: str, architecture: Architecture) -> str:
+    if stem in _TOP_NAMES:
+        return _TOP_NAMES[stem]
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk":
+        norms = _NORMS_LLAMA if architecture.model_type in ("llama", "qwen2", "qwen3") else _NORMS_GEMMA
+        inner = _LAYER_NAMES.get(parts[2]) or norms.get(parts[2])
+        if inner is not None:
+            return f"model.layers.{parts[1]}.{inner}"
+    return stem
