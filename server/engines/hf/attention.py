@@ -139,7 +139,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls in each layer.
 
-    ``query`` [1, heads, T, size], ``key`` and ``value`` [1, KV heads, T, size]; returns [1, T, heads, size]. Windows come from the layout, not from the keyword of the same name.
+    ``query`` [1, heads, T, size], ``key`` and ``value`` [1, KV heads, T, size];
+    returns [1, T, heads, size]. Windows come from the layout, not from the keyword of the same name.
     """
     if paged_batch is None:
         raise RuntimeError("this model does not hand its keyword arguments down to attention")

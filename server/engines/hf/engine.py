@@ -91,7 +91,7 @@ class HFEngine:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tonnage.server.engines.hf.child"]
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220 -- a spawn takes a millisecond
                 [*command, str(theirs.fileno()), str(self._threads)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -179,17 +179,8 @@ class HFEngine:
             raise self._dead
         if self._ready is None or self._draining:
             raise QueueFull("the engine is not ready" if self._ready is None else "the server is draining")
-        answer = decide(
-            AdmissionRequest(
-                len(request.prompt_token_ids),
-                request.params.max_tokens,
-                request.n,
-                request.tenant,
-                request.priority,
-            ),
-            Snapshot(promised_blocks=0, running=0),
-            self._limits,
-        )
+        wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
+        answer = decide(wish, Snapshot(), self._limits)  # against an empty pool: only Never counts here
         if isinstance(answer, Never):
             self._never[answer.reason] = self._never.get(answer.reason, 0) + 1
             raise NeverFits(str(answer), field="prompt")

@@ -13,7 +13,7 @@ from tonnage.server.engines.base import SamplingParams
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
 ) -> list[int]:
-    """One token id a row of ``logits`` [L, vocabulary]. Temperature 0 takes the first maximum, as generate does."""
+    """One token id a row of ``logits`` [L, vocabulary]; temperature 0 takes the first maximum, as generate."""
     tokens = logits.argmax(dim=-1)
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows:
@@ -25,7 +25,7 @@ def sample(
 
 
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
-    """Inverse-CDF sampling after temperature, top_k, top_p and min_p, in that order (as vLLM and transformers)."""
+    """Inverse-CDF sampling after temperature, top_k, top_p and min_p, in vLLM's and transformers' order."""
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:

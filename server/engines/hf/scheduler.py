@@ -6,6 +6,7 @@ chunked prefill and the rest of a prompt after a prefix hit are all that one rul
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,13 +18,12 @@ from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest, PoolStats, limits_of
 from tonnage.server.engines.hf.batch import Batch
 
-SequenceId = tuple[str, int]
-
 
 @dataclass(slots=True)
 class Sequence:
     """One of the n sequences of a request. ``tokens`` is prompt plus output; ``computed`` of them have K/V."""
 
+    id: int
     request: GenerationRequest
     index: int
     tokens: list[int]
@@ -31,10 +31,6 @@ class Sequence:
     cached_tokens: int
     random: np.random.Generator
     chunk: int = 0  # tokens computed in the step under way
-
-    @property
-    def id(self) -> SequenceId:
-        return (self.request.request_id, self.index)
 
     @property
     def generated(self) -> int:
@@ -52,6 +48,14 @@ def generator(seed: int | None, index: int) -> np.random.Generator:
     if seed is None:
         return np.random.Generator(np.random.Philox())
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in the queue; its prompt as an array, converted once however often admission is asked."""
+
+    request: GenerationRequest
+    tokens: np.ndarray  # int32 [prompt]
 
 
 @dataclass(slots=True)
@@ -77,8 +81,9 @@ class Scheduler:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=plan.deployment.enable_prefix_caching,
         )
-        self.waiting: deque[GenerationRequest] = deque()
-        self.running: dict[SequenceId, Sequence] = {}
+        self.waiting: deque[Waiting] = deque()
+        self.running: dict[int, Sequence] = {}
+        self._ids = itertools.count()
         self.counters = Counters()
         self._waited: str | None = None  # the head of the queue whose wait was already counted
 
@@ -88,18 +93,21 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; the API process has already refused what can never fit."""
-        self.waiting.append(request)
+        self.waiting.append(Waiting(request, np.array(request.prompt_token_ids, dtype=np.int32)))
 
     def abort(self, request_id: str) -> list[Chunk]:
-        """Forget a request wherever it is and give its blocks back; chunks that say so, none if it is unknown."""
-        for request in self.waiting:
-            if request.request_id == request_id:
-                self.waiting.remove(request)
-                return [Chunk(request_id, index, (), "abort") for index in range(request.n)]
+        """Forget a request wherever it is, give its blocks back; chunks that say so, none if it is unknown."""
+        for place, entry in enumerate(self.waiting):
+            if entry.request.request_id == request_id:
+                del self.waiting[place]
+                return [Chunk(request_id, index, (), "abort") for index in range(entry.request.n)]
         live = [sequence for sequence in self.running.values() if sequence.request.request_id == request_id]
+        indices = [sequence.index for sequence in live]
+        if live and not live[0].generated:  # its forks are still to come
+            indices = list(range(live[0].request.n))
         for sequence in live:
             self._release(sequence)
-        return [Chunk(request_id, sequence.index, (), "abort") for sequence in live]
+        return [Chunk(request_id, index, (), "abort") for index in indices]
 
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
         """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
@@ -109,13 +117,7 @@ class Scheduler:
         for sequence in picked:
             sequence.chunk = 1
         budget -= len(picked)
-        copies = list(
-            self.manager.extend_many(
-                [s.id for s in picked], np.array([s.computed + 1 for s in picked], np.int64)
-            )
-            if picked
-            else ()
-        )
+        copies = list(self.manager.extend_many([s.id for s in picked], [s.computed + 1 for s in picked]))
         for sequence in self.running.values():
             if budget and not sequence.generated:
                 budget -= self._chunk(sequence, budget, picked, copies)
@@ -136,10 +138,11 @@ class Scheduler:
     def _admit(self, refused: list[Chunk]) -> Sequence | None:
         """Admit the head of the queue (first come, first served); None when it has to wait."""
         while self.waiting:
-            request = self.waiting[0]
+            request, tokens = self.waiting[0].request, self.waiting[0].tokens
+            sequence_id = next(self._ids)
             answer = self.manager.admit(
-                (request.request_id, 0),
-                request.prompt_token_ids,
+                sequence_id,
+                tokens,
                 request.params.max_tokens,
                 n=request.n,
                 salt=request.cache_salt,
@@ -161,6 +164,7 @@ class Scheduler:
             self.counters.prompt_tokens += len(request.prompt_token_ids)
             self.counters.prefix_hit_tokens += answer.cached_tokens
             sequence = Sequence(
+                sequence_id,
                 request,
                 0,
                 list(request.prompt_token_ids),
@@ -186,9 +190,7 @@ class Scheduler:
         size = self.plan.kv_cache.layout.block_size
         width = int(-(-(starts + counts).max() // size))
         tables = tuple(table[rows, :width] for table in manager.tables)
-        slots = tuple(
-            table[owner, positions // size].astype(np.int64) * size + positions % size for table in tables
-        )
+        slots = tuple(manager.slot_mapping(group, rows[owner], positions) for group in range(len(tables)))
         last = query_start[1:] - 1
         return Batch(
             token_ids=token_ids,
@@ -206,13 +208,13 @@ class Scheduler:
 
         Call after the forward. Also publishes what the step wrote in the prefix index.
         """
-        drawing = []
+        reached = [sequence for sequence in picked if sequence.samples]
         for sequence in picked:
-            draws = sequence.samples
             sequence.computed += sequence.chunk
-            self.manager.commit(sequence.id, sequence.computed)
-            if not draws:
-                continue
+            sequence.chunk = 0
+        self.manager.commit_many([s.id for s in picked], [s.computed for s in picked])
+        drawing = []
+        for sequence in reached:
             drawing.append(sequence)
             if sequence.index == 0 and not sequence.generated:
                 drawing.extend(self._fork(sequence))
@@ -222,8 +224,10 @@ class Scheduler:
         request = parent.request
         forks = []
         for index in range(1, request.n):
-            self.manager.fork(parent.id, (request.request_id, index))
+            sequence_id = next(self._ids)
+            self.manager.fork(parent.id, sequence_id)
             fork = Sequence(
+                sequence_id,
                 request,
                 index,
                 list(parent.tokens),
@@ -238,6 +242,7 @@ class Scheduler:
     def finish(self, drawing: list[Sequence], token_ids: list[int]) -> list[Chunk]:
         """Append the drawn tokens; one chunk a sequence, blocks of the finished given back."""
         chunks = []
+        going: list[Sequence] = []
         for sequence, token in zip(drawing, token_ids, strict=True):
             params = sequence.request.params
             self.counters.generation_tokens += 1
@@ -247,8 +252,10 @@ class Scheduler:
                 chunks.append(self._end(sequence, (token,), "length"))
             else:
                 sequence.tokens.append(token)
-                self.manager.append_tokens(sequence.id, (token,))
+                going.append(sequence)
                 chunks.append(self._said(sequence, (token,), None))
+        if going:
+            self.manager.append_many([s.id for s in going], [s.tokens[-1] for s in going])
         return chunks
 
     def fail(self, picked: list[Sequence], error: str) -> list[Chunk]:

@@ -1,0 +1,219 @@
+"""The Hugging Face engine against transformers itself, on the real demo model (float32, greedy)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import Chunk, EngineDead, GenerationRequest, NeverFits, SamplingParams
+from tonnage.server.engines.hf import HFEngine
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def demo() -> Path:
+    return ensure_demo()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """64 prompts of 1 to 330 tokens; every third begins with the same 96 tokens."""
+    draw = random.Random(7)
+    shared = [draw.randrange(3, 49000) for _ in range(96)]
+    made = []
+    for number in range(64):
+        length = 1 + number * number // 13
+        own = [draw.randrange(3, 49000) for _ in range(length)]
+        made.append((shared + own) if number % 3 == 0 else own)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers.generate, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                pad_token_id=2,
+                eos_token_id=2,
+            )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def plan_for(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 256 << 20,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 128,
+        **changes,
+    }
+    return make_plan("demo", Deployment(**settings))
+
+
+@asynccontextmanager
+async def running(plan: Plan) -> AsyncIterator[HFEngine]:
+    engine = HFEngine(plan)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def ask(engine: HFEngine, name: str, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
+    """Tokens of each of the n sequences."""
+    settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "stop_token_ids": (2,), **params}
+    said: list[list[int]] = [[] for _ in range(n)]
+    request = GenerationRequest(name, tuple(prompt), SamplingParams(**settings), n=n)
+    async for chunk in engine.generate(request):
+        assert chunk.error is None, chunk.error
+        said[chunk.index] += chunk.token_ids
+    return said
+
+
+async def ask_all(engine: HFEngine, prompts: list[list[int]]) -> list[list[int]]:
+    answers = await asyncio.gather(*(ask(engine, str(i), prompt) for i, prompt in enumerate(prompts)))
+    return [answer[0] for answer in answers]
+
+
+def without_eos(tokens: list[int]) -> list[int]:
+    return tokens[:-1] if tokens and tokens[-1] == 2 else tokens
+
+
+def decisions(engine: HFEngine) -> dict[tuple[str, str], int]:
+    return {(outcome, str(reason)): count for outcome, reason, count in engine.stats().admissions}
+
+
+async def all_free(engine: HFEngine) -> None:
+    """Wait (5 s at most) until no request is left, then every block must be free or reclaimable."""
+    for _ in range(250):
+        stats = engine.stats()
+        if not stats.running and not stats.waiting and not stats.pool.used:
+            break
+        await asyncio.sleep(0.02)
+    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
+    assert stats.pool.cached + stats.pool.free == stats.pool.usable
+
+
+async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
+    prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    async with running(plan_for()) as engine:
+        await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
+        got = await ask_all(engine, prompts)
+        stats = engine.stats()
+        assert [without_eos(tokens) for tokens in expected] == got
+        assert stats.prefix_hit_tokens >= 96 * 10
+        assert stats.generation_tokens >= sum(map(len, got))
+        await all_free(engine)
+
+
+async def test_the_same_tokens_when_requests_must_wait_for_blocks(
+    prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    longest = max(map(len, prompts)) + TOKENS
+    blocks = -(-longest // 16) + 8
+    plan = plan_for(max_num_batched_tokens=32, kv_cache_memory_bytes=None)
+    per_block = plan.kv_cache.layout.bytes_per_block
+    plan = plan_for(
+        max_num_batched_tokens=32, kv_cache_memory_bytes=(blocks + 1) * per_block, max_model_len=longest
+    )
+    assert plan.kv_cache.usable_blocks == blocks
+    async with running(plan) as engine:
+        got = await ask_all(engine, prompts)
+        assert [without_eos(tokens) for tokens in expected] == got
+        assert decisions(engine)[("wait", "blocks")] >= 10
+        await all_free(engine)
+
+
+async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(prompts: list[list[int]]) -> None:
+    prompt = prompts[20]
+    async with running(plan_for()) as engine:
+        alone = await ask(engine, "alone", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11)
+        beside = await asyncio.gather(
+            ask(engine, "again", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11),
+            *(ask(engine, f"other-{i}", prompts[i], temperature=1.0, seed=i) for i in range(8)),
+        )
+        other = await ask(engine, "other", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=12)
+        assert beside[0] == alone
+        assert other != alone
+        assert len({tuple(tokens) for tokens in alone}) > 1
+        greedy = await ask(engine, "greedy", prompt, n=3)
+        assert greedy[0] == greedy[1] == greedy[2]
+        await all_free(engine)
+
+
+async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]]) -> None:
+    async def leave(engine: HFEngine, number: int) -> None:
+        params = SamplingParams(max_tokens=400, temperature=0.0)
+        request = GenerationRequest(str(number), tuple(prompts[number]), params, n=1 + number % 3)
+        stream = engine.generate(request)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async with running(plan_for(max_num_seqs=8)) as engine:
+        await asyncio.gather(*(leave(engine, number) for number in range(50)))
+        await all_free(engine)
+        assert (await ask(engine, "after", prompts[5]))[0]
+
+
+async def test_never_is_said_at_submit_with_the_numbers(prompts: list[list[int]]) -> None:
+    async with running(plan_for()) as engine:
+        with pytest.raises(NeverFits, match="max_model_len is 1024"):
+            await ask(engine, "long", [5] * 1020, max_tokens=100)
+        assert decisions(engine)[("never", "max_model_len")] == 1
+        assert engine.stats().waiting == 0
+
+
+async def exhaust(stream: AsyncIterator[Chunk]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_killed_engine_process_is_an_error_not_a_hang(prompts: list[list[int]]) -> None:
+    async with running(plan_for()) as engine:
+        stream = engine.generate(GenerationRequest("x", (5, 6, 7), SamplingParams(max_tokens=500)))
+        assert isinstance(await anext(stream), Chunk)
+        assert engine.pid
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDead):
+            await asyncio.wait_for(exhaust(stream), 2)
+        with pytest.raises(EngineDead):
+            await ask(engine, "y", [5])
+        assert not engine.stats().ready
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "nf4", "nf4-double"])
+async def test_bytes_after_load_equal_the_plan(quantization: str | None, prompts: list[list[int]]) -> None:
+    plan = plan_for(dtype="bfloat16", quantization=quantization)
+    async with running(plan) as engine:
+        memory = engine.stats().memory
+        assert memory.weights == plan.rank.weights_bytes
+        assert memory.kv_pool == plan.rank.kv_pool_bytes
+        assert engine.capacity().num_blocks == plan.kv_cache.num_blocks
+        assert len((await ask(engine, "q", prompts[9], stop_token_ids=()))[0]) == TOKENS

@@ -1,0 +1,242 @@
+"""The model runner: families on the paged path, the pool's bytes, what must not matter to an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import GenerationRequest, SamplingParams
+from tonnage.server.engines.hf.runner import ModelRunner
+from tonnage.server.engines.hf.sampling import sample
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.selfcheck import TOLERANCE, self_check
+from tonnage.server.engines.hf.support import ALLOWED, REFUSED, require_supported
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GROUPED),
+    "mistral-window": ("MistralConfig", {**GROUPED, "sliding_window": 24}),
+    "qwen2": ("Qwen2Config", {**SMALL, "num_key_value_heads": 4}),
+    "qwen3": ("Qwen3Config", GROUPED),
+    "gemma": ("GemmaConfig", {**GROUPED, "num_key_value_heads": 1}),
+    "gemma2": ("Gemma2Config", {**GROUPED, "sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**GROUPED, "num_hidden_layers": 6, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", SMALL),
+    "gpt_bigcode": (
+        "GPTBigCodeConfig",
+        {"vocab_size": 300, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512, "multi_query": True},
+    ),
+}
+
+
+def write_tiny(folder: Path, family: str) -> Path:
+    """A random model of the family, saved as any checkpoint is."""
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, name)(**settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from 0: greedy choices must not hang on rounding
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_plan(folder: Path, **changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 4 << 20,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 40,
+        **changes,
+    }
+    return make_plan(str(folder), Deployment(**settings))
+
+
+def complete(
+    runner: ModelRunner, scheduler: Scheduler, requests: list[GenerationRequest]
+) -> dict[str, list[int]]:
+    """Run the requests to their end; the manager's laws are checked after every step."""
+    said: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.idle:
+        batch, picked, _ = scheduler.schedule()
+        assert batch is not None
+        logits = runner.forward(batch)
+        drawing = scheduler.fork(picked)
+        tokens = sample(logits, [s.request.params for s in drawing], [s.random for s in drawing])
+        for chunk in scheduler.finish(drawing, tokens):
+            said[chunk.request_id] += chunk.token_ids
+        scheduler.manager.check_invariants()
+    return said
+
+
+def requests(prompts: list[list[int]], tokens: int) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+    return [GenerationRequest(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models_of_each_family_give_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, family)
+    plan = tiny_plan(folder)
+    runner = ModelRunner(plan)
+    assert self_check(runner) < 1e-4
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 300, length).tolist() for length in (1, 5, 17, 33, 70, 120)]
+    got = complete(runner, Scheduler(plan), requests(prompts, 20))
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    plain.generation_config = transformers.GenerationConfig(max_new_tokens=20, pad_token_id=0)  # no EOS
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
+        assert got[str(number)] == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
+def test_bytes_per_token_are_those_of_a_plain_dynamic_cache(family: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = 20  # below the window, where a sliding layer holds every token too
+    cache = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=torch.ones((1, tokens), dtype=torch.long), past_key_values=cache, use_cache=True)
+    held = sum(
+        tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values)
+    )
+    assert tiny_plan(folder).kv_cache.layout.bytes_per_token == held // tokens
+    assert held % tokens == 0
+
+
+@pytest.fixture(scope="module")
+def demo_runner() -> ModelRunner:
+    ensure_demo()
+    plan = make_plan(
+        "demo",
+        Deployment(
+            dtype="float32",
+            kv_cache_memory_bytes=64 << 20,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+        ),
+    )
+    return ModelRunner(plan)
+
+
+PROMPTS = [[9, 8, 7], list(range(100, 190)), list(range(400, 433)), [77] * 64]
+
+
+def test_self_check_of_the_demo_model_is_far_inside_its_tolerance(demo_runner: ModelRunner) -> None:
+    assert self_check(demo_runner) < TOLERANCE[torch.float32] / 20
+
+
+def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(demo_runner: ModelRunner) -> None:
+    plan = demo_runner.plan
+    assert demo_runner.pool.nbytes == plan.rank.kv_pool_bytes
+    complete(demo_runner, Scheduler(plan), requests(PROMPTS, 8))
+    gc.collect()
+    known = {p.untyped_storage().data_ptr() for p in demo_runner.model.parameters()}
+    known |= {b.untyped_storage().data_ptr() for b in demo_runner.model.buffers()}
+    known.add(demo_runner.pool.tensor.untyped_storage().data_ptr())
+    others = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known
+    }
+    # Less than the K/V of a single token: nothing else keeps K or V alive between steps.
+    assert max(others.values(), default=0) < plan.kv_cache.layout.bytes_per_token
+
+
+def test_poisoned_free_blocks_change_no_token(demo_runner: ModelRunner) -> None:
+    plan = demo_runner.plan
+    demo_runner.pool.tensor.zero_()
+    clean = complete(demo_runner, Scheduler(plan), requests(PROMPTS, 12))
+    demo_runner.pool.tensor.fill_(float("nan"))
+    assert complete(demo_runner, Scheduler(plan), requests(PROMPTS, 12)) == clean
+
+
+def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
+    """The same step with every block moved elsewhere in the pool, contents and tables alike."""
+    plan = demo_runner.plan
+    scheduler = Scheduler(plan)
+    for request in requests(PROMPTS, 12):
+        scheduler.add(request)
+    for _ in range(5):
+        batch, picked, _chunks = scheduler.schedule()
+        assert batch is not None
+        before = demo_runner.pool.tensor.clone()
+        logits = demo_runner.forward(batch)
+        scheduler.finish(drawing := scheduler.fork(picked), logits.argmax(-1).tolist()[: len(drawing)])
+        after = demo_runner.pool.tensor.clone()
+        moved = np.random.default_rng(1).permutation(plan.kv_cache.num_blocks)
+        size = plan.kv_cache.layout.block_size
+        other = dataclasses.replace(
+            batch,
+            tables=tuple(moved[table].astype(np.int32) for table in batch.tables),
+            slots=tuple(moved[slots // size] * size + slots % size for slots in batch.slots),
+        )
+        demo_runner.pool.tensor[torch.from_numpy(moved)] = before
+        assert torch.equal(demo_runner.forward(other), logits)
+        demo_runner.pool.tensor.copy_(after)
+
+
+def test_known_failures_are_refused_by_name() -> None:
+    for name in REFUSED:
+        with pytest.raises(UnsupportedArchitecture, match=name):
+            require_supported(name)
+    with pytest.raises(UnsupportedArchitecture, match="not on the reviewed list"):
+        require_supported("brand_new")
+    for name in ALLOWED:
+        require_supported(name)
+
+
+def test_the_self_check_refuses_a_model_whose_attention_goes_elsewhere(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    runner = ModelRunner(tiny_plan(folder))
+    layers = runner.model.model.layers
+    kept = layers[1].self_attn.config
+    other = type(kept).from_dict(kept.to_dict())
+    other._attn_implementation = "sdpa"
+    layers[1].self_attn.config = other
+    with pytest.raises(UnsupportedArchitecture, match="3 of its 4 layers"):
+        self_check(runner)
+
+
+def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "mistral-window")
+    plan = tiny_plan(folder)  # the plan knows a window of 24 tokens ...
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 4}))  # ... the model one of 4
+    with pytest.raises(UnsupportedArchitecture, match="other logits"):
+        self_check(ModelRunner(plan))
