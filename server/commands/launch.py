@@ -1,0 +1,139 @@
+"""What serve and verify have in common: flags, the plan before the load, the engine for it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, UnionType
+from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.plan import Plan
+from tonnage.planner.render import print_plan
+from tonnage.server.engines.base import Engine
+from tonnage.server.settings import Settings, load_settings
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours: one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
+
+
+def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
+    """A flag for each field of Settings, named as vLLM names it: max_model_len -> --max-model-len."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help=Settings.model_fields["model"].description,
+    )
+    for name, field in Settings.model_fields.items():
+        if name == "model" or name in leave_out:
+            continue
+        shown = "" if field.default is None else f" (default: {field.default})"
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{shown}"}
+        if field.annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+            options["help"] = field.description  # the action appends the default itself
+        else:
+            options["metavar"] = "N" if _is_int(field.annotation) else name.rsplit("_", 1)[-1].upper()
+        parser.add_argument("--" + name.replace("_", "-"), **options)
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """Settings of the flags given and of the environment. Raises DeploymentError."""
+    given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
+    return load_settings(**given)
+
+
+def planned(settings: Settings, file: TextIO) -> Plan:
+    """The plan of what is about to be loaded, printed to ``file`` first.
+
+    Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded.
+    """
+    plan = make_plan(settings.model, settings.deployment())
+    if plan.fits and settings.model == "demo" and settings.backend != "fake":
+        from tonnage.server.demo_model import ensure_demo
+
+        ensure_demo()
+        plan = make_plan(settings.model, settings.deployment())
+    print_plan(plan, False, file)
+    file.flush()
+    if not plan.fits:
+        raise DoesNotFit("; ".join(plan.reasons), field="model")
+    return plan
+
+
+def make_engine(settings: Settings, plan: Plan) -> Engine:
+    """The engine of ``--backend``; each is imported only when it is the one."""
+    if settings.backend == "vllm":
+        from tonnage.server.engines.vllm import VLLMEngine
+
+        return VLLMEngine(plan)
+    if settings.backend == "fake":
+        from tonnage.server.engines.fake import FakeEngine
+
+        return FakeEngine(plan)
+    from tonnage.server.engines.hf import HFEngine
+
+    return HFEngine(plan)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C does, so that no child process or half-made file stays behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Waiting:
+    """Says on stderr that something takes long: a spinner on a terminal, plain lines at 2, 10, 30, ... s."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._since = time.monotonic()
+        self._next = 2.0
+        self._status: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status(what)
+
+    def __enter__(self) -> Callable[[], None]:
+        if self._status is not None:
+            self._status.start()
+        return self.tick
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def tick(self) -> None:
+        """Call now and then."""
+        seconds = time.monotonic() - self._since
+        if self._status is not None:
+            self._status.update(f"{self._what} ({seconds:.0f} s)")
+        elif seconds >= self._next:
+            print(f"{self._what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+            self._next = {2.0: 10.0, 10.0: 30.0}.get(self._next, self._next + 30.0)
+
+
+def _is_int(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_is_int(part) for part in get_args(annotation))
+    return annotation is int

@@ -1,0 +1,139 @@
+"""``tonnage verify``: load a model, give it a full batch, and hold the plan against what is really held."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
+from tonnage.server.commands.launch import (
+    Parser,
+    Waiting,
+    add_settings,
+    make_engine,
+    planned,
+    settings_from,
+    stoppable,
+)
+from tonnage.server.engines.base import Engine, EngineDead, GenerationRequest, SamplingParams
+from tonnage.server.settings import Settings
+
+WITHIN, OUTSIDE = 0, 1
+
+_EPILOG = """
+Compared are the weights and the KV pool (both to the byte), the KV bytes of a token, and the most memory that
+all processes of the server held together under a full batch (10 %).
+exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or it does not fit.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="tonnage verify",
+        description="Load a model and compare its plan with the bytes that are really held.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_settings(p, leave_out=("host", "port", "served_model_name", "max_num_queued_reqs",
+                               "default_max_tokens", "max_request_body_bytes"))  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def run(argv: list[str]) -> int:
+    """Returns 0 when every difference is within its bound, else 1; raises TonnageError on bad input."""
+    arguments = parser().parse_args(argv)
+    settings = settings_from(arguments)
+    with stoppable():
+        plan = planned(settings, sys.stderr if arguments.json else sys.stdout)
+        engine = make_engine(settings, plan)
+        try:
+            rows = asyncio.run(_measure(engine, settings))
+        except EngineDead as error:
+            print(f"tonnage verify: {error}", file=sys.stderr)
+            return OUTSIDE
+    within = all(row.within for row in rows)
+    if arguments.json:
+        result = {
+            "model": plan.model.id,
+            "plan_id": plan.plan_id,
+            "engine": plan.deployment.engine,
+            "within": within,
+            "rows": [row.to_dict() for row in rows],
+        }
+        print(json.dumps(result, indent=2))
+    else:
+        print()
+        print_table(rows)
+    return WITHIN if within else OUTSIDE
+
+
+async def _measure(engine: Engine, settings: Settings) -> list[Row]:
+    try:
+        with Waiting(f"loading {settings.model}") as tick:
+            start = asyncio.create_task(engine.start())
+            while not start.done():
+                tick()
+                await asyncio.wait([start], timeout=0.2)
+            await start
+        with Waiting("running a full batch") as tick:
+            batch = asyncio.create_task(_full_batch(engine))
+            while not batch.done():
+                tick()
+                await asyncio.wait([batch], timeout=0.2)
+            await batch
+        return rows(engine)
+    finally:
+        await engine.stop()
+
+
+async def _full_batch(engine: Engine) -> None:
+    """As many sequences as may run at once, with prompts that together exceed one step's token budget.
+
+    The activations planned are those of such a step, so the peak has to be taken after one.
+    """
+    deployment = engine.plan.deployment
+    sequences = deployment.max_num_seqs or 1
+    longest = (deployment.max_model_len or engine.plan.model.max_model_len) - _NEW_TOKENS
+    pool = engine.plan.kv_cache.tokens // sequences - engine.plan.kv_cache.layout.block_size - _NEW_TOKENS
+    budget = 2 * (deployment.max_num_batched_tokens or 0) // sequences
+    length = max(1, min(longest, pool, max(16, budget)))
+    draw = random.Random(0)
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)
+
+    async def one(number: int) -> None:
+        prompt = tuple(draw.randrange(engine.plan.model.vocab_size) for _ in range(length))
+        async for chunk in engine.generate(GenerationRequest(f"verify-{number}", prompt, params)):
+            if chunk.finish_reason == "error":
+                raise TonnageError(f"the engine failed on a request: {chunk.error}")
+
+    await asyncio.gather(*(one(number) for number in range(sequences)))
+
+
+_NEW_TOKENS = 4
+
+
+def rows(engine: Engine) -> list[Row]:
+    """Planned (revision 0, before the load) against measured."""
+    plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
+    layout = plan.kv_cache.layout
+    found = [
+        Row("weights", plan.rank.weights_bytes, memory.weights),
+        Row("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
+        Row("process", plan.rank.used_bytes, memory.process_peak, PROCESS_BOUND),
+    ]
+    # What a slot costs in the pool that was really allocated, whatever the plan says.
+    slots = capacity.num_blocks * capacity.block_size
+    per_slot = None if memory.kv_pool is None else memory.kv_pool // slots
+    found.append(Row(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))
+    return found
+
+
+def _token_name(plan: Plan) -> str:
+    return "KV bytes per token" if plan.kv_cache.layout.bytes_per_token is not None else "KV bytes per slot"
