@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.app import create_app
+from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
@@ -26,7 +28,8 @@ from tonnage.server.text import Tokenizer
 
 @pytest.fixture(scope="session")
 def tokenizer_folder() -> Path:
-    return Path("/tmp/api_tok")
+    """The demo model's folder (made on first use)."""
+    return ensure_demo()
 
 
 @pytest.fixture(scope="session")
@@ -34,23 +37,25 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(tokenizer_folder)
 
 
-def small_plan(blocks: int = 256, *, max_model_len: int = 2048, max_num_seqs: int = 64) -> Plan:
-    layout = KVLayout((KVGroup("full", tuple(range(30))),), 16, 30, 3, 64, "bfloat16", 2)
-    rank = RankPlan(269030016, blocks * layout.bytes_per_block, 10**7, 0, 3 * 10**8, 8 * 2**30)
-    return Plan(
-        "p" * 12,
-        0,
-        ModelInfo("demo", "/nowhere", "LlamaForCausalLM", 134515008, "GQA", "adapter", 8192, 49152, "bfloat16"),
-        Deployment(
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=512, block_size=16
-        ),
-        (rank,),
-        0,
-        KVCachePlan(
-            layout, blocks, blocks - 1, (blocks - 1) * 16, 1.0, -(-max_model_len // 16) * layout.bytes_per_block
-        ),
-        True,
+def make_small_plan(blocks: int = 256, *, max_model_len: int = 2048, max_num_seqs: int = 64) -> Plan:
+    """The demo model with a pool of ``blocks`` blocks of 16 tokens, one of them the null block."""
+    # 16 tokens x 30 layers x K and V x 3 KV heads x 64 x 2 bytes
+    pool = blocks * 16 * 30 * 2 * 3 * 64 * 2
+    deployment = Deployment(
+        device_memory=8 * 2**30,
+        kv_cache_memory_bytes=pool,
+        block_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
     )
+    plan = make_plan("demo", deployment)
+    assert plan.kv_cache.num_blocks == blocks
+    return plan
+
+
+@pytest.fixture(scope="session")
+def small_plan() -> Callable[..., Plan]:
+    return make_small_plan
 
 
 @dataclass
@@ -67,7 +72,7 @@ class Running:
     async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Wait for ``condition``; fails after ``seconds``."""
         async with asyncio.timeout(seconds):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  (a counter of the engine, there is no event to wait for)
                 await asyncio.sleep(0.005)
 
     async def complete(self, **body: Any) -> httpx.Response:
@@ -81,14 +86,13 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def run_server(
-    engine: FakeEngine, tokenizer: Tokenizer, *, ready: bool = True, **settings: Any
+async def _run(
+    tokenizer: Tokenizer, engine: FakeEngine, *, ready: bool = True, **settings: Any
 ) -> AsyncIterator[Running]:
-    """A real uvicorn around ``engine``; on the way out nothing may be left in flight or in the pool."""
     app = create_app(Settings(model="demo", **settings), engine, tokenizer)
     server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     task = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110  (uvicorn has a flag only)
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     limits = httpx.Limits(max_connections=None)
@@ -111,8 +115,20 @@ async def run_server(
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
 
 
+RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
+
+
 @pytest.fixture
-async def server(tokenizer: Tokenizer) -> AsyncIterator[Running]:
+def run_server(tokenizer: Tokenizer) -> RunServer:
+    """``run_server(engine, ready=True, **settings)``: a real uvicorn on a free loopback port around ``engine``.
+
+    On the way out no request may be in flight and no block in use.
+    """
+    return functools.partial(_run, tokenizer)
+
+
+@pytest.fixture
+async def server(run_server: RunServer) -> AsyncIterator[Running]:
     """A ready server with a pool of 255 usable blocks."""
-    async with run_server(FakeEngine(small_plan()), tokenizer) as running:
+    async with run_server(FakeEngine(make_small_plan())) as running:
         yield running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def reference_stop(text: str, stops: list[str]) -> str:
 def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
     buffer = StopStrings(stops)
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    out = "".join(buffer.push(text[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+    out = "".join(buffer.push(text[a:b]) for a, b in itertools.pairwise(borders))
     assert buffer.stopped == any(stop in text for stop in stops)
     if not buffer.stopped:
         out += buffer.flush()

@@ -123,7 +123,7 @@ class CompletionService:
             if max(ids) >= vocabulary:
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,
-                    f"token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
+                    f"prompt: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
                     param="prompt",
                 )
         return tuple(prompts)

@@ -1,0 +1,288 @@
+"""POST /v1/completions over a real uvicorn, with the OpenAI SDK; every body checked against the SDK's types."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types import Completion as SdkCompletion
+from openai.types import CompletionChoice, Model
+
+from tonnage.server.engines.base import GenerationRequest
+from tonnage.server.engines.fake import FakeEngine
+
+SECRET = "The quick brown fox jumps over the lazy dog. "
+
+
+class ChunkChoice(CompletionChoice):
+    """The SDK types the choices of chunks as those of answers; OpenAI's stream sends null until the last."""
+
+    finish_reason: Any = None
+
+
+class ChunkCompletion(SdkCompletion):
+    choices: list[ChunkChoice]
+
+
+def nulls(value: Any, path: str = "") -> set[str]:
+    """Paths of the nulls in a JSON document, list indices left out."""
+    if isinstance(value, dict):
+        return set().union(*(nulls(item, f"{path}.{key}" if path else key) for key, item in value.items()))
+    if isinstance(value, list):
+        return set().union(*(nulls(item, path) for item in value))
+    return {path} if value is None else set()
+
+
+def strict(text: str) -> SdkCompletion:
+    """A whole answer, checked strictly. OpenAI's document requires ``logprobs`` and lets it be null."""
+    assert nulls(json.loads(text)) <= {"choices.logprobs"}
+    return SdkCompletion.model_validate_json(text, strict=True)
+
+
+def events(text: str) -> list[SdkCompletion]:
+    """The chunks of a stream, each checked strictly; the stream must end with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    chunks = []
+    for line in lines[:-1]:
+        document = json.loads(line)
+        assert nulls(document) <= {"choices.logprobs", "choices.finish_reason"}
+        if any(choice["finish_reason"] is None for choice in document["choices"]):
+            chunks.append(ChunkCompletion.model_validate_json(line, strict=True))
+        else:
+            chunks.append(SdkCompletion.model_validate_json(line, strict=True))
+    return chunks
+
+
+def saying(text: str, tokenizer) -> Any:
+    """A reply that says ``text`` and then stops."""
+    ids = tokenizer.encode(text)
+
+    def reply(request: GenerationRequest, index: int) -> Iterator[int]:
+        return iter(ids)
+
+    return reply
+
+
+async def test_an_answer(server) -> None:
+    answer = strict((await server.complete(prompt="hello there", max_tokens=7)).text)
+    assert answer.model == "demo"
+    assert [(c.index, c.finish_reason) for c in answer.choices] == [(0, "length")]
+    prompt = len(server.state.tokenizer.encode("hello there"))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, 7)
+    assert answer.usage.total_tokens == prompt + 7
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+async def test_max_tokens_is_16_by_default_and_never_beyond_the_context(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan(max_model_len=64))) as server:
+        answer = strict((await server.complete(prompt=[5])).text)
+        assert answer.usage.completion_tokens == 16
+        answer = strict((await server.complete(prompt=[5] * 60)).text)
+        assert answer.usage.completion_tokens == 4
+    async with run_server(FakeEngine(small_plan()), default_max_tokens=33) as server:
+        assert strict((await server.complete(prompt=[5])).text).usage.completion_tokens == 33
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices"),
+    [("a b", 1), (["a", "b c", "d"], 3), ([1, 2, 3], 1), ([[1, 2], [3]], 2)],
+    ids=["string", "strings", "token ids", "token id lists"],
+)
+async def test_every_form_of_prompt(server, prompt: Any, choices: int) -> None:
+    body = {"prompt": prompt, "max_tokens": 3, "n": 2, "temperature": 0}
+    answer = strict((await server.complete(**body)).text)
+    assert [c.index for c in answer.choices] == list(range(2 * choices))
+    texts = [c.text for c in answer.choices]
+    assert texts[0::2] == texts[1::2]  # greedy: the n sequences of a prompt are the same
+    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+        ones = [strict((await server.complete(**body | {"prompt": one, "n": 1})).text) for one in prompt]
+        assert texts[0::2] == [one.choices[0].text for one in ones]
+        assert answer.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in ones)
+    assert answer.usage.completion_tokens == 3 * 2 * choices
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["a", "b"]])
+async def test_a_stream_is_the_answer_in_pieces(server, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 20, "n": 3, "seed": 11}
+    whole = strict((await server.complete(**body)).text)
+    response = await server.complete(**body, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last = events(response.text)
+    assert len({chunk.id for chunk in chunks}) == 1
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    for chunk in chunks:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            assert choice.index not in reasons
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == {c.index: c.text for c in whole.choices}
+    assert reasons == {c.index: c.finish_reason for c in whole.choices}
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def test_the_sdk_streams(server) -> None:
+    stream = await server.openai.completions.create(
+        model="demo", prompt="hello", max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage.completion_tokens == 12
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    answer = await server.openai.completions.create(model="demo", prompt="hello", max_tokens=12, seed=1)
+    assert answer.choices[0].text == text
+
+
+async def test_seed_and_sampling_parameters_reach_the_engine(run_server, small_plan) -> None:
+    seen: list[GenerationRequest] = []
+
+    def reply(request: GenerationRequest, index: int) -> Iterator[int]:
+        seen.append(request)
+        return itertools.repeat(100)
+
+    async with run_server(FakeEngine(small_plan(), reply=reply)) as server:
+        await server.complete(
+            seed=-5, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=2, stop_token_ids=[9],
+            cache_salt="a", user="somebody",
+        )  # fmt: skip
+        await server.complete(max_tokens=2, top_k=-1, ignore_eos=True)
+        eos = server.state.tokenizer.eos_token_ids
+    params = seen[0].params
+    assert (params.seed, params.temperature, params.top_p, params.top_k, params.min_p) == (
+        -5,
+        0.5,
+        0.25,
+        7,
+        0.125,
+    )
+    assert params.max_tokens == 2
+    assert params.stop_token_ids == (*eos, 9)
+    assert eos
+    assert seen[0].cache_salt == "a"
+    params = seen[1].params
+    assert (params.seed, params.temperature, params.top_p, params.top_k, params.min_p) == (
+        None,
+        1.0,
+        1.0,
+        0,
+        0.0,
+    )
+    assert params.stop_token_ids == ()
+
+
+async def test_a_seed_repeats_an_answer(server) -> None:
+    texts = [
+        [c.text for c in strict((await server.complete(seed=seed, n=2, max_tokens=8)).text).choices]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    assert texts[0][0] != texts[0][1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ("brown", "The quick "),
+        ("k b", "The quic"),  # inside one token and across the border to the next
+        (["lazy", "fox", "zebra"], "The quick brown "),
+        ("Z", SECRET.rstrip()),
+        (["dog", "lazy dog"], "The quick brown fox jumps over the "),
+    ],
+)
+async def test_stop_strings(run_server, small_plan, tokenizer, stop: Any, expected: str, stream: bool) -> None:
+    engine = FakeEngine(small_plan(), reply=saying(SECRET.rstrip(), tokenizer))
+    async with run_server(engine) as server:
+        response = await server.complete(stop=stop, stream=stream, max_tokens=100)
+        if stream:
+            choices = [choice for chunk in events(response.text) for choice in chunk.choices]
+        else:
+            choices = strict(response.text).choices
+        assert "".join(choice.text for choice in choices) == expected
+        assert choices[-1].finish_reason == "stop"
+
+
+async def test_a_stop_string_ends_the_work(run_server, small_plan, tokenizer) -> None:
+    ids = tokenizer.encode("one two ")
+    engine = FakeEngine(small_plan(), reply=lambda request, index: itertools.cycle(ids))
+    async with run_server(engine) as server:
+        answer = strict((await server.complete(stop="two", max_tokens=2000)).text)
+        assert answer.choices[0].text == "one "
+        assert answer.usage.completion_tokens <= 3
+        assert engine.stats().generation_tokens < 100
+        # Siblings go on when one of n met its stop string.
+        answer = strict((await server.complete(stop="two", max_tokens=20, n=3)).text)
+        assert [c.text for c in answer.choices] == ["one "] * 3
+
+
+async def test_stop_or_length(run_server, small_plan, tokenizer) -> None:
+    engine = FakeEngine(small_plan(), reply=saying("a b c", tokenizer))
+    async with run_server(engine) as server:
+        ends = [strict((await server.complete(max_tokens=m)).text).choices[0] for m in (2, 50)]
+        assert [end.finish_reason for end in ends] == ["length", "stop"]
+        assert ends[1].text == "a b c"
+        assert server.state.accounts.outcomes["stop"] == server.state.accounts.outcomes["length"] == 1
+
+
+async def test_characters_of_many_tokens_are_never_split(run_server, small_plan, tokenizer) -> None:
+    text = "naïve 👩‍👩‍👧 日本語 ok"
+    async with run_server(FakeEngine(small_plan(), reply=saying(text, tokenizer))) as server:
+        response = await server.complete(max_tokens=200, stream=True)
+        pieces = [choice.text for chunk in events(response.text) for choice in chunk.choices]
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+async def test_echo(server) -> None:
+    tokenizer = server.state.tokenizer
+    body = {"max_tokens": 4, "seed": 3}
+    plain = strict((await server.complete(prompt="once upon", **body)).text).choices[0].text
+    assert strict((await server.complete(prompt="once upon", echo=True, **body)).text).choices[0].text == (
+        "once upon" + plain
+    )
+    ids = tokenizer.encode("once upon")
+    response = await server.complete(prompt=[ids, ids], echo=True, stream=True, **body)
+    texts = {0: "", 1: ""}
+    for chunk in events(response.text):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "once upon" + plain, 1: "once upon" + plain}
+
+
+async def test_cached_tokens_are_counted_and_salts_do_not_share(server) -> None:
+    prompt = list(range(100, 164))  # four blocks; the last token is always computed again
+
+    async def cached(**more: Any) -> int:
+        answer = strict((await server.complete(prompt=prompt, max_tokens=2, **more)).text)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert await cached() == 0
+    assert await cached() == 48
+    assert await cached(cache_salt="mine") == 0
+
+
+async def test_models(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan()), served_model_name="org/tiny") as server:
+        page = await server.openai.models.list()
+        assert [model.id for model in page.data] == ["org/tiny"]
+        card = (await server.http.get("/v1/models/org/tiny")).text
+        assert not nulls(json.loads(card))
+        assert Model.model_validate_json(card, strict=True).id == "org/tiny"
+        assert (await server.openai.models.retrieve("org/tiny")).id == "org/tiny"
+        assert (await server.complete(model="org/tiny")).status_code == 200
+        assert (await server.complete(model="demo")).status_code == 404
+
+
+async def test_neutral_values_of_unsupported_fields_are_accepted(server) -> None:
+    # What langchain-openai and others always send.
+    body = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": None,
+            "suffix": None, "stop": None, "n": None, "max_tokens": 2, "stream_options": None}  # fmt: skip
+    assert (await server.complete(**body)).status_code == 200

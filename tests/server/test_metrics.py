@@ -1,0 +1,206 @@
+"""/metrics and /memory: promtool, laws between the series, every label value there from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from asyncio.subprocess import PIPE, STDOUT
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tonnage.planner.render import plan_to_dict
+from tonnage.server.engines.base import MeasuredMemory
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.metrics import ADMISSIONS
+
+MEASURED = MeasuredMemory(
+    weights=269_030_016,
+    kv_pool=94_371_840,
+    framework=200_000_000,
+    process=600_000_000,
+    process_peak=610_000_000,
+)
+
+# The contract with dashboards, rules and gateways: names, types and label names (``model`` is on all).
+FAMILIES = {
+    "tonnage_memory_planned_bytes": ("gauge", {"component"}),
+    "tonnage_memory_measured_bytes": ("gauge", {"component"}),
+    "tonnage_process_memory_bytes": ("gauge", set()),
+    "tonnage_process_memory_peak_bytes": ("gauge", set()),
+    "tonnage_plan_info": ("gauge", {"plan_id", "revision", "engine", "architecture", "quantization"}),
+    "tonnage_engine_ready": ("gauge", set()),
+    "tonnage_pool_blocks": ("gauge", {"state"}),
+    "tonnage_pool_bytes": ("gauge", {"state"}),
+    "tonnage_pool_promised_unused_blocks": ("gauge", set()),
+    "tonnage_pool_promised_unused_bytes": ("gauge", set()),
+    "tonnage_pool_usable_blocks": ("gauge", set()),
+    "tonnage_pool_block_size_tokens": ("gauge", set()),
+    "tonnage_evictions_total": ("counter", set()),
+    "tonnage_requests": ("gauge", {"state"}),
+    "tonnage_admission_decisions_total": ("counter", {"outcome", "reason"}),
+    "tonnage_requests_received_total": ("counter", set()),
+    "tonnage_requests_in_flight": ("gauge", set()),
+    "tonnage_requests_total": ("counter", {"outcome"}),
+    "tonnage_prompt_tokens_total": ("counter", set()),
+    "tonnage_generation_tokens_total": ("counter", set()),
+    "tonnage_prefix_hit_tokens_total": ("counter", set()),
+    "tonnage_preemptions_total": ("counter", set()),
+    "tonnage_time_to_first_token_seconds": ("histogram", set()),
+    "tonnage_inter_token_latency_seconds": ("histogram", set()),
+    "tonnage_request_duration_seconds": ("histogram", set()),
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def scrape(server) -> tuple[str, Samples]:
+    response = await server.http.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    samples: Samples = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model") == "demo"
+            key = (sample.name, frozenset(labels.items()))
+            assert key not in samples
+            samples[key] = sample.value
+    return response.text, samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def total(samples: Samples, name: str) -> float:
+    return sum(number for (found, _), number in samples.items() if found == name)
+
+
+async def test_names_types_and_labels(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
+        text, samples = await scrape(server)
+        types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
+        assert types == {name: kind for name, (kind, _) in FAMILIES.items()}
+        assert "_created" not in text
+        for (name, labels), _ in samples.items():
+            family = next(f for f in (name, name.rpartition("_")[0]) if f in FAMILIES)
+            assert {label for label, _ in labels} - {"le"} == FAMILIES[family][1]
+
+
+async def test_promtool_accepts_every_family(run_server, small_plan) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus): /metrics was NOT linted")
+    async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
+        await server.complete(max_tokens=5, n=2)
+        text, _ = await scrape(server)
+    process = await asyncio.create_subprocess_exec(
+        promtool, "check", "metrics", stdin=PIPE, stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await process.communicate(text.encode())
+    assert (process.returncode, output.decode()) == (0, "")
+
+
+async def test_every_label_value_is_there_at_zero_from_the_start(server) -> None:
+    _, samples = await scrape(server)
+    for outcome, reason in ADMISSIONS:
+        assert value(samples, "tonnage_admission_decisions_total", outcome=outcome, reason=reason) == 0
+    for outcome in ("stop", "length", "aborted", "rejected", "error"):
+        assert value(samples, "tonnage_requests_total", outcome=outcome) == 0
+    for state in ("running", "waiting"):
+        assert value(samples, "tonnage_requests", state=state) == 0
+    series = set(samples)
+    await server.complete(max_tokens=3)
+    await server.complete(temperature=9)
+    _, samples = await scrape(server)
+    assert set(samples) == series
+
+
+async def test_what_is_not_measured_is_absent_not_zero(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan())) as server:
+        _, samples = await scrape(server)
+        names = {name for name, _ in samples}
+        assert "tonnage_memory_measured_bytes" not in names
+        assert "tonnage_process_memory_bytes" not in names
+        measured = (await server.http.get("/memory")).json()["measured"]
+        assert set(measured.values()) == {None}
+
+
+async def test_memory_adds_up_to_the_device(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
+        plan = server.state.plan
+        _, samples = await scrape(server)
+        for name in ("planned", "measured"):
+            assert total(samples, f"tonnage_memory_{name}_bytes") == plan.rank.total_bytes
+        assert value(samples, "tonnage_memory_planned_bytes", component="weights") == plan.rank.weights_bytes
+        assert value(samples, "tonnage_memory_measured_bytes", component="kv_pool") == MEASURED.kv_pool
+        assert value(samples, "tonnage_process_memory_peak_bytes") == MEASURED.process_peak
+        report = (await server.http.get("/memory")).json()
+        assert report["plan"] == plan_to_dict(plan)
+        assert report["difference"]["weights_bytes"] == MEASURED.weights - plan.rank.weights_bytes
+        assert report["difference"]["kv_pool_bytes"] == 0
+        assert report["difference"]["process_peak_bytes"] == MEASURED.process_peak - plan.rank.used_bytes
+        assert report["measured"]["process_peak_bytes"] == MEASURED.process_peak
+
+
+async def test_the_pool_in_use(run_server, small_plan) -> None:
+    engine = FakeEngine(small_plan(), token_rate=50)
+    async with run_server(engine) as server:
+        tasks = [asyncio.create_task(server.complete(prompt=[9] * 40, max_tokens=100)) for _ in range(2)]
+        await server.until(lambda: engine.stats().running == 2)
+        _, samples = await scrape(server)
+        stats = engine.stats()
+        bytes_per_block = server.state.plan.kv_cache.layout.bytes_per_block
+        assert value(samples, "tonnage_requests", state="running") == 2
+        assert total(samples, "tonnage_pool_blocks") == value(samples, "tonnage_pool_usable_blocks") == 255
+        assert total(samples, "tonnage_pool_bytes") == 255 * bytes_per_block
+        used = value(samples, "tonnage_pool_blocks", state="used")
+        assert used >= 3
+        # 140 tokens are promised to each: 9 blocks
+        assert value(samples, "tonnage_pool_promised_unused_blocks") == 18 - used
+        assert value(samples, "tonnage_pool_promised_unused_bytes") == (18 - used) * bytes_per_block
+        report = (await server.http.get("/memory")).json()
+        assert report["pool"]["blocks"]["promised"] == 18
+        assert report["headroom"]["blocks"] == 255 - 18
+        assert report["headroom"]["bytes"] == (255 - 18) * bytes_per_block
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.until(lambda: server.state.accounts.outcomes["aborted"] == 2)
+        assert stats.pool.promised == 18
+
+
+async def test_counts_are_conserved(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=8) as server:
+        await asyncio.gather(
+            *(server.complete(prompt=[3] * 32, max_tokens=10, n=2, stream=bool(i % 2)) for i in range(12))
+        )
+        await server.complete(max_tokens=10**6)
+        await server.complete(n=9)
+        _, samples = await scrape(server)
+        outcomes = {o: value(samples, "tonnage_requests_total", outcome=o) for o in ("length", "rejected")}
+        assert value(samples, "tonnage_requests_received_total") == sum(outcomes.values()) == 14
+        assert value(samples, "tonnage_requests_in_flight") == 0
+        done, full = outcomes["length"], outcomes["rejected"] - 2
+        assert done >= 4
+        assert value(samples, "tonnage_admission_decisions_total", outcome="admit", reason="fits") == done
+        for outcome, reason, count in (
+            ("wait", "max_num_queued_reqs", full),
+            ("never", "max_num_queued_reqs", 1),
+            ("never", "max_model_len", 1),
+        ):
+            assert value(samples, "tonnage_admission_decisions_total", outcome=outcome, reason=reason) == count
+        assert value(samples, "tonnage_prompt_tokens_total") == 32 * done
+        assert value(samples, "tonnage_generation_tokens_total") == 20 * done
+        assert value(samples, "tonnage_time_to_first_token_seconds_count") == done
+        assert value(samples, "tonnage_request_duration_seconds_count") == done
+        assert value(samples, "tonnage_inter_token_latency_seconds_count") == 18 * done
+        assert value(samples, "tonnage_prefix_hit_tokens_total") > 0
+
+
+async def test_evictions(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan(33, max_model_len=512))) as server:
+        for number in range(4):
+            await server.complete(prompt=[number + 1] * 256, max_tokens=2)
+        _, samples = await scrape(server)
+        assert value(samples, "tonnage_evictions_total") > 0
