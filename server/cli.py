@@ -44,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TonnageError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return USAGE
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing in ("", "tonnage"):  # ours to fix, not the user's
+            raise
+        print(f"tonnage: {missing} is not installed (pip install 'tonnage[hf]' installs it)", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED

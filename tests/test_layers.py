@@ -1,0 +1,115 @@
+"""server -> cache -> planner, never back; what each may import; no second copy of a module."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("planner", "cache", "server")
+HEAVY = {"torch", "transformers", "numpy", "vllm", "fastapi", "pydantic", "uvicorn", "safetensors", "gguf"}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level names in sys.modules of a fresh interpreter after ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+    )
+    return {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
+
+
+def modules(package: str) -> list[str]:
+    """Dotted names of all modules of planner, cache or server."""
+    names = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names.append("tonnage." + ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def test_the_layers_contract_is_kept() -> None:
+    tool = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "1 kept, 0 broken" in done.stdout
+
+
+def test_the_layers_contract_notices(tmp_path: Path) -> None:
+    """The same contract over a copy in which the planner looks up."""
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package, tmp_path / "tonnage" / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "tonnage" / "planner" / "units.py").open("a") as file:
+        file.write("\nimport tonnage.cache.errors\n")
+    # Python's finder of the editable install comes after the path, so the copy is what is found.
+    code = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports; "
+    code += "sys.exit(lint_imports(no_cache=True))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "tonnage.planner.units -> tonnage.cache.errors" in done.stdout
+
+
+def test_the_planner_imports_nothing_heavy() -> None:
+    imports = "\n".join(f"import {name}" for name in modules("planner"))
+    assert not loaded_by(imports) & HEAVY
+
+
+def test_the_cache_imports_no_torch() -> None:
+    imports = "\n".join(f"import {name}" for name in modules("cache"))
+    assert not loaded_by(imports) & (HEAVY - {"numpy"})
+
+
+def test_the_api_process_imports_no_torch() -> None:
+    imports = "import tonnage.server.app, tonnage.server.commands.serve, tonnage.server.engines.hf"
+    assert not loaded_by(imports) & {"torch", "transformers", "vllm"}
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "plan"])
+def test_the_command_line_starts_light(command: str) -> None:
+    arguments = [command, "demo", "--json"] if command == "plan" else [command]
+    code = (
+        "import contextlib, io\nfrom tonnage.server.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): assert main({arguments!r}) == 0"
+    )
+    assert not loaded_by(code) & HEAVY
+
+
+def test_no_bare_import_of_a_folder() -> None:
+    """From the repository root ``import planner`` would succeed, as a second copy of every module."""
+    found = []
+    for folder in (*PACKAGES, "tests", "benchmarks", "deploy", ".ci"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module or ""]
+                found += [
+                    f"{path}: {name}" for name in names if name.split(".")[0] in ("planner", "cache", "server")
+                ]
+    assert found == []
+
+
+def test_ruff_refuses_a_bare_import() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ruff", "check", "--stdin-filename", "server/x.py", "-"],
+        input="import planner.plan\n\nprint(planner.plan)\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "TID251" in done.stdout

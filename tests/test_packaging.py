@@ -1,0 +1,89 @@
+"""The wheel carries every file of the three packages, and works where nothing else of the project is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("planner", "cache", "server")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TONNAGE_CACHE")}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env | environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the tracked files alone, so that nothing lying about in the checkout can help."""
+    source = tmp_path_factory.mktemp("source")
+    listed = run("git", "ls-files", "-z", cwd=ROOT)
+    assert listed.returncode == 0, listed.stderr
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            target = source / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((ROOT / name).read_bytes())
+    out = tmp_path_factory.mktemp("wheel")
+    built = run(sys.executable, "-m", "build", "--wheel", "--outdir", out, source, cwd=source)
+    assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_wheel_has_exactly_the_tracked_files(wheel: Path) -> None:
+    tracked = run("git", "ls-files", "-z", *PACKAGES, cwd=ROOT).stdout.split("\0")
+    expected = {f"tonnage/{name}" for name in tracked if name and (ROOT / name).is_file()}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == expected
+    assert {f"tonnage/{package}/py.typed" for package in PACKAGES} <= found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin of a clean environment with the wheel and no dependency: planning needs none but rich."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=True)
+    done = run(home / "bin" / "python", "-m", "pip", "install", "--no-deps", "--quiet", wheel, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return home / "bin"
+
+
+def test_plan_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    done = run(
+        installed / "tonnage", "plan", "demo", "--json", cwd=tmp_path, TONNAGE_CACHE=str(tmp_path / "cache")
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["model"]["parameters"] == 134_515_008
+    assert plan["fits"] is True
+
+
+def test_help_and_version_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    done = run(installed / "tonnage", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("plan", "serve", "verify", "demo"))
+    assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout.startswith("tonnage ")
+
+
+def test_a_missing_dependency_is_named(installed: Path, tmp_path: Path) -> None:
+    done = run(installed / "tonnage", "serve", "demo", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "pip install" in done.stderr
+
+
+def test_package_list_is_current() -> None:
+    done = run(sys.executable, ROOT / ".ci" / "packages.py", "--check", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
