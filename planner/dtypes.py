@@ -7,6 +7,9 @@ from tonnage.planner.errors import ConfigError, DeploymentError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """What a model may be loaded in."""
 
+ELEMENT_BYTES = {**DTYPE_BYTES, "bool": 1}
+"""Also what buffers are made of."""
+
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """vLLM's --kv-cache-dtype values (vllm/config/cache.py, 0.32.0) that need no scales per token."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.fields import shown
 
@@ -65,7 +65,7 @@ class Quantization:
         if tensor.tied_to is not None:
             return 0
         if not self.converts(tensor):
-            return tensor.elements * DTYPE_BYTES[tensor.dtype or dtype]
+            return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
         return sum(self.parts(tensor).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.engine_tensors import tensors_of
 from tonnage.planner.plan import Deployment, Term
 from tonnage.planner.quantization import Quantization
@@ -52,5 +52,5 @@ def _term(pattern: str, tensors: list[TensorSpec], quantization: Quantization, d
         formula = f"{len(tensors)} x ({parts}); {quantization.describe()} of [{shape}]"
     else:
         kept = first.dtype or dtype
-        formula = f"{len(tensors)} x {shape} x {DTYPE_BYTES[kept]} ({kept})"
+        formula = f"{len(tensors)} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
     return Term(f"weights.{pattern}", value, formula, _FIELDS[first.role])

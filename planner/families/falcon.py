@@ -38,8 +38,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads = 1 if multi_query else heads  # num_kv_heads is not read
     qkv_rows = (heads + 2 * kv_heads) * head_size
     norms = _norms(fields, new, parallel)
-    rotary = None if alibi else Rotary(head_size, 1, common.read_rope(fields))
-    fields.ignore("rope_theta", "rope_scaling", "rope_parameters", "apply_residual_connection_post_layernorm")
+    rotary = Rotary(head_size, 1, common.read_rope(fields))
+    fields.ignore("apply_residual_connection_post_layernorm")
 
     def tensors() -> Iterator[TensorSpec]:
         yield common.embedding("transformer.word_embeddings", vocab, hidden)
@@ -55,8 +55,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
                 yield from common.layer_norm(f"{at}.{name}", hidden, i)
         yield from common.layer_norm("transformer.ln_f", hidden, None)
         yield common.lm_head(vocab, hidden, "transformer.word_embeddings.weight" if tied else None)
-        if rotary is not None:
-            yield from common.rotary_buffers(rotary, ("transformer.rotary_emb.",))
+        # built even where alibi takes its place
+        yield from common.rotary_buffers(rotary, ("transformer.rotary_emb.",))
 
     return Architecture(
         model_type=model_type,
@@ -74,7 +74,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         cache_layers=tuple(
             CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)
         ),
-        rotary=rotary,
+        rotary=None if alibi else rotary,
         position_field="max_position_embeddings",
         gated_mlp=False,
     )

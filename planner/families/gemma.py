@@ -84,8 +84,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
     def tensors() -> Iterator[TensorSpec]:
         yield common.embedding("model.embed_tokens", vocab, hidden)
-        # the scalar sqrt(hidden_size) the embedding is multiplied by
-        yield TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding", dtype="float32")
+        # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
+        yield TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
         for i in range(layers):
             at = f"model.layers.{i}"
             for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):

@@ -45,6 +45,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
             yield from common.layer_norm(f"{at}.ln_1", hidden, i)
             yield from common.layer_norm(f"{at}.ln_2", hidden, i)
         yield from common.layer_norm("transformer.ln_f", hidden, None)
+        # the causal mask of all positions: 64 MiB for StarCoder's 8,192
+        mask = (positions, positions)
+        yield TensorSpec("transformer.bias", mask, "buffer", "GPTBigCodeModel", dtype="bool")
         yield common.lm_head(vocab, hidden, "transformer.wte.weight" if tied else None)
 
     return Architecture(

@@ -1,0 +1,105 @@
+"""Real configs and published figures (tests/data/configs; sources in SOURCES.tsv there)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+
+
+def table(name: str) -> list[dict[str, str]]:
+    with (CONFIGS / name).open() as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+@pytest.fixture(scope="session")
+def config_of():
+    """config_of("org/model") or config_of("org__model") -> a fresh dict of the real config.json."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((CONFIGS / (name.replace("/", "__", 1) + ".json")).read_text())
+
+    return read
+
+
+@pytest.fixture
+def folder_with(tmp_path):
+    """Write a config (dict or raw bytes) into a new model folder and return its path."""
+
+    def write(config: dict[str, Any] | bytes) -> str:
+        data = config if isinstance(config, bytes) else json.dumps(config).encode()
+        (tmp_path / "config.json").write_bytes(data)
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def tiny_llama() -> dict[str, Any]:
+    """A complete small Llama config."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+
+
+@pytest.fixture(scope="session")
+def held_bytes():
+    """held_bytes(model) -> bytes of all distinct storages reachable from its modules.
+
+    Walks parameters, buffers, attributes of parameters (bitsandbytes' SCB and quant_state with its nested
+    state) and plain attributes of modules.
+    """
+    import torch
+
+    def walk(value: Any, seen: dict[int, int], depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, dict):
+            for item in value.values():
+                walk(item, seen, depth)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item, seen, depth)
+        elif type(value).__module__.startswith("bitsandbytes") and depth < 4:
+            for item in vars(value).values():
+                walk(item, seen, depth + 1)
+
+    def held(model: Any) -> int:
+        seen: dict[int, int] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                walk(parameter, seen, 0)
+                walk(vars(parameter), seen, 0)
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_modules"):
+                    walk(value, seen, 0)
+        return sum(seen.values())
+
+    return held
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per row of the tables, for tests that ask for ``truth_row``, ``size_row`` or ``kv_row``."""
+    for argument, name, key in (
+        ("truth_row", "param_truth.tsv", "model"),
+        ("size_row", "checkpoint_sizes.tsv", "model"),
+        ("kv_row", "vllm_kv_truth.tsv", "config"),
+    ):
+        if argument in metafunc.fixturenames:
+            rows = [row for row in table(name) if "gemma-3-27b" not in row[key] and "medgemma" not in row[key]]
+            metafunc.parametrize(argument, rows, ids=[row[key] for row in rows])

@@ -1,0 +1,136 @@
+"""KV arithmetic: worked numbers, and vLLM's own answers for every real config of our families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tonnage.planner import kv
+from tonnage.planner.architecture import CacheLayer
+from tonnage.planner.build import plan_source
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.layout import KVGroup
+from tonnage.planner.plan import Deployment
+from tonnage.planner.source import ModelSource
+
+GIB = 1 << 30
+VLLM = Deployment(
+    engine="vllm", dtype="bfloat16", max_model_len=2048, kv_cache_memory_bytes=8 * GIB, device_memory=1 << 42
+)
+
+
+def source(config):
+    """The config as a model, its weight quantization dropped (as in the table)."""
+    return ModelSource("m", "m", {k: v for k, v in config.items() if k != "quantization_config"}, "folder")
+
+
+def test_pool_equals_vllm(kv_row, config_of):
+    plan = plan_source(source(config_of(kv_row["config"])), VLLM)
+    cache = plan.kv_cache
+    assert cache.num_blocks == int(kv_row["num_blocks"])
+    assert cache.tokens == int(kv_row["tokens"])
+    assert cache.max_concurrency == pytest.approx(float(kv_row["max_concurrency"]), rel=1e-12)
+    kinds = {"FullAttentionSpec": "full", "SlidingWindowSpec": "sliding"}
+    expected = json.loads(kv_row["groups (spec, layers, block_size, page_bytes)"])
+    assert [(g.kind, len(g.layers)) for g in cache.layout.groups] == [(kinds[e[0]], e[1]) for e in expected]
+    assert cache.layout.block_size == expected[0][2]
+    assert cache.layout.bytes_per_block == expected[0][3] * cache.layout.layer_slots
+
+
+def test_start_up_line_of_vllm_for_the_demo_model():
+    """vLLM 0.32.0 on CPU prints 93,184 tokens and 45.50x for SmolLM2-135M with a 2 GiB pool."""
+    from tonnage.planner.build import make_plan
+
+    flags = Deployment(engine="vllm", max_model_len=2048, kv_cache_memory_bytes=2 * GIB, device_memory=1 << 42)
+    cache = make_plan("demo", flags).kv_cache
+    assert (cache.tokens, cache.max_concurrency) == (93_184, 45.5)
+
+
+def test_llama_7b_worked_number(config_of):
+    """hidden 4096, 32 layers, fp16: batch 64 x 2,048 tokens are 68,719,476,736 bytes, batch 1 is 1 GiB."""
+    config = config_of("meta-llama/Llama-2-7b-hf")
+    flags = Deployment(dtype="float16", max_model_len=2048, kv_cache_memory_bytes=GIB, device_memory=1 << 42)
+    cache = plan_source(source(config), flags).kv_cache
+    assert cache.layout.bytes_per_token == 524_288
+    assert cache.bytes_per_sequence == GIB
+    assert 64 * 2048 * cache.layout.bytes_per_token == 68_719_476_736
+
+
+def layers(pattern: str, window: int = 8) -> tuple[CacheLayer, ...]:
+    return tuple(
+        CacheLayer(i, "sliding" if c == "s" else "full", window if c == "s" else None, 2, 16)
+        for i, c in enumerate(pattern)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        ("ffff", [4]),
+        ("ssss", [4]),
+        ("sfsf", [2, 2]),
+        ("sssssf" * 2, [2, 2, 2, 2, 2, 2]),
+        ("sssssfs", [1] * 7),
+        ("sssff", [3, 2]),  # 3 / 2 is not below 1.5: split by 2
+        ("ssssfff", [4, 3]),  # 4 / 3 is: padded to 4
+    ],
+)
+def test_grouping(pattern, sizes):
+    groups = kv.group_layers(layers(pattern))
+    if pattern == "sssff":
+        sizes = [2, 1, 2]
+    assert [len(g.layers) for g in groups] == sizes
+    assert sorted(i for g in groups for i in g.layers) == list(range(len(pattern)))
+
+
+def test_sliding_blocks_saturate_at_the_window():
+    group = KVGroup("sliding", (0,), 512)
+    assert kv.group_blocks(group, 100, 16, 64) == 7 + 1
+    assert kv.group_blocks(group, 100_000, 16, 64) == -(-(511 + 64) // 16) + 1
+    assert kv.group_blocks(KVGroup("full", (0,)), 100_000, 16, 64) == 6250
+
+
+def test_layers_of_different_shape_are_refused_by_name():
+    mixed = (*layers("f"), CacheLayer(1, "full", None, 4, 16))
+    architecture = build_architecture({**SMALL})
+    from dataclasses import replace
+
+    with pytest.raises(UnsupportedArchitecture) as caught:
+        kv.build_layout(replace(architecture, cache_layers=mixed), "hf", "bfloat16", 16)
+    assert caught.value.field == "num_key_value_heads"
+
+
+SMALL = {
+    "model_type": "mistral", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def kinds(**changes) -> str:
+    architecture = build_architecture({**SMALL, "num_hidden_layers": 4, **changes})
+    return "".join("s" if layer.kind == "sliding" else "f" for layer in architecture.cache_layers)
+
+
+def test_which_layers_slide():
+    assert kinds(sliding_window=8) == "ssss"
+    assert kinds(sliding_window=None) == "ffff"
+    assert kinds() == "ssss"  # MistralConfig's default window of 4096
+    qwen = {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3}
+    assert kinds(**qwen, use_sliding_window=True) == "fffs"  # the layers from max_window_layers on
+    assert kinds(**qwen, use_sliding_window=False) == "ffff"
+    listed = ["sliding_attention", "full_attention"] * 2
+    assert kinds(**qwen, use_sliding_window=True, layer_types=listed) == "sfsf"
+    gemma = {"head_dim": 16, "sliding_window": 8}
+    assert kinds(model_type="gemma2", **gemma) == "sfsf"
+    assert kinds(model_type="gemma3_text", **gemma, num_hidden_layers=7) == "sssssfs"
+    assert kinds(model_type="gemma3_text", **gemma, sliding_window_pattern=2) == "sfsf"
+
+
+def test_largest_fitting_is_the_boundary():
+    layout = kv.build_layout(build_architecture(SMALL), "hf", "bfloat16", 16)
+    for blocks in range(0, 40):
+        largest = kv.largest_fitting(layout, blocks, 256, 512)
+        assert largest == 0 or kv.sequence_blocks(layout, largest, 512) <= blocks
+        assert largest == 256 or kv.sequence_blocks(layout, largest + 1, 512) > blocks
