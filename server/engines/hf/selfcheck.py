@@ -1,8 +1,8 @@
 """The start-up self-check: is the paged path of this model the same model?
 
 A mixed flat batch (prefill chunks and decodes of several sequences, scattered blocks) is held against
-transformers' eager attention, one sequence at a time. It proves for the model at hand that our function is called
-in every layer, that sequences do not mix, and that masks and positions are per token.
+transformers' eager attention, one sequence at a time. It proves for the model at hand that our function is
+called in every layer, that sequences do not mix, and that masks and positions are per token.
 """
 
 from __future__ import annotations
