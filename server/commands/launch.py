@@ -60,7 +60,7 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded.
     """
     plan = make_plan(settings.model, settings.deployment())
-    if plan.fits and settings.model == "demo" and settings.backend != "fake":
+    if plan.fits and settings.model == "demo":
         from tonnage.server.demo_model import ensure_demo
 
         ensure_demo()
