@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -47,6 +48,8 @@ class Accounts:
     def __init__(self) -> None:
         self.received = 0
         self.in_flight = 0
+        self.idle = asyncio.Event()  # set while nothing is in flight
+        self.idle.set()
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
         # Refused before the engine saw it: (outcome, reason), as in EngineStats.admissions.
         self.refused: Counter[tuple[str, str]] = Counter()
@@ -59,6 +62,7 @@ class Accounts:
         """Count a request in; it must be finished exactly once."""
         self.received += 1
         self.in_flight += 1
+        self.idle.clear()
         return Ticket(self)
 
     def drain_seconds(self, waiting: int) -> float:
@@ -79,6 +83,8 @@ class Accounts:
 
     def _close(self, outcome: Outcome, seconds: float) -> None:
         self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
         self.outcomes[outcome] += 1
         if outcome in ("stop", "length"):
             self.request_duration.observe(seconds)

@@ -56,6 +56,7 @@ def create_app(
         version=version("tonnage"),
         description="OpenAI-compatible server whose memory is planned, admitted by and measured.",
         lifespan=lifespan,
+        responses=errors.RESPONSES,
         redirect_slashes=False,  # a redirect would leave the error envelope
     )
     app.state.tonnage = state

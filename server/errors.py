@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -47,6 +48,7 @@ class ErrorCode(StrEnum):
     SERVER_OVERLOADED = "server_overloaded"
     MODEL_LOADING = "model_loading"
     ENGINE_DEAD = "engine_dead"
+    SERVER_STOPPING = "server_stopping"
     INTERNAL_ERROR = "internal_error"
 
 
@@ -82,6 +84,7 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.SERVER_OVERLOADED: _Rule(503, again=True),
     ErrorCode.MODEL_LOADING: _Rule(503, again=True),
     ErrorCode.ENGINE_DEAD: _Rule(503, again=True),
+    ErrorCode.SERVER_STOPPING: _Rule(503, again=True),
     ErrorCode.INTERNAL_ERROR: _Rule(500),
 }
 
@@ -111,6 +114,29 @@ class ApiError(Exception):
     def is_refusal(self) -> bool:
         """Whether the server declined (bad input, never, not now), as opposed to failed."""
         return self.status < 500 or self.code in (ErrorCode.SERVER_OVERLOADED, ErrorCode.MODEL_LOADING)
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(BaseModel):
+    """Body of every response that is not a success; for the OpenAPI document."""
+
+    error: ErrorBody
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
+
+
+def stopping() -> ApiError:
+    """What a request gets that a stopping server cuts off."""
+    return ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
 
 
 def envelope(error: ApiError) -> dict[str, Any]:

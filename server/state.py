@@ -17,6 +17,9 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.settings import Settings
 from tonnage.server.text import Tokenizer
 
+# A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
+_CUT_OFF_SECONDS = 1.0
+
 log = logging.getLogger("tonnage.server")
 
 
@@ -75,6 +78,9 @@ class ServerState:
             self._loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loading
+        # Requests that were cut off (their tasks are cancelled by now) get an outcome before the engine goes.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.accounts.idle.wait(), _CUT_OFF_SECONDS)
         await self.engine.stop()
 
     def check_ready(self) -> None:

@@ -153,3 +153,19 @@ def _json_type(value: Any) -> str:
         list: "an array",
     }
     return names[type(value)]
+
+
+def inline_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """JSON schema of ``model`` without ``$defs``, for a part of the OpenAPI document FastAPI does not fill."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return resolve(definitions[value["$ref"].rpartition("/")[2]])
+            return {key: resolve(item) for key, item in value.items()}
+        return [resolve(item) for item in value] if isinstance(value, list) else value
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -137,7 +137,9 @@ class Generator:
             )
         self._sequences += wanted
 
-    async def run(self, submission: Submission, counts: TokenCounts, ticket: Ticket) -> AsyncIterator[Delta]:
+    async def run(
+        self, submission: Submission, counts: TokenCounts, ticket: Ticket
+    ) -> AsyncGenerator[Delta, None]:
         """The choices' text as it comes; every choice ends with one finish_reason.
 
         Raises ApiError and the engine's TonnageErrors.
@@ -176,7 +178,7 @@ class Generator:
         finally:
             self._sequences -= submission.sequences
 
-    async def _chunks(self, submission: Submission) -> AsyncIterator[tuple[int, Chunk]]:
+    async def _chunks(self, submission: Submission) -> AsyncGenerator[tuple[int, Chunk], None]:
         """(prompt number, chunk) of all prompts, in the order of arrival."""
         requests = [
             GenerationRequest(

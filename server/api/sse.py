@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tonnage.server.accounts import Outcome, Ticket
 from tonnage.server.disconnect import ClientDisconnected, until_disconnect
-from tonnage.server.errors import ApiError, envelope, from_exception, render
+from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 
 
 def outcome_of(error: ApiError) -> Outcome:
@@ -31,38 +31,46 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[BaseModel], ticket: Ticket, to_json: Callable[[Any], str]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[BaseModel, None], ticket: Ticket, to_json: Callable[[Any], str]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._ticket = ticket
         self._json = to_json
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_disconnect(receive, self._send_all(scope, receive, send))
         except ClientDisconnected:
             self._ticket.finish("aborted")
-        except asyncio.CancelledError:  # the server stops
-            self._ticket.finish("error")
-            raise
+        except asyncio.CancelledError:  # the server stops and has waited long enough
+            await self._fail(stopping(), scope, receive, send)
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
         try:
-            async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]  # an async generator
+            async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
-                    if not started:
-                        started = True
+                    if not self._started:
+                        self._started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await self._event(send, self._json(chunk))
         except Exception as exception:
-            error = from_exception(exception)
-            self._ticket.finish(outcome_of(error))
-            if not started:
-                await render(error)(scope, receive, send)
-                return
+            await self._fail(from_exception(exception), scope, receive, send)
+        else:
+            await self._end(send)
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._ticket.finish(outcome_of(error))
+        if self._started:
             await self._event(send, json.dumps(envelope(error)))
+            await self._end(send)
+        else:
+            await render(error)(scope, receive, send)
+
+    async def _end(self, send: Send) -> None:
         await self._event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b""})
 

@@ -87,10 +87,11 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _run(
-    tokenizer: Tokenizer, engine: FakeEngine, *, ready: bool = True, **settings: Any
+    tokenizer: Tokenizer, engine: FakeEngine, *, ready: bool = True, grace: int | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
     app = create_app(Settings(model="demo", **settings), engine, tokenizer)
-    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=grace)
+    server = _Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  (uvicorn has a flag only)
         await asyncio.sleep(0.005)
@@ -120,7 +121,7 @@ RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def run_server(tokenizer: Tokenizer) -> RunServer:
-    """``run_server(engine, ready=True, **settings)``: a real uvicorn on a free loopback port around ``engine``.
+    """``run_server(engine, ready=True, grace=None, **settings)``: a real uvicorn around ``engine``.
 
     On the way out no request may be in flight and no block in use.
     """

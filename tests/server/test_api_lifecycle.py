@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -271,6 +272,31 @@ async def test_requests_are_conserved_under_overload(run_server, small_plan) -> 
         assert 0 < accounts.outcomes["aborted"] <= sent["killed"]
         assert accounts.outcomes["length"] > 0
         engine.manager.check_invariants()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_stopping_server_counts_what_it_cuts_off(run_server, small_plan, stream: bool, capsys) -> None:
+    engine = FakeEngine(small_plan(), token_rate=20)
+    async with run_server(engine, grace=1) as server:
+        client = await RawClient.post(server.url, {"max_tokens": 1000, "stream": stream})
+        await server.until(lambda: engine.stats().generation_tokens >= 2)
+    answer = (await client.reader.read()).decode()
+    assert answer.startswith("HTTP/1.1 200" if stream else "HTTP/1.1 503")
+    assert "server_stopping" in answer
+    assert server.state.accounts.outcomes["error"] == 1
+    assert "Traceback" not in capsys.readouterr().err  # an orderly stop is no error in the log
+
+
+async def test_the_openapi_document_is_closed(server) -> None:
+    document = (await server.http.get("/openapi.json")).json()
+    text = json.dumps(document)
+    for name in re.findall(r'"\$ref": "([^"]+)"', text):
+        where = document
+        for part in name.removeprefix("#/").split("/"):
+            where = where[part]
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["additionalProperties"] is False
+    assert body["properties"]["stream_options"]["anyOf"][0]["properties"].keys() == {"include_usage"}
 
 
 async def test_two_apps_live_in_one_process(run_server, small_plan) -> None:

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tonnage.server.accounts import Ticket
-from tonnage.server.api.body import parse_body, read_body
+from tonnage.server.api.body import inline_schema, parse_body, read_body
 from tonnage.server.api.completions.protocol import FIELDS, Completion, CompletionRequest
 from tonnage.server.api.completions.service import CompletionService
 from tonnage.server.api.sse import EventStream, outcome_of
 from tonnage.server.disconnect import ClientDisconnected, until_disconnect
-from tonnage.server.errors import from_exception, render
+from tonnage.server.errors import from_exception, render, stopping
 from tonnage.server.state import ServerState
 
 # nginx's status for a client that closed the connection; nobody reads it, the access log shows it.
@@ -29,7 +29,7 @@ def completions_router(state: ServerState, service: CompletionService) -> APIRou
         openapi_extra={
             "requestBody": {
                 "required": True,
-                "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}},
+                "content": {"application/json": {"schema": inline_schema(CompletionRequest)}},
             }
         },
     )
@@ -41,9 +41,9 @@ def completions_router(state: ServerState, service: CompletionService) -> APIRou
         except ClientDisconnected:
             ticket.finish("aborted")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except asyncio.CancelledError:  # the server stops
+        except asyncio.CancelledError:  # the server stops and has waited long enough
             ticket.finish("error")
-            raise
+            return render(stopping())
         except Exception as exception:
             error = from_exception(exception)
             ticket.finish(outcome_of(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from tonnage.server.accounts import Outcome, Ticket
@@ -47,7 +47,7 @@ class CompletionService:
         answer.usage = _usage(counts)
         return answer
 
-    async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncIterator[Completion]:
+    async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncGenerator[Completion, None]:
         """Chunks as the text comes; closing the iterator aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
@@ -143,8 +143,8 @@ def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str]
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]  # the first item decides: the protocol has no mixed lists
-    return prompt  # type: ignore[return-value]
+        return [prompt]  # the first item decides: the protocol has no mixed lists
+    return prompt
 
 
 def _outcome(reasons: dict[int, Finish]) -> Outcome:
