@@ -267,6 +267,7 @@ async def test_cached_tokens_are_counted_and_salts_do_not_share(server) -> None:
     assert await cached() == 0
     assert await cached() == 48
     assert await cached(cache_salt="mine") == 0
+    assert await cached(cache_salt="mine") == 48
 
 
 async def test_models(run_server, small_plan) -> None:
