@@ -1,0 +1,148 @@
+"""``tonnage serve demo`` as a user starts it: the Hugging Face engine behind the API, real HTTP clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from openai.types import Completion
+
+from tonnage.server.demo_model import ensure_demo
+
+FLAGS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "128MiB", "--max-num-seqs", "64", "--port", "0"]
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of a ready server; it must end with status 0 on SIGTERM and leave no process."""
+    ensure_demo()
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", *FLAGS, *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield url, process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert not [child for child in children if child.is_running()]
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as (address, _):
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as sdk:
+        yield sdk
+
+
+def blocks_are_free(url: str) -> bool:
+    pool = httpx.get(f"{url}/memory").json()["pool"]["blocks"]
+    return bool(pool["used"] == 0 and pool["promised"] == 0)
+
+
+def test_a_streamed_answer_is_the_same_text_and_counts_its_tokens(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {
+        "model": "demo",
+        "prompt": "The capital of France is",
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    whole = client.completions.create(**body)
+    Completion.model_validate(whole.model_dump(exclude_unset=True), strict=True)
+    assert "Paris" in whole.choices[0].text
+    pieces, usage = [], None
+    for chunk in client.completions.create(**body, stream=True, stream_options={"include_usage": True}):
+        pieces += [choice.text for choice in chunk.choices]
+        usage = chunk.usage or usage
+    assert "".join(pieces) == whole.choices[0].text
+    assert usage == whole.usage
+
+
+def test_n_stop_seed_and_lists(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 12, "temperature": 1.0, "seed": 5}
+    four = client.completions.create(**body, prompt=["One day", "Two days"], n=2)
+    again = client.completions.create(**body, prompt=["One day", "Two days"], n=2)
+    assert [choice.text for choice in four.choices] == [choice.text for choice in again.choices]
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+    stopped = client.completions.create(
+        model="demo", prompt="Count: 1, 2, 3, 4,", max_tokens=40, temperature=0, stop=[" 7"]
+    )
+    assert " 7" not in stopped.choices[0].text
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="demo", prompt=[5] * 1000, max_tokens=100)
+    assert refused.value.code == "context_length_exceeded"
+    assert "1024" in refused.value.message
+    assert "1100" in refused.value.message
+    assert refused.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(url: str) -> None:
+    async def leave(number: int) -> int:
+        async with httpx.AsyncClient(timeout=120) as http:
+            body = {"model": "demo", "prompt": f"Story {number}: once", "max_tokens": 300, "stream": True}
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data:"):
+                        return response.status_code  # the connection is closed on the way out
+        raise AssertionError("the stream ended by itself")
+
+    assert set(await asyncio.gather(*(leave(number) for number in range(50)))) == {200}
+    await asyncio.to_thread(until, lambda: blocks_are_free(url), 20)
+
+
+def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
+    report = httpx.get(f"{url}/memory").json()
+    rank = report["plan"]["ranks"][0]
+    assert report["plan"]["revision"] == 0
+    assert report["measured"]["weights_bytes"] == rank["weights_bytes"]
+    assert report["measured"]["kv_pool_bytes"] == rank["kv_pool_bytes"]
+
+
+def test_the_api_process_has_no_torch_and_survives_its_engine() -> None:
+    with serving() as (url, process):
+        maps = [region.path for region in psutil.Process(process.pid).memory_maps()]
+        assert not [path for path in maps if "libtorch" in path]
+        (engine,) = psutil.Process(process.pid).children()
+        body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 800, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data:"))
+            next(lines)
+            os.kill(engine.pid, signal.SIGKILL)
+            rest = list(lines)
+        assert any('"error"' in line for line in rest)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 503, 5)
+        assert httpx.get(f"{url}/health").status_code == 200
+        refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_dead"
