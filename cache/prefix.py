@@ -3,7 +3,8 @@
 One *node* is one full block of tokens after one given prefix. Its content sits in one block of each group, so
 the node is named by its block in the *anchor* group (the first full group): no second kind of id. A node
 stores its tokens, its parent node (the salt's root for the first block) and the hash that finds it. The hash
-runs along the chain, each block's keyed by its parent's, over the raw bytes of the int32 tokens.
+runs along the chain, each block's keyed by its parent's (the first block's by the salt's), over the raw bytes
+of the int32 tokens.
 
 **A collision cannot serve a wrong block.** The hash only proposes a node. It is taken when its parent is the
 node matched just before (for the first block: the root of the same salt) and its tokens are equal; by
@@ -39,7 +40,7 @@ from tonnage.cache.admission import first_needed_block
 from tonnage.cache.pool import NULL_BLOCK, BlockPool, Int32Array
 from tonnage.planner.layout import KVLayout
 
-# (bytes of one block's int32 tokens, parent's hash) -> unsigned 64-bit hash. The root's parent hash is 0.
+# (bytes of one block's int32 tokens, parent's hash) -> unsigned 64-bit hash. The root's is that of the salt.
 HashBlock = Callable[[memoryview, int], int]
 
 ROOT = NULL_BLOCK
@@ -109,7 +110,7 @@ class PrefixIndex:
         hash_block, by_hash, parent_of = self._hash_block, self._by_hash, self._parent
         found: list[int] = []
         hashes: list[int] = []
-        value = start.hash
+        value = self._start_hash(salt, start)
         for offset in range(0, len(data), width):
             value = hash_block(data[offset : offset + width], value)
             node = by_hash.get(value, 0)
@@ -176,7 +177,7 @@ class PrefixIndex:
         data, width = _bytes_of(tokens), 4 * self.block_size
         anchor = blocks[self.anchor].tolist()
         hashes: list[int] = []
-        value = start.hash
+        value = self._start_hash(salt, start)
         for index, node in enumerate(anchor):
             value = self._hash_block(data[index * width : (index + 1) * width], value)
             if value in self._by_hash:
@@ -247,6 +248,9 @@ class PrefixIndex:
             self._blocks[entry] = NULL_BLOCK
             self._node_of[block] = 0
             self.pool.uncache(block)
+
+    def _start_hash(self, salt: bytes, start: Point) -> int:
+        return start.hash if start.node != ROOT else self._hash_block(memoryview(salt), 0)
 
     def _root(self, salt: bytes) -> int:
         root = self._roots.get(salt)

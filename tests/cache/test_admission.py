@@ -1,0 +1,319 @@
+"""Admission: the promise is the exact bound, and what is promised suffices under every schedule tried."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tonnage.cache.admission import (
+    AdmissionRequest,
+    Admit,
+    Limits,
+    Never,
+    NeverReason,
+    Snapshot,
+    Wait,
+    WaitReason,
+    decide,
+    group_promise,
+    largest_prompt,
+    promised_blocks,
+)
+from tonnage.cache.errors import CacheConfigError, InvalidRequest
+from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.planner.layout import KVGroup, KVLayout
+
+FULL = KVGroup("full", (0,))
+
+
+def layout_of(*groups: KVGroup, block_size: int = 16) -> KVLayout:
+    return KVLayout(groups, block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
+
+
+LIMITS = Limits(
+    layout_of(FULL), usable_blocks=805, max_model_len=16_384, max_num_seqs=8, max_num_batched_tokens=64
+)
+
+
+def test_full_group_counts_prompt_and_output_in_blocks() -> None:
+    assert promised_blocks(AdmissionRequest(1600, 3200), LIMITS) == 300
+    assert promised_blocks(AdmissionRequest(1, 15), LIMITS) == 1
+    assert promised_blocks(AdmissionRequest(1, 16), LIMITS) == 2
+
+
+def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
+    # 40 prompt tokens: 2 full blocks shared; the partial third and the output's are each fork's own: 4 of them.
+    assert promised_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
+    assert promised_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
+
+
+def test_groups_add_up_because_they_share_one_pool() -> None:
+    sliding = KVGroup("sliding", (1,), window=32)
+    limits = replace(LIMITS, layout=layout_of(FULL, sliding))
+    request = AdmissionRequest(1000, 1000)
+    assert promised_blocks(request, limits) == 125 + group_promise(sliding, request, limits)
+
+
+@settings(deadline=None)
+@given(
+    window=st.integers(1, 40),
+    budget=st.integers(1, 40),
+    size=st.sampled_from([1, 2, 4, 8]),
+    prompt=st.integers(1, 90),
+    more=st.integers(1, 60),
+)
+def test_the_sliding_bound_is_the_maximum_over_all_steps(
+    window: int, budget: int, size: int, prompt: int, more: int
+) -> None:
+    """Position by position: which blocks does a step [computed, end) touch or look back to?"""
+    group = KVGroup("sliding", (0,), window=window)
+    limits = Limits(layout_of(group, block_size=size), 10_000, 10_000, 8, budget)
+    total = prompt + more
+    most = 0
+    for computed in range(total):
+        for end in range(computed + 1, min(computed + budget, total) + 1):
+            needed = {
+                key // size
+                for query in (computed, end - 1)
+                for key in range(max(0, query - window + 1), query + 1)
+            }
+            needed |= {position // size for position in range(computed, end)}
+            most = max(most, len(needed))
+    assert group_promise(group, AdmissionRequest(prompt, more), limits) == most
+
+
+def test_now_later_and_never_are_told_apart() -> None:
+    first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
+    assert decide(first, Snapshot(), LIMITS) == Admit(300)
+    assert decide(second, Snapshot(300, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)
+    assert decide(second, Snapshot(205, 1), LIMITS) == Admit(600)
+    assert decide(second, Snapshot(206, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=1)
+    busy = decide(replace(first, n=2), Snapshot(0, 7), LIMITS)
+    assert busy == Wait(WaitReason.SEQUENCES, blocks_short=0, sequences_short=1)
+    never = decide(AdmissionRequest(12_000, 1000), Snapshot(), LIMITS)
+    assert isinstance(never, Never)
+    assert never.reason is NeverReason.BLOCKS
+    assert (never.needed_blocks, never.usable_blocks) == (813, 805)
+    assert never.largest_prompt_tokens == 805 * 16 - 1000
+    assert "813 KV blocks, the pool has 805" in str(never)
+    assert "prompt of 11880 tokens fits" in str(never)
+
+
+def test_never_names_what_is_exceeded() -> None:
+    long = decide(AdmissionRequest(16_000, 385), Snapshot(), LIMITS)
+    assert isinstance(long, Never)
+    assert (long.reason, long.needed_tokens, long.max_model_len) == (NeverReason.MAX_MODEL_LEN, 16_385, 16_384)
+    many = decide(AdmissionRequest(10, 10, n=9), Snapshot(), LIMITS)
+    assert isinstance(many, Never)
+    assert many.reason is NeverReason.SEQUENCES
+    assert "n = 9" in str(many)
+    endless = decide(AdmissionRequest(10, 16_384), Snapshot(), LIMITS)
+    assert isinstance(endless, Never)
+    assert endless.largest_prompt_tokens == 0
+    assert "lower max_tokens" in str(endless)
+
+
+@settings(deadline=None)
+@given(
+    usable=st.integers(1, 40),
+    max_model_len=st.integers(2, 120),
+    max_tokens=st.integers(1, 60),
+    n=st.integers(1, 5),
+    window=st.none() | st.integers(1, 30),
+    size=st.sampled_from([1, 2, 4, 8]),
+)
+def test_the_largest_prompt_is_the_largest(
+    usable: int, max_model_len: int, max_tokens: int, n: int, window: int | None, size: int
+) -> None:
+    groups = (FULL,) if window is None else (FULL, KVGroup("sliding", (1,), window=window))
+    limits = Limits(layout_of(*groups, block_size=size), usable, max_model_len, 4, 7)
+    fitting = [
+        prompt
+        for prompt in range(1, max_model_len + 1)
+        if isinstance(decide(AdmissionRequest(prompt, max_tokens, n), Snapshot(), limits), Admit)
+    ]
+    assert largest_prompt(AdmissionRequest(1, max_tokens, n), limits) == max(fitting, default=0)
+
+
+@pytest.mark.parametrize("field", ["prompt_tokens", "max_tokens", "n"])
+def test_a_request_for_nothing_is_refused_by_name(field: str) -> None:
+    values = {"prompt_tokens": 1, "max_tokens": 1, "n": 1, field: 0}
+    with pytest.raises(InvalidRequest, match=field):
+        AdmissionRequest(**values)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"usable_blocks": 0}, "usable_blocks"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"layout": layout_of(FULL, block_size=24)}, "block_size"),
+        ({"layout": layout_of(FULL, block_size=0)}, "block_size"),
+        ({"layout": layout_of()}, "layout"),
+        ({"layout": layout_of(KVGroup("sliding", (0,)))}, "layout"),
+        ({"layout": layout_of(KVGroup("chunked", (0,), window=8))}, "layout"),  # type: ignore[arg-type]
+    ],
+)
+def test_limits_that_cannot_work_are_refused_by_name(change: dict[str, object], field: str) -> None:
+    with pytest.raises(CacheConfigError) as caught:
+        replace(LIMITS, **change)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+# -- the promise, kept ---------------------------------------------------------------------------------------
+
+
+def manager_of(
+    usable: int, budget: int, *groups: KVGroup, max_model_len: int = 16_384, seqs: int = 64
+) -> KVCacheManager:
+    return KVCacheManager(
+        layout_of(*groups),
+        usable + 1,
+        max_num_seqs=seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=budget,
+    )
+
+
+def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int, int]], chunk: int) -> None:
+    """Compute up to ``chunk`` more positions of one sequence, its output being arbitrary tokens."""
+    computed, total = lengths[sequence]
+    end = min(computed + chunk, total)
+    known = int(manager.rows.length[manager.row(sequence)])
+    if end > known:
+        manager.append_tokens(sequence, [sequence] * (end - known))
+    manager.extend(sequence, end)
+    manager.commit(sequence, end)
+    lengths[sequence] = (end, total)
+
+
+@pytest.mark.parametrize(("budget", "peak"), [(64, 808), (16, 834)])
+def test_the_case_that_breaks_the_lockstep_peak_rule(budget: int, peak: int) -> None:
+    """805 blocks, (1,600 + 3,200) then (8,000 + 1,600): a peak rule that assumes whole-prompt prefill admits
+    both, and with decodes first and the rest of the budget for prefill they need 808 or 834. Here the second
+    waits."""
+    requests = [(1600, 3200), (8000, 1600)]
+    tight = manager_of(805, budget, FULL)
+    assert isinstance(tight.admit(0, [0] * 1600, 3200), Admitted)
+    assert isinstance(tight.admit(1, [1] * 8000, 1600), Wait)
+    # The figures themselves, in a pool where both fit: the step that a chunked scheduler would have run.
+    roomy = manager_of(900, budget, FULL)
+    most, finished = 0, set()
+    lengths: dict[int, tuple[int, int]] = {}
+    for sequence, (prompt, more) in enumerate(requests):
+        assert isinstance(roomy.admit(sequence, [sequence] * prompt, more), Admitted)
+        lengths[sequence] = (0, prompt + more)
+    while len(finished) < 2:
+        left = budget
+        for sequence, (prompt, _) in enumerate(requests):
+            if sequence in finished:
+                continue
+            computed, total = lengths[sequence]
+            chunk = 1 if computed >= prompt else min(left, prompt - computed)
+            if chunk:
+                advance(roomy, sequence, lengths, chunk)
+                left -= chunk
+            most = max(most, roomy.stats().used)
+            if lengths[sequence][0] == total:
+                roomy.free(sequence)
+                finished.add(sequence)
+    assert most == peak
+    assert most <= 900
+
+
+HYBRID = (FULL, KVGroup("sliding", (1,), window=100), KVGroup("sliding", (2,), window=33))
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("groups", [(FULL,), HYBRID, HYBRID[1:]], ids=["full", "hybrid", "sliding"])
+@pytest.mark.parametrize("order", ["random", "one at a time", "all prompts first", "longest first"])
+def test_no_schedule_breaks_a_promise(budget: int, groups: tuple[KVGroup, ...], order: str) -> None:
+    """Requests are admitted whenever they may be, forked where asked, and run to max_tokens, in hostile orders.
+
+    An allocation that failed would raise; at the end everybody must have been served.
+    """
+    rng = random.Random(f"{budget} {order} {len(groups)}")
+    manager = manager_of(150, budget, *groups, max_model_len=900, seqs=12)
+    waiting = [(rng.randint(1, 400), rng.randint(1, 300), rng.choice([1, 1, 2, 4])) for _ in range(60)]
+    lengths: dict[int, tuple[int, int]] = {}
+    to_fork: dict[int, tuple[int, int]] = {}  # sequence -> prompt, forks to come
+    arrivals = finished = forked = 0
+    never: list[tuple[int, int, int]] = []
+    fullest = 0.0
+    while waiting or lengths:
+        while waiting:
+            prompt, more, n = waiting[0]
+            tokens = [rng.randrange(2)] * min(prompt, 40) + rng.choices(range(50), k=max(0, prompt - 40))
+            result = manager.admit(arrivals, tokens, more, n=n)
+            if isinstance(result, Wait):
+                assert lengths, "it waits for an empty pool"
+                break
+            waiting.pop(0)
+            if isinstance(result, Never):
+                never.append((prompt, more, n))
+                continue
+            lengths[arrivals] = (result.cached_tokens, prompt + more)
+            to_fork[arrivals] = (prompt, n - 1)
+            arrivals += 1
+        if not lengths:
+            continue
+        if order == "random":
+            sequence = rng.choice(list(lengths))
+        elif order == "one at a time":
+            sequence = max(lengths)
+        elif order == "longest first":
+            sequence = max(lengths, key=lambda s: lengths[s][0])
+        else:
+            behind = [s for s in lengths if lengths[s][0] < to_fork[s][0]]
+            sequence = rng.choice(behind or list(lengths))
+        prompt, forks = to_fork[sequence]
+        computed = lengths[sequence][0]
+        aligned = prompt if computed < prompt else lengths[sequence][1]
+        chunk = rng.choice([1, rng.randint(1, budget), budget])
+        advance(manager, sequence, lengths, min(chunk, aligned - computed))
+        if lengths[sequence][0] >= prompt and forks:
+            for _ in range(forks):
+                manager.fork(sequence, arrivals)
+                lengths[arrivals], to_fork[arrivals] = lengths[sequence], (prompt, 0)
+                arrivals += 1
+                forked += 1
+            to_fork[sequence] = (prompt, 0)
+        stats = manager.stats()
+        assert stats.used <= stats.promised <= stats.usable
+        fullest = max(fullest, stats.used / stats.usable)
+        if lengths[sequence][0] == lengths[sequence][1]:
+            manager.check_invariants()
+            manager.free(sequence)
+            del lengths[sequence], to_fork[sequence]
+            finished += 1
+    manager.check_invariants()
+    assert finished == arrivals
+    assert forked > 5
+    assert len(never) < 30
+    if order in ("random", "all prompts first"):
+        assert fullest > 0.5  # it was a tight pool
+    assert manager.stats().promised == manager.stats().used == 0
+
+
+def test_promises_are_given_back_at_once_and_for_each_fork() -> None:
+    manager = manager_of(100, 64, FULL)
+    manager.admit(0, list(range(40)), 50, n=3)
+    manager.extend(0, 40)
+    manager.commit(0, 40)
+    seen = [manager.stats().promised]
+    manager.fork(0, 1)
+    manager.fork(0, 2)
+    for sequence in (0, 2, 1):
+        assert manager.snapshot().running == 3 - len(seen) + 1
+        manager.free(sequence)
+        seen.append(manager.stats().promised)
+    assert seen == [14, 10, 6, 0]
+    assert all(a > b for a, b in pairwise(seen))
+    assert manager.snapshot() == Snapshot(0, 0)

@@ -1,0 +1,342 @@
+"""Random operations against an independent oracle: a plain model of what every slot of the pool must hold.
+
+The oracle plays the engine. What it "writes" into a slot is the identity of (group, salt, all tokens up to this
+position), because that is what K/V depends on. After every operation each live sequence must find, through its
+block tables, exactly the values of its own tokens wherever a query may still look; free blocks are overwritten
+with poison first. Two writers of one block, a wrong prefix hit, a missing copy or a block dropped too early
+all show as a wrong value.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tonnage.cache.admission import Never, Wait
+from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.prefix import HashBlock, xxh3_block
+from tonnage.planner.layout import KVGroup, KVLayout
+
+FULL = KVGroup("full", (0,))
+LAYOUTS = {
+    "full": (FULL,),
+    "full and sliding": (FULL, KVGroup("sliding", (1,), window=5)),
+    "sliding first, two full": (
+        KVGroup("sliding", (0,), window=3),
+        FULL,
+        KVGroup("full", (2,)),
+        KVGroup("sliding", (3,), window=9),
+    ),
+    "sliding only": (KVGroup("sliding", (0,), window=6),),
+}
+POISON = ("poison",)
+
+
+def layout_of(groups: tuple[KVGroup, ...], block_size: int = 4) -> KVLayout:
+    return KVLayout(groups, block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
+
+
+@dataclass
+class Model:
+    """What the oracle knows of a live sequence."""
+
+    tokens: list[int]
+    salt: str
+    prompt: int
+    limit: int
+    family: int
+    computed: int = 0
+
+
+@dataclass
+class Oracle:
+    """Drives a manager and holds the contents of the pool."""
+
+    manager: KVCacheManager
+    live: dict[int, Model] = field(default_factory=dict)
+    forks_left: dict[int, int] = field(default_factory=dict)
+    prefix_ids: dict[tuple[object, int], int] = field(default_factory=dict)
+    next_id: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.block_size = self.manager.block_size
+        self.pool: list[object] = [POISON] * (self.manager.pool.num_blocks * self.block_size)
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.outcomes[what] = self.outcomes.get(what, 0) + number
+
+    def values(self, model: Model, group: int) -> list[object]:
+        """What each position's slot must hold."""
+        at: object = model.salt
+        out: list[object] = []
+        for token in model.tokens:
+            at = self.prefix_ids.setdefault((at, token), len(self.prefix_ids))
+            out.append((group, at))
+        return out
+
+    def admit(self, tokens: list[int], max_tokens: int, n: int = 1, salt: str = "") -> int | None:
+        before = self.manager.stats()
+        result = self.manager.admit(self.next_id, tokens, max_tokens, n=n, salt=salt)
+        self.count(type(result).__name__)
+        if not isinstance(result, Admitted):
+            assert isinstance(result, Wait | Never)
+            assert self.manager.stats() == before
+            return None
+        assert result.cached_tokens % self.block_size == 0
+        assert result.cached_tokens < len(tokens)
+        assert result.row == self.manager.row(self.next_id)
+        self.count("hit tokens", result.cached_tokens)
+        model = Model(list(tokens), salt, len(tokens), len(tokens) + max_tokens, self.next_id)
+        model.computed = result.cached_tokens
+        self.live[self.next_id] = model
+        self.forks_left[self.next_id] = n - 1
+        self.next_id += 1
+        return self.next_id - 1
+
+    def append(self, sequence: int, tokens: list[int]) -> None:
+        self.manager.append_tokens(sequence, tokens)
+        self.live[sequence].tokens += tokens
+
+    def step(self, ends: dict[int, int], ahead: int = 0) -> None:
+        """One engine step: compute positions [computed, end) of each; ``ahead`` slots more are made."""
+        budget = self.manager.limits.max_num_batched_tokens
+        wanted = [
+            min(end + ahead, self.live[s].limit, self.live[s].computed + budget) for s, end in ends.items()
+        ]
+        if len(ends) == 1:
+            copies = self.manager.extend(next(iter(ends)), wanted[0])
+        else:
+            copies = self.manager.extend_many(list(ends), wanted)
+        size = self.block_size
+        for copy in copies:
+            self.count("copies")
+            self.pool[copy.dst * size : (copy.dst + 1) * size] = self.pool[
+                copy.src * size : (copy.src + 1) * size
+            ]
+        for sequence, end in ends.items():
+            model = self.live[sequence]
+            for group in range(len(self.manager.tables)):
+                slots = self.manager.slots(sequence, group, model.computed, end).tolist()
+                for slot, value in zip(slots, self.values(model, group)[model.computed : end], strict=True):
+                    assert slot >= size, "a write to the null block"
+                    self.pool[slot] = value
+        for sequence, end in ends.items():
+            self.check_reads(sequence, end)  # while the step's queries, from computed on, are attending
+        if len(ends) == 1:
+            self.manager.commit(*next(iter(ends.items())))
+        else:
+            self.manager.commit_many(list(ends), list(ends.values()))
+        for sequence, end in ends.items():
+            self.live[sequence].computed = end
+
+    def fork(self, sequence: int) -> int:
+        model = self.live[sequence]
+        row = self.manager.fork(sequence, self.next_id)
+        assert row == self.manager.row(self.next_id)
+        self.live[self.next_id] = Model(
+            list(model.tokens), model.salt, model.prompt, model.limit, model.family, model.computed
+        )
+        self.forks_left[model.family] -= 1
+        self.count("forks")
+        self.next_id += 1
+        return self.next_id - 1
+
+    def free(self, sequence: int) -> None:
+        self.manager.free(sequence)
+        del self.live[sequence]
+
+    def check_reads(self, sequence: int, end: int) -> None:
+        """Every position below ``end`` that a query at >= computed may look at holds this sequence's value."""
+        model = self.live[sequence]
+        for group, spec in enumerate(self.manager.limits.layout.groups):
+            start = 0 if spec.window is None else max(0, model.computed - spec.window + 1)
+            slots = self.manager.slots(sequence, group, 0, end).tolist()
+            expected = self.values(model, group)
+            for position in range(min(start, end), end):
+                assert self.pool[slots[position]] == expected[position], (sequence, group, position)
+
+    def check(self) -> None:
+        self.manager.check_invariants()
+        for block in self.manager.pool.free_blocks().tolist():
+            self.pool[block * self.block_size : (block + 1) * self.block_size] = [POISON] * self.block_size
+        for sequence, model in self.live.items():
+            self.check_reads(sequence, model.computed)
+        stats = self.manager.stats()
+        assert stats.used + stats.cached + stats.free == stats.usable
+        assert stats.used <= stats.promised <= stats.usable
+
+
+def make_oracle(
+    groups: tuple[KVGroup, ...], num_blocks: int, budget: int, hash_block: HashBlock = xxh3_block, size: int = 4
+) -> Oracle:
+    manager = KVCacheManager(
+        layout_of(groups, size),
+        num_blocks,
+        max_num_seqs=6,
+        max_model_len=48,
+        max_num_batched_tokens=budget,
+        hash_block=hash_block,
+    )
+    return Oracle(manager)
+
+
+def random_operation(oracle: Oracle, rng: random.Random, documents: list[list[int]]) -> None:
+    """One operation, chosen so that pools fill up, prefixes repeat and forks diverge."""
+    budget = oracle.manager.limits.max_num_batched_tokens
+    live = list(oracle.live)
+    choice = rng.random()
+    if choice < 0.2 or not live:
+        document = rng.choice(documents)
+        prompt = document[: rng.randint(1, len(document))] + rng.choices(range(3), k=rng.randint(0, 4))
+        oracle.admit(prompt, rng.randint(1, 12), n=rng.choice([1, 1, 2, 3]), salt=rng.choice(["", "", "a"]))
+    elif choice < 0.7:
+        ends = {}
+        for sequence in rng.sample(live, rng.randint(1, len(live))):
+            model = oracle.live[sequence]
+            if model.computed == len(model.tokens) < model.limit:
+                oracle.append(sequence, [rng.randrange(3)])
+            room = min(len(model.tokens) - model.computed, budget)
+            if room:
+                ends[sequence] = model.computed + rng.randint(1, room)
+        if ends:
+            oracle.step(ends, ahead=rng.choice([0, 0, 1, 3]))
+    elif choice < 0.8:
+        sequence = rng.choice(live)
+        model = oracle.live[sequence]
+        ready = model.computed >= model.prompt // oracle.block_size * oracle.block_size
+        if oracle.forks_left[model.family] and ready:
+            oracle.fork(sequence)
+    elif choice < 0.85:
+        sequence = rng.choice(live)
+        model = oracle.live[sequence]
+        more = rng.randint(0, model.limit - len(model.tokens))
+        oracle.append(sequence, rng.choices(range(3), k=more))
+    else:
+        oracle.free(rng.choice(live))
+
+
+def run(oracle: Oracle, operations: int, seed: int) -> None:
+    rng = random.Random(seed)
+    documents = [rng.choices(range(3), k=rng.randint(8, 34)) for _ in range(3)]
+    documents.append(documents[0][:12] + rng.choices(range(3), k=16))
+    for _ in range(operations):
+        random_operation(oracle, rng, documents)
+        oracle.check()
+    for sequence in list(oracle.live):
+        oracle.free(sequence)
+        oracle.check()
+    stats = oracle.manager.stats()
+    assert (stats.used, stats.promised, stats.sequences) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_ten_thousand_random_operations(groups: tuple[KVGroup, ...]) -> None:
+    seen: dict[str, int] = {}
+    evictions = merged = 0
+    for seed in range(10):
+        blocks = 14 * len(groups) + 4 * seed
+        oracle = make_oracle(groups, blocks, budget=(3, 8, 16)[seed % 3], size=(1, 2, 4)[seed % 3])
+        run(oracle, 1000, seed)
+        for what, number in oracle.outcomes.items():
+            seen[what] = seen.get(what, 0) + number
+        evictions += oracle.manager.stats().evictions
+        merged += oracle.manager.stats().merged
+    # The run must have been one in which everything happened.
+    assert min(seen[what] for what in ("Admitted", "Wait", "Never", "forks", "copies")) > 20
+    if any(group.kind == "full" for group in groups):
+        assert min(evictions, merged, seen["hit tokens"]) > 100
+    else:
+        assert (evictions, merged, seen["hit tokens"]) == (0, 0, 0)
+
+
+COLLIDING: dict[str, HashBlock] = {
+    "one value": lambda data, parent: 7,
+    "four values": lambda data, parent: xxhash.xxh3_64_intdigest(data, parent) % 4,
+    "parent ignored": lambda data, parent: xxhash.xxh3_64_intdigest(data),
+    "tokens ignored": lambda data, parent: parent + 1,
+}
+
+
+@pytest.mark.parametrize("hash_block", COLLIDING.values(), ids=COLLIDING.keys())
+def test_colliding_hashes_never_serve_a_wrong_block(hash_block: HashBlock) -> None:
+    hits = 0
+    for seed, groups in enumerate(LAYOUTS.values()):
+        oracle = make_oracle(groups, 40 * len(groups), budget=8, hash_block=hash_block, size=2)
+        run(oracle, 500, seed)
+        hits += oracle.outcomes["hit tokens"]
+    assert hits > 0  # the cache still works, on fewer blocks
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Hypothesis searches for the shortest sequence of public calls that breaks a law or the oracle."""
+
+    @initialize(
+        groups=st.sampled_from(list(LAYOUTS.values())),
+        blocks=st.integers(6, 50),
+        budget=st.integers(1, 12),
+        size=st.sampled_from([1, 2, 4]),
+        bits=st.sampled_from([2, 64]),
+    )
+    def build(self, groups: tuple[KVGroup, ...], blocks: int, budget: int, size: int, bits: int) -> None:
+        mask = (1 << bits) - 1
+        self.oracle = make_oracle(
+            groups, blocks, budget, lambda data, parent: xxh3_block(data, parent) & mask, size
+        )
+        self.budget = budget
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.oracle.live)))
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 8),
+        n=st.integers(1, 3),
+        salt=st.sampled_from(["", "a"]),
+    )
+    def admit(self, prompt: list[int], max_tokens: int, n: int, salt: str) -> None:
+        self.oracle.admit(prompt, max_tokens, n, salt)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        ends = {}
+        for sequence in data.draw(st.sets(st.sampled_from(sorted(self.oracle.live)), min_size=1)):
+            model = self.oracle.live[sequence]
+            if model.computed == len(model.tokens) < model.limit:
+                self.oracle.append(sequence, [data.draw(st.integers(0, 1))])
+            room = min(len(model.tokens) - model.computed, self.budget)
+            if room:
+                ends[sequence] = model.computed + data.draw(st.integers(1, room))
+        if ends:
+            self.oracle.step(ends, ahead=data.draw(st.integers(0, 2)))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        model = self.oracle.live[sequence]
+        size = self.oracle.block_size
+        if self.oracle.forks_left[model.family] and model.computed >= model.prompt // size * size:
+            self.oracle.fork(sequence)
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.oracle.free(self.pick(data))
+
+    @invariant()
+    def laws(self) -> None:
+        self.oracle.check()
+
+
+ManagerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestManagerMachine = ManagerMachine.TestCase

@@ -1,0 +1,460 @@
+"""KVCacheManager, case by case: hits, salts, forks, windows, duplicates, eviction, and every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tonnage.cache.errors import (
+    CacheConfigError,
+    CacheError,
+    DoubleFree,
+    InvalidRequest,
+    InvariantViolation,
+    OutOfOrder,
+    PromiseExceeded,
+    SequenceExists,
+    SequenceFinished,
+    UnknownSequence,
+)
+from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
+from tonnage.cache.prefix import HashBlock, xxh3_block
+from tonnage.planner.layout import KVGroup, KVLayout
+
+FULL = KVGroup("full", (0,))
+SLIDING = KVGroup("sliding", (1,), window=8)
+
+
+def make(
+    *groups: KVGroup,
+    blocks: int = 65,
+    block_size: int = 4,
+    seqs: int = 8,
+    length: int = 128,
+    budget: int = 64,
+    caching: bool = True,
+    hash_block: HashBlock = xxh3_block,
+) -> KVCacheManager:
+    layout = KVLayout(groups or (FULL,), block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
+    return KVCacheManager(
+        layout,
+        blocks,
+        max_num_seqs=seqs,
+        max_model_len=length,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        hash_block=hash_block,
+    )
+
+
+def start(
+    manager: KVCacheManager, sequence: int, tokens: list[int], max_tokens: int = 8, **kwargs: object
+) -> int:
+    """Admit and compute the prompt; returns the cached tokens."""
+    admitted = manager.admit(sequence, tokens, max_tokens, **kwargs)  # type: ignore[arg-type]
+    assert isinstance(admitted, Admitted)
+    manager.extend(sequence, len(tokens))
+    manager.commit(sequence, len(tokens))
+    manager.check_invariants()
+    return admitted.cached_tokens
+
+
+def blocks_of(manager: KVCacheManager, sequence: int, group: int = 0) -> list[int]:
+    row = manager.tables[group][manager.row(sequence)]
+    return row[: np.flatnonzero(row)[-1] + 1].tolist() if row.any() else []
+
+
+def test_a_hit_shares_blocks_of_a_live_and_of_a_finished_sequence() -> None:
+    manager = make()
+    assert start(manager, 1, list(range(18))) == 0
+    assert start(manager, 2, [*range(13), 99, 99, 99]) == 12
+    assert blocks_of(manager, 2)[:3] == blocks_of(manager, 1)[:3]
+    manager.free(1)
+    manager.free(2)
+    assert manager.stats().used == 0
+    assert start(manager, 3, list(range(18))) == 16
+    assert manager.stats().hit_tokens == 28
+    assert manager.stats().query_tokens == 18 + 16 + 18
+
+
+def test_at_least_one_prompt_token_is_left_to_compute() -> None:
+    manager = make()
+    start(manager, 1, list(range(16)))
+    assert start(manager, 2, list(range(16))) == 12
+    assert start(manager, 3, list(range(17))) == 16
+
+
+def test_produced_tokens_are_hit_by_the_next_turn() -> None:
+    manager = make()
+    start(manager, 1, list(range(6)))
+    manager.append_tokens(1, [50, 51, 52])
+    manager.extend(1, 9)
+    manager.commit(1, 9)
+    manager.free(1)
+    assert start(manager, 2, [0, 1, 2, 3, 4, 5, 50, 51, 60]) == 8
+
+
+def test_salts_isolate_and_each_salt_has_its_own_cache() -> None:
+    manager = make()
+    start(manager, 1, list(range(16)), salt="a")
+    assert start(manager, 2, list(range(17)), salt="b") == 0
+    assert start(manager, 3, list(range(17))) == 0
+    assert start(manager, 4, list(range(17)), salt=b"a") == 16
+    assert start(manager, 5, list(range(17)), salt="b") == 16
+    assert start(manager, 6, list(range(17)), salt="") == 16
+    assert start(manager, 7, list(range(17)), salt="\ud800") == 0  # what a JSON body may carry
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix
+        assert not manager.prefix_caching
+        start(manager, 1, list(range(16)))
+        manager.free(1)
+        assert start(manager, 2, list(range(16))) == 0
+        assert manager.stats().cached == 0
+
+
+def test_a_fork_copies_the_shared_partial_block_at_the_first_write() -> None:
+    manager = make()
+    start(manager, 1, list(range(10)), n=3)
+    manager.fork(1, 2)
+    manager.fork(1, 3)
+    assert blocks_of(manager, 1) == blocks_of(manager, 2) == blocks_of(manager, 3)
+    assert manager.stats().used == 3
+    last = blocks_of(manager, 1)[2]
+    copies = manager.extend_many([2, 1, 3], [11, 11, 11])
+    assert [copy.src for copy in copies] == [last, last]  # the last of the three keeps it
+    assert copies[0] == BlockCopy(last, blocks_of(manager, 2)[2])
+    assert blocks_of(manager, 3)[2] == last
+    assert len({blocks_of(manager, s)[2] for s in (1, 2, 3)}) == 3
+    assert {tuple(blocks_of(manager, s)[:2]) for s in (1, 2, 3)} == {tuple(blocks_of(manager, 1)[:2])}
+    manager.check_invariants()
+    assert manager.extend_many([1, 2, 3], [12, 12, 12]) == ()
+
+
+def test_a_fork_on_a_block_border_copies_nothing() -> None:
+    manager = make()
+    start(manager, 1, list(range(8)), n=2)
+    manager.fork(1, 2)
+    assert manager.extend(1, 9) == manager.extend(2, 9) == ()
+    manager.check_invariants()
+    assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
+
+
+def test_slots_made_before_a_fork_are_made_again_after_it() -> None:
+    """The parent had room for position 10; writing there without another extend would hit the child's block."""
+    manager = make()
+    start(manager, 1, list(range(10)), n=2)
+    manager.extend(1, 11)
+    manager.append_tokens(1, [50])
+    manager.fork(1, 2)
+    with pytest.raises(OutOfOrder):
+        manager.commit(1, 11)
+    with pytest.raises(OutOfOrder):
+        manager.slots(1, 0, 10, 11)
+    assert len(manager.extend(1, 11)) == 1
+    manager.commit(1, 11)
+    manager.check_invariants()
+
+
+def test_extend_many_never_takes_slots_back() -> None:
+    manager = make()
+    start(manager, 1, list(range(6)))
+    start(manager, 2, list(range(6)))
+    manager.extend_many([1, 2], [9, 9])
+    manager.extend_many([1, 2, 1], [7, 10, 6])
+    assert [len(manager.slots(s, 0, 0, stop)) for s, stop in ((1, 9), (2, 10))] == [9, 10]
+    manager.check_invariants()
+
+
+def test_extend_many_gives_what_extend_gives() -> None:
+    one, many = make(FULL, SLIDING), make(FULL, SLIDING)
+    lengths = [5, 8, 11, 4]
+    for manager in (one, many):
+        for sequence, length in enumerate(lengths):
+            start(manager, sequence, [sequence] * length, 20)
+    for _ in range(15):
+        lengths = [length + 1 for length in lengths]
+        for sequence, length in enumerate(lengths):
+            one.append_tokens(sequence, [7])
+            assert one.extend(sequence, length) == ()
+        for sequence, length in enumerate(lengths):
+            one.commit(sequence, length)
+        many.append_many(range(4), [7] * 4)
+        assert many.extend_many(range(4), lengths) == ()
+        many.commit_many(range(4), lengths)
+        many.check_invariants()
+        for table, other in zip(one.tables, many.tables, strict=True):
+            assert (table == other).all()
+    assert one.stats() == many.stats()
+
+
+def test_a_sliding_group_drops_the_blocks_no_query_can_see() -> None:
+    manager = make(FULL, SLIDING, budget=8)
+    manager.admit(1, list(range(40)), 8)
+    for end in range(8, 41, 8):
+        manager.extend(1, end)
+        manager.commit(1, end)
+        manager.check_invariants()
+    # The last step computed 32..39 and looked back to 32 - 7 = 25, in block 6: blocks 0..5 are gone.
+    assert blocks_of(manager, 1, group=1)[:6] == [0] * 6
+    assert all(blocks_of(manager, 1, group=1)[6:])
+    assert all(blocks_of(manager, 1, group=0))
+    assert manager.slots(1, 1, 0, 4).tolist() == [0, 1, 2, 3]
+    assert manager.slots(1, 1, 39, 40)[0] == blocks_of(manager, 1, group=1)[9] * 4 + 3
+
+
+def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
+    manager = make(FULL, SLIDING, budget=8)
+    tokens = list(range(40))
+    manager.admit(1, tokens, 8)
+    for end in range(8, 41, 8):
+        manager.extend(1, end)
+        manager.commit(1, end)
+    manager.free(1)
+    admitted = manager.admit(2, [*tokens, 99], 8)
+    assert isinstance(admitted, Admitted)
+    assert admitted.cached_tokens == 40
+    # The next query, position 40, looks back to 33, in block 8.
+    assert np.flatnonzero(manager.tables[1][admitted.row]).tolist() == [8, 9]
+    manager.check_invariants()
+
+
+def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
+    manager = make(FULL, SLIDING, blocks=40, budget=8)
+    start(manager, 1, list(range(8)))
+    manager.free(1)
+    manager.admit(2, list(range(24)), 8)
+    for end in (16, 24):
+        manager.extend(2, end)
+        manager.commit(2, end)
+    index = manager.index
+    assert index is not None
+    deepest = manager.tables[0][manager.row(2), 5]
+    manager.free(2)
+    lost = int(index.blocks[1, deepest])
+    manager.pool.acquire(np.array([lost], np.int32))  # make it the oldest of the cached ones
+    others = np.array([b for b in manager.pool.lru_order() if b != lost], np.int32)
+    manager.pool.acquire(others)
+    manager.pool.release(np.array([lost], np.int32), np.array([True]))
+    manager.pool.release(others, np.ones(len(others), np.bool_))
+    index.evict(1)
+    assert manager.pool.oldest != lost
+    admitted = manager.admit(3, list(range(25)), 8)
+    assert isinstance(admitted, Admitted)
+    assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
+    manager.check_invariants()
+
+
+def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None:
+    manager = make(blocks=13)
+    start(manager, 1, list(range(100, 108)))
+    manager.free(1)
+    start(manager, 2, list(range(10)))
+    manager.free(2)
+    assert (manager.stats().cached, manager.stats().free) == (4, 8)
+    start(manager, 3, list(range(200, 236)), 4)  # 9 blocks: all 8 free ones, then the tail of the oldest
+    assert manager.stats().evictions == 1
+    assert manager.index is not None
+    older = manager.index.match(np.arange(100, 108, dtype=np.int32).reshape(-1, 4), b"")
+    younger = manager.index.match(np.arange(8, dtype=np.int32).reshape(-1, 4), b"")
+    assert (len(older.nodes), len(younger.nodes)) == (1, 2)
+    manager.check_invariants()
+
+
+def test_duplicates_are_merged_when_they_are_published() -> None:
+    manager = make()
+    for sequence in (1, 2):
+        manager.admit(sequence, list(range(8)), 8)
+    for sequence in (1, 2):
+        manager.extend(sequence, 8)
+    assert not set(blocks_of(manager, 1)) & set(blocks_of(manager, 2))
+    for sequence in (1, 2):
+        manager.commit(sequence, 8)
+        manager.check_invariants()
+    assert blocks_of(manager, 1) == blocks_of(manager, 2)
+    assert (manager.stats().used, manager.stats().merged) == (2, 2)
+
+
+def test_a_duplicate_that_forks_share_is_not_merged_until_one_is_left() -> None:
+    """A colliding hash keeps the forks' prompt unpublished while somebody else's content holds the hash."""
+    manager = make(blocks=33, hash_block=lambda data, parent: 5)
+    start(manager, 1, [9] * 4)  # takes the hash
+    start(manager, 2, list(range(4)), n=2)
+    manager.fork(2, 3)
+    manager.free(1)
+    assert manager.index is not None
+    manager.index.evict(1)
+    start(manager, 4, list(range(4)))  # publishes its own block of the same tokens
+    shared = blocks_of(manager, 2)[0]
+    assert blocks_of(manager, 4)[0] != shared
+    manager.commit(2, 4)
+    manager.check_invariants()
+    assert blocks_of(manager, 2)[0] == blocks_of(manager, 3)[0] == shared
+    manager.free(3)
+    manager.commit(2, 4)
+    manager.check_invariants()
+    assert blocks_of(manager, 2)[0] == blocks_of(manager, 4)[0]
+
+
+def test_equal_tokens_after_another_prefix_are_no_hit_whatever_the_hash_says() -> None:
+    manager = make(hash_block=lambda data, parent: xxh3_block(data, 0))
+    start(manager, 1, [1] * 4 + [2] * 4 + [3])
+    start(manager, 2, [7] * 4)
+    assert start(manager, 3, [7] * 4 + [2] * 4 + [3]) == 4
+    assert start(manager, 4, [1] * 4 + [2] * 4 + [3]) == 8
+
+
+# -- refusals: typed, and nothing changes ---------------------------------------------------------------------
+
+
+def state(manager: KVCacheManager) -> tuple[object, ...]:
+    rows = manager.rows
+    arrays = (*manager.tables, rows.tokens, rows.length, rows.computed, rows.slots, rows.room, rows.limit)
+    arrays += (rows.first, rows.published, rows.shared_tail, manager.pool.refs)
+    owned = [(f.live, f.forks_left, f.promise) if f else None for f in rows.families]
+    index = manager.index.nodes() if manager.index else {}
+    lists = (manager.pool.lru_order(), manager.pool.free_blocks().tolist())
+    contents = tuple(array.tobytes() for array in arrays)
+    return contents, owned, index, lists, dict(rows.row_of), manager.stats(), manager.snapshot()
+
+
+REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]] = {
+    "unknown row": (UnknownSequence, lambda m: m.row(99)),
+    "unknown extend": (UnknownSequence, lambda m: m.extend(99, 4)),
+    "unknown extend_many": (UnknownSequence, lambda m: m.extend_many([1, 99], [11, 11])),
+    "unknown append": (UnknownSequence, lambda m: m.append_tokens(99, [1])),
+    "unknown commit": (UnknownSequence, lambda m: m.commit(99, 1)),
+    "unknown free": (UnknownSequence, lambda m: m.free(99)),
+    "unknown fork": (UnknownSequence, lambda m: m.fork(99, 100)),
+    "double free": (DoubleFree, lambda m: m.free(3)),
+    "fork of a finished one": (SequenceFinished, lambda m: m.fork(3, 100)),
+    "extend of a finished one": (SequenceFinished, lambda m: m.extend(3, 4)),
+    "admit twice": (SequenceExists, lambda m: m.admit(1, [1, 2], 4)),
+    "fork onto a live one": (SequenceExists, lambda m: m.fork(1, 2)),
+    "a fork too many": (PromiseExceeded, lambda m: m.fork(2, 100)),
+    "fork before the prompt is computed": (OutOfOrder, lambda m: m.fork(4, 100)),
+    "extend beyond max_tokens": (PromiseExceeded, lambda m: m.extend(1, 19)),
+    "extend_many beyond max_tokens": (PromiseExceeded, lambda m: m.extend_many([2, 1], [12, 19])),
+    "a chunk beyond the budget": (PromiseExceeded, lambda m: m.extend(4, 65)),
+    "a chunk beyond the budget, many": (PromiseExceeded, lambda m: m.extend_many([1, 4], [11, 65])),
+    "negative extend": (InvalidRequest, lambda m: m.extend(1, -1)),
+    "negative extend_many": (InvalidRequest, lambda m: m.extend_many([1], [-1])),
+    "lengths that do not match": (InvalidRequest, lambda m: m.extend_many([1, 2], [11])),
+    "append beyond max_tokens": (PromiseExceeded, lambda m: m.append_tokens(1, [0] * 9)),
+    "append_many beyond max_tokens": (PromiseExceeded, lambda m: m.append_many([1, 5], [0, 0])),
+    "append_many twice the same": (InvalidRequest, lambda m: m.append_many([1, 1], [0, 0])),
+    "commit_many twice the same": (InvalidRequest, lambda m: m.commit_many([1, 1], [10, 10])),
+    "commit backward": (OutOfOrder, lambda m: m.commit(1, 9)),
+    "commit without slots": (OutOfOrder, lambda m: m.commit(4, 1)),
+    "commit of unknown tokens": (OutOfOrder, lambda m: m.commit(2, 11)),
+    "commit_many of unknown tokens": (OutOfOrder, lambda m: m.commit_many([1, 2], [10, 11])),
+    "slots not made": (OutOfOrder, lambda m: m.slots(1, 0, 0, 13)),
+    "slots backward": (OutOfOrder, lambda m: m.slots(1, 0, 5, 4)),
+    "no prompt": (InvalidRequest, lambda m: m.admit(9, [], 4)),
+    "no output": (InvalidRequest, lambda m: m.admit(9, [1], 0)),
+    "float tokens": (InvalidRequest, lambda m: m.admit(9, [1.5], 4)),  # type: ignore[list-item]
+    "float array": (InvalidRequest, lambda m: m.admit(9, np.array([1.5]), 4)),
+    "a table of tokens": (InvalidRequest, lambda m: m.admit(9, np.ones((2, 2), np.int64), 4)),
+    "text tokens": (InvalidRequest, lambda m: m.admit(9, "hello", 4)),  # type: ignore[arg-type]
+    "bytes as tokens": (InvalidRequest, lambda m: m.admit(9, b"hell", 4)),
+    "a negative token": (InvalidRequest, lambda m: m.admit(9, [1, -1], 4)),
+    "a negative token in an array": (InvalidRequest, lambda m: m.admit(9, np.array([-1]), 4)),
+    "a token beyond 32 bits": (InvalidRequest, lambda m: m.append_tokens(1, [2**31])),
+    "a token beyond 32 bits in an array": (InvalidRequest, lambda m: m.append_tokens(1, np.array([2**40]))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_are_typed_and_change_nothing(case: str) -> None:
+    manager = make(FULL, SLIDING, blocks=129)
+    start(manager, 1, list(range(10)), n=2)
+    start(manager, 2, list(range(10)))
+    start(manager, 3, list(range(10)))
+    manager.extend(2, 12)
+    manager.admit(4, list(range(50, 120)), 8, n=2)
+    start(manager, 5, list(range(8)), 1)
+    manager.append_tokens(5, [1])
+    manager.free(3)
+    manager.check_invariants()
+    before = state(manager)
+    error, call = REFUSALS[case]
+    with pytest.raises(error) as caught:
+        call(manager)
+    assert type(caught.value) is error
+    assert caught.value.field
+    assert state(manager) == before
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("blocks", [0, 1, -3])
+def test_a_pool_without_a_usable_block_is_refused(blocks: int) -> None:
+    with pytest.raises(CacheConfigError, match="num_blocks"):
+        make(blocks=blocks)
+
+
+def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
+    with pytest.raises(CacheConfigError, match="12 is not a power of two"):
+        make(block_size=12)
+
+
+def test_a_finished_id_can_be_used_again() -> None:
+    manager = make(seqs=2)
+    for _ in range(3):
+        start(manager, 1, list(range(6)))
+        start(manager, 2, list(range(6)))
+        for sequence in (1, 2):
+            manager.free(sequence)
+        with pytest.raises(DoubleFree):
+            manager.free(1)
+
+
+# -- the laws notice what is broken --------------------------------------------------------------------------
+
+
+def _orphan(manager: KVCacheManager) -> None:
+    index = manager.index
+    assert index is not None
+    first = manager.tables[0][manager.row(1), 0]
+    del index._by_hash[index.hash_of(int(first))]
+
+
+def _swap_lru(manager: KVCacheManager) -> None:
+    order = manager.pool.lru_order()
+    manager.pool.acquire(np.array(order[:1], np.int32))
+    manager.pool.release(np.array(order[:1], np.int32), np.array([True]))
+
+
+def _set(values: np.ndarray, at: int, value: int) -> None:
+    values[at] = value
+
+
+DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
+    "a lost reference": ("reference counts", lambda m: _set(m.pool.refs, int(m.tables[0][m.row(1), 0]), 0)),
+    "one block twice": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, int(m.tables[0][m.row(1), 0]))),
+    "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
+    "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
+    "a leaked block": ("conservation", lambda m: setattr(m.pool, "free", m.pool.free - 1)),
+    "a promise forgotten": ("promise", lambda m: setattr(m, "_promised", m._promised - 1)),
+    "a promise too small": ("promise", lambda m: setattr(m.rows.family(m.row(1)), "promise", 1)),
+    "a parent that is no node": ("reachability", _orphan),
+    "a parent older than its child": ("reachability", _swap_lru),
+    "tokens that changed": ("prefix index", lambda m: _set(m.rows.tokens[m.row(1)], 0, 77)),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_broken_law_is_named(case: str) -> None:
+    manager = make()
+    start(manager, 1, list(range(10)), n=2)
+    manager.fork(1, 2)
+    start(manager, 3, list(range(30, 39)))
+    manager.free(3)
+    manager.check_invariants()
+    law, damage = DAMAGE[case]
+    damage(manager)
+    with pytest.raises(InvariantViolation) as caught:
+        manager.check_invariants()
+    assert caught.value.law == law
