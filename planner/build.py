@@ -42,7 +42,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
     layout = kv.build_layout(architecture, flags.engine, flags.kv_cache_dtype, chosen.block_size)
-    in_flight = kv.in_flight_tokens(flags.engine, chosen.max_num_batched_tokens)
+    in_flight = kv.in_flight_tokens(flags.engine, flags.device, chosen.max_num_batched_tokens)
 
     loaded = sum_weights(architecture, quantization, flags)
     estimates = {
@@ -83,7 +83,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         ),
         fits=not reasons,
         reasons=reasons,
-        intervals=_intervals(rank, estimates),
+        intervals=_intervals(flags, rank, estimates),
         terms=tuple(terms),
     )
 
@@ -144,10 +144,16 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
     )
 
 
-def _intervals(rank: RankPlan, estimates: dict[str, runtime.Estimate]) -> dict[str, tuple[int, int]]:
+def _intervals(
+    flags: Deployment, rank: RankPlan, estimates: dict[str, runtime.Estimate]
+) -> dict[str, tuple[int, int]]:
     """Bounds of every figure that is not exact, and of their sum with the exact ones."""
     bounds = {name: (e.low, e.high) for name, e in estimates.items() if e.high}
-    exact = rank.weights_bytes + rank.kv_pool_bytes
+    exact = rank.kv_pool_bytes
+    if flags.engine == "vllm":
+        bounds["weights_bytes"] = runtime.vllm_weights_interval(rank.weights_bytes)
+    else:
+        exact += rank.weights_bytes
     low, high = (exact + sum(pair[side] for pair in bounds.values()) for side in (0, 1))
     return {**bounds, "used_bytes": (low, high)}
 

@@ -102,10 +102,10 @@ def largest_fitting(layout: KVLayout, blocks: int, limit: int, in_flight: int) -
     return low
 
 
-def in_flight_tokens(engine: EngineName, max_num_batched_tokens: int) -> int:
+def in_flight_tokens(engine: EngineName, device: str, max_num_batched_tokens: int) -> int:
     """Tokens scheduled but not settled: one step, or two where vLLM schedules asynchronously
-    (VllmConfig.max_in_flight_tokens; async scheduling is on by default in 0.32.0)."""
-    return max_num_batched_tokens * (2 if engine == "vllm" else 1)
+    (VllmConfig.max_in_flight_tokens 0.32.0: on by default on GPUs, off on a CPU)."""
+    return max_num_batched_tokens * (2 if engine == "vllm" and device != "cpu" else 1)
 
 
 @dataclass(frozen=True, slots=True)

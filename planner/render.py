@@ -108,7 +108,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
         return f"{gib(low)} to {gib(high)}"
 
     rows = [
-        ("weights", rank.weights_bytes, "exact"),
+        ("weights", rank.weights_bytes, bounds("weights_bytes")),
         ("KV cache pool", rank.kv_pool_bytes, "exact"),
         ("activations", rank.activation_bytes, bounds("activation_bytes")),
         ("framework", rank.framework_bytes, bounds("framework_bytes")),

@@ -130,7 +130,7 @@ def test_which_layers_slide():
 
 def test_largest_fitting_is_the_boundary():
     layout = kv.build_layout(build_architecture(SMALL), "hf", "bfloat16", 16)
-    for blocks in range(0, 40):
+    for blocks in range(40):
         largest = kv.largest_fitting(layout, blocks, 256, 512)
         assert largest == 0 or kv.sequence_blocks(layout, largest, 512) <= blocks
         assert largest == 256 or kv.sequence_blocks(layout, largest + 1, 512) > blocks

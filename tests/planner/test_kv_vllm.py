@@ -1,0 +1,76 @@
+"""Grouping and concurrency against vLLM's own functions, for random hybrids of full and sliding layers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tonnage.planner import kv
+from tonnage.planner.architecture import CacheLayer
+from tonnage.planner.layout import KVLayout
+
+BLOCK, HEADS, SIZE = 32, 2, 64
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    """A real VllmConfig for a small Llama on the CPU platform; tests set its lengths."""
+    import transformers
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    folder = tmp_path_factory.mktemp("llama")
+    transformers.LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1 << 20, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    arguments = AsyncEngineArgs(
+        str(folder), dtype="bfloat16", block_size=BLOCK, max_model_len=4096, skip_tokenizer_init=True,
+        enforce_eager=True, kv_cache_memory_bytes=1 << 28,
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    # the CPU backend's only layout (v1/attention/backends/cpu_attn.py); the engine sets it at start
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def cases():
+    rng = random.Random(2)
+    for _ in range(60):
+        full, sliding = rng.randint(1, 12), rng.randint(1, 30)
+        order = ["f"] * full + ["s"] * sliding
+        if rng.random() < 0.7:
+            rng.shuffle(order)
+        yield "".join(order), rng.randint(2, 3000), rng.randint(1, 9000), rng.choice([64, 512, 2048])
+
+
+@pytest.mark.parametrize(("pattern", "window", "length", "budget"), list(cases()))
+def test_groups_and_concurrency(pattern, window, length, budget, vllm_config):
+    import torch
+    from vllm.v1.core import kv_cache_utils as theirs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    vllm_config.model_config.max_model_len = length
+    vllm_config.scheduler_config.max_num_batched_tokens = budget
+    shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.bfloat16}
+    specs = {
+        str(i): FullAttentionSpec(**shape) if c == "f" else SlidingWindowSpec(**shape, sliding_window=window)
+        for i, c in enumerate(pattern)
+    }
+    groups = theirs.get_kv_cache_groups(vllm_config, specs)
+    config = theirs.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    tokens, concurrency = theirs.get_kv_cache_capacity(vllm_config, config)
+
+    layers = tuple(
+        CacheLayer(i, "full" if c == "f" else "sliding", None if c == "f" else window, HEADS, SIZE)
+        for i, c in enumerate(pattern)
+    )
+    ours = kv.group_layers(layers)
+    assert [g.layers for g in ours] == [tuple(map(int, g.layer_names)) for g in groups]
+    layout = KVLayout(ours, BLOCK, max(len(g.layers) for g in ours), HEADS, SIZE, "bfloat16", 2)
+    num_blocks = (1 << 30) // layout.bytes_per_block
+    assert num_blocks == config.num_blocks
+    in_flight = kv.in_flight_tokens("vllm", "cpu", budget)
+    assert in_flight == vllm_config.max_in_flight_tokens
+    capacity = kv.capacity(layout, num_blocks, length, "vllm", in_flight)
+    assert (capacity.tokens, capacity.max_concurrency) == (tokens, concurrency)

@@ -1,0 +1,174 @@
+"""The Plan: JSON contract, what fits and what does not, the hash, terms that add up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.host import host_memory
+from tonnage.planner.plan import Deployment
+from tonnage.planner.render import plain_lines, plan_to_dict
+
+GIB = 1 << 30
+MIB = 1 << 20
+FLAGS = Deployment(device_memory=16 * GIB, kv_cache_memory_bytes=512 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch, tmp_path):
+    """The demo config of the package, whatever this machine's cache holds."""
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path / "cache"))
+
+
+def test_json_contract():
+    out = json.loads(json.dumps(plan_to_dict(make_plan("demo", FLAGS)), allow_nan=False))
+    assert set(out) >= {
+        "schema_version", "plan_id", "revision", "model", "deployment", "ranks", "worst_rank", "kv_cache",
+        "fits", "reasons", "intervals",
+    }  # fmt: skip
+    assert (out["schema_version"], out["revision"], out["worst_rank"]) == (1, 0, 0)
+    assert set(out["model"]) >= {"id", "architecture", "parameters", "attention", "via"}
+    assert out["model"]["parameters"] == 134_515_008
+    assert (out["model"]["attention"], out["model"]["via"]) == ("GQA", "adapter")
+    (rank,) = out["ranks"]
+    parts = ("weights_bytes", "kv_pool_bytes", "activation_bytes", "cuda_graph_bytes", "framework_bytes")
+    assert set(rank) >= {*parts, "free_bytes", "total_bytes"}
+    assert all(type(value) is int for value in rank.values())
+    assert sum(rank[part] for part in parts) + rank["free_bytes"] == rank["total_bytes"]
+    cache = out["kv_cache"]
+    assert set(cache) >= {
+        "bytes_per_token", "bytes_per_sequence", "usable_blocks", "num_blocks", "tokens", "max_concurrency",
+        "groups",
+    }  # fmt: skip
+    assert cache["bytes_per_token"] == 30 * 2 * 3 * 64 * 2
+    assert cache["num_blocks"] == 512 * MIB // (16 * cache["bytes_per_token"])
+    assert cache["usable_blocks"] == cache["num_blocks"] - 1
+    assert cache["tokens"] == cache["usable_blocks"] * 16
+    assert rank["kv_pool_bytes"] == cache["num_blocks"] * cache["groups"][0]["bytes_per_block"] <= 512 * MIB
+    assert set(cache["groups"][0]) >= {"kind", "layers", "block_size", "bytes_per_block"}
+    for low, high in out["intervals"].values():
+        assert low <= high
+    for name in ("framework_bytes", "activation_bytes"):
+        low, high = out["intervals"][name]
+        assert low <= rank[name] <= high
+    assert out["deployment"]["max_model_len"] == 8192
+    assert None not in {v for k, v in out["deployment"].items() if k != "quantization"}
+
+
+def test_a_hybrid_has_no_single_bytes_per_token(config_of, folder_with):
+    plan = plan_to_dict(make_plan(folder_with(config_of("google/gemma-2-2b")), FLAGS))
+    assert plan["kv_cache"]["bytes_per_token"] is None
+    assert [g["kind"] for g in plan["kv_cache"]["groups"]] == ["sliding", "full"]
+    assert plan["kv_cache"]["groups"][0]["window"] == 4096
+
+
+def test_weight_terms_add_up():
+    for scheme in (None, "int8", "nf4", "nf4-double", "gptq"):
+        plan = make_plan("demo", replace(FLAGS, quantization=scheme))
+        terms = [term for term in plan.terms if term.name.startswith("weights.")]
+        assert sum(term.value for term in terms) == plan.rank.weights_bytes
+        assert all(term.formula and term.source for term in plan.terms)
+
+
+def test_gptq_layout():
+    """4 bits, group 128: qweight in x out / 2, qzeros and scales per group, g_idx; by hand for one matrix."""
+    from tonnage.planner.architecture import TensorSpec
+    from tonnage.planner.quantization import Quantization
+
+    tensor = TensorSpec("m.weight", (576, 1536), "mlp", "Linear")
+    assert Quantization("gptq").parts(tensor) == {
+        "qweight": 1536 * 576 // 2, "qzeros": 12 * 576 // 2, "scales": 12 * 576 * 2, "g_idx": 1536 * 4,
+    }  # fmt: skip
+    assert Quantization("gptq", group_size=-1).parts(tensor)["scales"] == 576 * 2
+    assert Quantization("gptq", bits=3).parts(tensor)["qweight"] == 1536 * 3 // 32 * 576 * 4
+    assert Quantization("gptq", bits=8).parts(tensor)["qweight"] == 1536 * 576
+
+
+def test_plan_id_changes_with_every_input_and_with_nothing_else():
+    first = make_plan("demo", FLAGS)
+    assert first == make_plan("demo", FLAGS)
+    assert len(first.plan_id) == 16
+    changes = (
+        {"max_model_len": 4096}, {"dtype": "float32"}, {"quantization": "int8"}, {"block_size": 32},
+        {"kv_cache_memory_bytes": GIB}, {"engine": "vllm"}, {"device_memory": 8 * GIB},
+        {"enable_prefix_caching": False},
+    )  # fmt: skip
+    ids = {make_plan("demo", replace(FLAGS, **change)).plan_id for change in changes}
+    assert len(ids | {first.plan_id}) == len(changes) + 1
+
+
+def test_a_resolved_deployment_plans_the_same():
+    plan = make_plan("demo", FLAGS)
+    assert make_plan("demo", plan.deployment).plan_id == plan.plan_id
+
+
+def test_weights_larger_than_the_memory():
+    plan = make_plan("demo", replace(FLAGS, device_memory=200 * MIB))
+    assert not plan.fits
+    assert "the weights alone take 256.6 MiB (269,030,272 bytes) of 200.0 MiB" in plan.reasons[0]
+    assert plan.rank.free_bytes < 0
+
+
+def test_nothing_left_for_the_pool():
+    plan = make_plan("demo", Deployment(device_memory=600 * MIB))
+    assert not plan.fits
+    assert "nothing is left for the KV cache" in plan.reasons[0]
+    assert plan.kv_cache.num_blocks == 0
+
+
+def test_a_pool_that_is_too_large_names_the_largest_that_fits():
+    plan = make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=16 * GIB))
+    assert not plan.fits
+    largest = int(plan.reasons[0].rpartition(" ")[2])
+    assert make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=largest)).fits
+    block = plan.kv_cache.layout.bytes_per_block
+    assert not make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=largest + block)).fits
+
+
+def test_a_pool_shorter_than_one_sequence_names_the_largest_length():
+    flags = replace(FLAGS, kv_cache_memory_bytes=64 * MIB)
+    plan = make_plan("demo", flags)
+    assert not plan.fits
+    largest = int(plan.reasons[0].rpartition(" ")[2])
+    assert make_plan("demo", replace(flags, max_model_len=largest)).fits
+    assert not make_plan("demo", replace(flags, max_model_len=largest + 1)).fits
+
+
+def test_pool_of_the_rest_is_capped_by_what_the_sequences_can_use():
+    plan = make_plan("demo", Deployment(device_memory=1 << 40, max_num_seqs=3, max_model_len=1000))
+    assert plan.kv_cache.usable_blocks == 3 * 63
+    assert plan.kv_cache.max_concurrency == 3.0
+    tight = make_plan("demo", Deployment(device_memory=2 * GIB))
+    assert (
+        tight.rank.used_bytes <= 0.9 * 2 * GIB < tight.rank.used_bytes + tight.kv_cache.layout.bytes_per_block
+    )
+
+
+def test_cuda_reserves_graphs_only_for_vllm():
+    flags = Deployment(device="cuda", device_memory=80 * GIB)
+    assert make_plan("demo", flags).rank.cuda_graph_bytes == 0
+    assert make_plan("demo", replace(flags, engine="vllm")).rank.cuda_graph_bytes > 0
+
+
+def test_host_memory_takes_the_tightest_cgroup_limit(tmp_path: Path):
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text("123456789\n")
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path, own) == 123_456_789
+    (tmp_path / "a" / "b" / "memory.max").write_text("1000\n")
+    assert host_memory(tmp_path, own) == 1000
+    assert host_memory(tmp_path / "none", tmp_path / "none") > 1 << 26
+
+
+def test_text_names_every_term_when_asked():
+    plan = make_plan("demo", FLAGS)
+    text = "\n".join(plain_lines(plan, explain=True))
+    assert all(term.name in text and term.formula in text for term in plan.terms)
+    assert "269,030,272 bytes" in text
+    assert "Fits." in text

@@ -1,0 +1,128 @@
+"""The safetensors header reader: right on real files, and every lie refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.safetensors import read_folder, read_header
+
+TENSORS = {
+    "a": torch.zeros(3, 4, dtype=torch.bfloat16),
+    "b": torch.zeros(5),
+    "c": torch.zeros(2, dtype=torch.int8),
+}
+
+
+@pytest.fixture
+def real(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    return path
+
+
+def write(path, header, data: bytes = b"", length: int | None = None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_reads_what_safetensors_wrote(real):
+    found = {t.name: (t.dtype, t.shape, t.nbytes) for t in read_header(real)}
+    assert found == {"a": ("BF16", (3, 4), 24), "b": ("F32", (5,), 20), "c": ("I8", (2,), 2)}
+
+
+def test_truncation_at_every_byte_is_refused(real):
+    data = real.read_bytes()
+    for length in range(len(data)):
+        real.write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            read_header(real)
+
+
+@pytest.mark.parametrize("claim", [10 * 10**9, 100_000_001, 2**64 - 1])
+def test_a_header_that_claims_too_much_is_refused_unread(tmp_path, claim):
+    path = write(tmp_path / "model.safetensors", b"{}", length=claim)
+    with pytest.raises(CheckpointError, match=f"claims a header of {claim:,} bytes"):
+        read_header(path)
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "match"),
+    [
+        (b"[]", "not a JSON object"),
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 50_000, "not JSON"),
+        ({"a": 3}, "not described by an object"),
+        ({"a": entry(dtype="F33")}, "dtype 'F33'"),
+        ({"a": entry(dtype=None)}, "dtype"),
+        ({"a": entry(shape=(-2,))}, "shape"),
+        ({"a": entry(shape=(2.0,))}, "shape"),
+        ({"a": entry(shape=(True, 2))}, "shape"),
+        ({"a": entry(offsets=(8, 0))}, "in order"),
+        ({"a": entry(offsets=(0,))}, "in order"),
+        ({"a": entry(shape=(3,))}, "takes 12 bytes"),
+        ({"a": entry(), "b": entry()}, "overlaps"),
+        ({"a": entry(offsets=(4, 12))}, "hole"),
+        ({"a": entry(), "b": entry(offsets=(8, 16))}, "16 bytes of tensors"),
+        ({}, "0 bytes of tensors"),
+    ],
+)
+def test_lies_are_refused(tmp_path, header, match):
+    with pytest.raises(CheckpointError, match=match):
+        read_header(write(tmp_path / "model.safetensors", header, bytes(8)))
+
+
+def test_zero_sized_tensors_are_fine(tmp_path):
+    header = {"empty": entry(shape=(0, 3), offsets=(0, 0)), "a": entry()}
+    assert len(read_header(write(tmp_path / "model.safetensors", header, bytes(8)))) == 2
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_file({"a": TENSORS["a"]}, tmp_path / "model-1.safetensors")
+    save_file({"b": TENSORS["b"]}, tmp_path / "model-2.safetensors")
+    return tmp_path
+
+
+def index(folder, **weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_are_read_together(sharded):
+    index(sharded, a="model-1.safetensors", b="model-2.safetensors")
+    tensors = read_folder(sharded)
+    assert tensors is not None
+    assert [t.name for t in tensors] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "match"),
+    [
+        ({"a": "model-1.safetensors", "b": "model-3.safetensors"}, "model-3.safetensors is missing"),
+        (
+            {"a": "model-1.safetensors", "x": "model-2.safetensors"},
+            "b of model-2.safetensors is not in the index",
+        ),
+        ({"a": "model-1.safetensors", "z": "model-1.safetensors"}, "z is in no shard"),
+        ({"a": "../model-1.safetensors"}, "points outside"),
+        ({"a": 3}, "no weight_map"),
+    ],
+)
+def test_index_and_shards_must_agree(sharded, weight_map, match):
+    index(sharded, **weight_map)
+    with pytest.raises(CheckpointError, match=match):
+        read_folder(sharded)
+
+
+def test_a_folder_without_safetensors_has_no_headers(tmp_path):
+    assert read_folder(tmp_path) is None
