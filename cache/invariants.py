@@ -61,8 +61,8 @@ def _check_tables(manager: KVCacheManager) -> None:
                 "tables",
                 f"row {row}: computed {computed}, slots {slots}, room {room}, {rows.limit[row]} allowed",
             )
-        if row not in live and held:
-            _broken("tables", f"row {row} is in no use and holds {held} blocks")
+        if row not in live and (held or rows.length[row] or rows.published[row] or rows.shared_tail[row]):
+            _broken("tables", f"row {row} is in no use and not empty")
         for group, table in enumerate(manager.tables):
             first = int(rows.first[group, row])
             window = manager.windows[group]
@@ -158,6 +158,9 @@ def _check_nodes(manager: KVCacheManager, index: PrefixIndex) -> None:
             _broken("reachability", f"node {node} hangs on no root")
         if parent != ROOT and parent not in nodes:
             _broken("reachability", f"the parent {parent} of node {node} is no node")
+    firsts = Counter(index.salt_of(node) for node in nodes if index.parent_of(node) == ROOT)
+    if firsts != Counter(index.roots()):
+        _broken("prefix index", f"salts of first blocks {firsts}, kept {index.roots()}")
     owners: dict[int, int] = {}
     for group in range(len(index.windows)):
         for node, block in enumerate(index.blocks[group].tolist()):

@@ -43,7 +43,8 @@ from tonnage.cache.errors import (
 )
 from tonnage.cache.invariants import check_invariants
 from tonnage.cache.pool import NULL_BLOCK, BlockPool, Int32Array
-from tonnage.cache.prefix import HashBlock, Match, Point, PrefixIndex, xxh3_block
+from tonnage.cache.prefix import HashBlock, PrefixIndex, xxh3_block
+from tonnage.cache.publish import publish
 from tonnage.cache.tables import Family, Int64Array, SequenceTables, TokenIds, token_array
 from tonnage.planner.layout import KVLayout
 
@@ -239,13 +240,14 @@ class KVCacheManager:
     def commit(self, sequence_id: int, num_computed: int) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
 
+        A full block whose tokens another sequence has published meanwhile is replaced in the table by that one.
         Raises OutOfOrder when it goes back, passes what `extend` has made writable, or passes the tokens known.
         """
         row = self.rows.row(sequence_id)
         self._check_commit(sequence_id, row, num_computed)
         self.rows.computed[row] = num_computed
         if self.index is not None and num_computed // self.block_size > self.rows.published[row]:
-            self._publish(self.index, row)
+            self._merged += publish(self.index, self.rows, row)
 
     def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """`commit` for a whole step; everything is checked first."""
@@ -262,7 +264,7 @@ class KVCacheManager:
         if self.index is None:
             return
         for row in rows[ends // self.block_size > tables.published[rows]].tolist():
-            self._publish(self.index, row)
+            self._merged += publish(self.index, self.rows, row)
 
     # -- fork and free -----------------------------------------------------------------------------------
 
@@ -436,50 +438,6 @@ class KVCacheManager:
     def _release(self, ids: Int32Array) -> None:
         keep = self.index.node_of[ids] != 0 if self.index is not None else np.zeros(ids.shape, np.bool_)
         self.pool.release(ids, keep)
-
-    def _publish(self, index: PrefixIndex, row: int) -> None:
-        """Make nodes of the row's full computed blocks; those that exist already are merged into the table."""
-        tables = self.rows
-        start, stop = int(tables.published[row]), int(tables.computed[row]) // self.block_size
-        tokens = tables.full_blocks_of_tokens(row, start, stop)
-        salt = tables.family(row).salt
-        match = index.match(tokens, salt, tables.points[row])
-        merged = self._merge(index, row, start, match)
-        point, start = tables.points[row], start + merged
-        if merged:
-            node = int(match.nodes[merged - 1])
-            point = Point(node, index.hash_of(node))
-        if merged == len(match.nodes):
-            blocks = [table[row, start:stop] for table in self.tables]
-            hashes = index.insert(tokens[merged:], salt, point, blocks)
-            if hashes:
-                start += len(hashes)
-                point = Point(int(self.tables[index.anchor][row, start - 1]), hashes[-1])
-        tables.published[row], tables.points[row] = start, point
-
-    def _merge(self, index: PrefixIndex, row: int, start: int, match: Match) -> int:
-        """Replace duplicates in the table by the blocks of existing nodes; returns how many nodes were taken.
-
-        Stops at a duplicate that forks share: only one table could be changed, and the forks' common blocks
-        are promised once. It is tried again at the next commit.
-        """
-        for offset, node in enumerate(match.nodes.tolist()):
-            at = start + offset
-            own = int(self.tables[index.anchor][row, at])
-            if own != node and self.pool.references(own) > 1:
-                return offset
-            for group, table in enumerate(self.tables):
-                mine, published = int(table[row, at]), int(index.blocks[group, node])
-                if mine in (NULL_BLOCK, published):
-                    continue
-                if published == NULL_BLOCK:
-                    index.add_block(node, group, mine)
-                elif self.pool.references(mine) == 1:
-                    self._release(np.array([mine], np.int32))
-                    self.pool.acquire(np.array([published], np.int32))
-                    table[row, at] = published
-                    self._merged += 1
-        return len(match.nodes)
 
     def _check_promise(self, sequence_id: int, row: int, num_tokens: int) -> None:
         if num_tokens < 0:

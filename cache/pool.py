@@ -155,6 +155,5 @@ class BlockPool:
     def _push_free(self, ids: Int32Array) -> None:
         if not ids.size:
             return
-        # Reversed, so that the first block released is the first one handed out again.
-        self._stack[self.free : self.free + ids.size] = ids[::-1]
+        self._stack[self.free : self.free + ids.size] = ids
         self.free += ids.size

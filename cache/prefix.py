@@ -226,6 +226,10 @@ class PrefixIndex:
         """hash -> node, a copy: for checks."""
         return dict(self._by_hash)
 
+    def roots(self) -> dict[bytes, int]:
+        """salt -> first blocks that hang on it: for checks."""
+        return {self._salts[root]: count for root, count in self._children_of_root.items()}
+
     def _forget(self, block: int) -> None:
         node = self._node_of[block]
         if block != node:  # not the anchor's

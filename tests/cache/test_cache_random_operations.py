@@ -117,9 +117,8 @@ class Oracle:
         size = self.block_size
         for copy in copies:
             self.count("copies")
-            self.pool[copy.dst * size : (copy.dst + 1) * size] = self.pool[
-                copy.src * size : (copy.src + 1) * size
-            ]
+            source = self.pool[copy.src * size : (copy.src + 1) * size]
+            self.pool[copy.dst * size : (copy.dst + 1) * size] = source
         for sequence, end in ends.items():
             model = self.live[sequence]
             for group in range(len(self.manager.tables)):
@@ -286,9 +285,11 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def build(self, groups: tuple[KVGroup, ...], blocks: int, budget: int, size: int, bits: int) -> None:
         mask = (1 << bits) - 1
-        self.oracle = make_oracle(
-            groups, blocks, budget, lambda data, parent: xxh3_block(data, parent) & mask, size
-        )
+
+        def hash_block(data: memoryview, parent: int) -> int:
+            return xxh3_block(data, parent) & mask
+
+        self.oracle = make_oracle(groups, blocks, budget, hash_block, size)
         self.budget = budget
 
     def pick(self, data: st.DataObject) -> int:
