@@ -1,4 +1,7 @@
-"""Sampling in batch, each sequence from its own random stream."""
+"""Sampling in batch, each sequence from its own random stream.
+
+A row's token depends on its own logits, parameters and draw alone, never on what else is in the batch.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,85 @@ import torch
 
 from tonnage.server.engines.base import SamplingParams
 
+ROWS = 16  # drawn at a time, so that the copies of [rows, vocabulary] stay small beside the activations
+TOP = 1024  # candidates looked at before the whole vocabulary is sorted (a sort of 49,152 takes 3 ms a row)
+
 
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
 ) -> list[int]:
     """One token id a row of ``logits`` [L, vocabulary]; temperature 0 takes the first maximum, as generate."""
-    tokens = logits.argmax(dim=-1)
-    random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
-    if random_rows:
-        rows = torch.tensor(random_rows, device=logits.device)
-        chosen = [params[row] for row in random_rows]
-        draws = [generators[row].random() for row in random_rows]
-        tokens[rows] = _draw(logits[rows].float(), chosen, draws)
-    return list(map(int, tokens.tolist()))
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    random = [row for row, p in enumerate(params) if p.temperature > 0]
+    plain = [row for row in random if not _truncates(params[row])]
+    narrow = [row for row in random if _truncates(params[row])]
+    for rows, draw in ((plain, _draw), (narrow, _draw_truncated)):
+        for at in range(0, len(rows), ROWS):
+            some = rows[at : at + ROWS]
+            chosen = [params[row] for row in some]
+            draws = _column([generators[row].random() for row in some], logits, torch.float64)
+            heat = _column([p.temperature for p in chosen], logits)
+            probabilities = torch.softmax(logits[some].float() / heat, dim=-1)
+            for row, token in zip(some, draw(probabilities, chosen, draws), strict=True):
+                tokens[row] = token
+    return tokens
 
 
-def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
-    """Inverse-CDF sampling after temperature, top_k, top_p and min_p, in vLLM's and transformers' order."""
-    device = logits.device
+def _truncates(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
-    probs, order = torch.softmax(logits / column([p.temperature for p in params]), dim=-1).sort(
-        dim=-1, descending=True
-    )
-    rank = torch.arange(probs.shape[-1], device=device)[None]
-    keep = rank < column([float(p.top_k or probs.shape[-1]) for p in params])
-    kept = probs * keep
-    kept = kept / kept.sum(dim=-1, keepdim=True)
-    before = kept.cumsum(dim=-1) - kept
-    keep &= before < column([p.top_p for p in params])  # the token that crosses top_p stays
-    keep &= probs >= column([p.min_p for p in params]) * probs[:, :1]
-    keep[:, 0] = True
-    total = (probs * keep).double().cumsum(dim=-1)
-    target = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * total[:, -1:]
-    picked = (total <= target).sum(dim=-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
-    return order.gather(-1, picked).squeeze(-1)
+def _column(values: list[float], like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+
+
+def _draw(probabilities: torch.Tensor, _: Sequence[SamplingParams], draws: torch.Tensor) -> list[int]:
+    """Inverse CDF over the whole vocabulary. ``probabilities`` [rows, vocabulary], ``draws`` [rows, 1]."""
+    return _invert(probabilities, draws).tolist()
+
+
+def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """First column whose cumulative weight exceeds draw x total, [rows]; never one of weight 0."""
+    total = weights.cumsum(dim=-1, dtype=torch.float64)
+    picked = torch.searchsorted(total, draws * total[:, -1:], right=True)
+    last = (weights > 0).cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    return torch.minimum(picked, last).squeeze(-1)
+
+
+def _draw_truncated(
+    probabilities: torch.Tensor, params: Sequence[SamplingParams], draws: torch.Tensor
+) -> list[int]:
+    """top_k, then top_p of what is left, then min_p: vLLM's and transformers' order."""
+    width = probabilities.shape[-1]
+    values, order = probabilities.topk(min(TOP, width), dim=-1)
+    tokens = []
+    for row, wish in enumerate(params):
+        top, ids = values[row], order[row]
+        # min_p bounds the candidates by itself only through top_p or top_k: see whether the first TOP hold all.
+        enough = 0 < wish.top_k <= len(top) or (wish.top_k == 0 and float(top.sum()) >= wish.top_p)
+        if (
+            wish.min_p > 0
+            and float(top[-1]) < wish.min_p * float(top[0])
+            and wish.top_k == 0
+            and wish.top_p == 1
+        ):
+            enough = True
+        if not enough and len(top) < width:
+            top, ids = probabilities[row].sort(descending=True)
+        tokens.append(int(ids[_invert(_kept(top, wish)[None], draws[row : row + 1])[0]]))
+    return tokens
+
+
+def _kept(top: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """``top`` (descending probabilities) with what the parameters exclude set to 0."""
+    kept = top.clone()
+    if params.top_k:
+        kept[params.top_k :] = 0
+    if params.top_p < 1:
+        total = kept.sum() if params.top_k else kept.new_tensor(1.0)
+        before = kept.cumsum(dim=-1) - kept
+        kept[before >= params.top_p * total] = 0  # the token that crosses top_p stays
+    if params.min_p > 0:
+        kept[top < params.min_p * top[0]] = 0
+    kept[0] = top[0]
+    return kept
