@@ -59,11 +59,11 @@ class CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary embedding: rotated dimensions per head and the positions the model was made for."""
+    """Rotary embedding: rotated dimensions per head, and how many distinct frequency tables there are
+    (Gemma 3: one for full, one for sliding layers)."""
 
     dim: int
-    tables: int  # distinct frequency tables (Gemma 3: one for full, one for sliding layers)
-    kind: str = "default"
+    tables: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from hashlib import sha256
 from typing import Literal
 
 from tonnage.planner import kv, runtime
-from tonnage.planner.architecture import Architecture
+from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.dtypes import config_dtype
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
-from tonnage.planner.headers.check import check_tensors, floating_dtype
+from tonnage.planner.headers.check import check_tensors, floating_dtype, stored_tied_copies
 from tonnage.planner.layout import KVLayout
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
-from tonnage.planner.quantization import read_quantization
+from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.source import ModelSource, resolve_model
 from tonnage.planner.versions import PLANNER_RULES, VLLM_RULES, engine_version
-from tonnage.planner.weights import sum_weights
+from tonnage.planner.weights import Weights, sum_weights
 
 
 def make_plan(model: str, deployment: Deployment) -> Plan:
@@ -36,7 +36,8 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     """The same for a model that was already found."""
     architecture = build_architecture(source.config)
     quantization = read_quantization(source.config, deployment.quantization)
-    _check_checkpoint(source, architecture)
+    check_quantization(architecture, quantization, deployment.engine)
+    copies = _check_checkpoint(source, architecture)
     chosen = complete(deployment, architecture, _auto_dtype(source))
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
@@ -44,7 +45,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     layout = kv.build_layout(architecture, flags.engine, flags.kv_cache_dtype, chosen.block_size)
     in_flight = kv.in_flight_tokens(flags.engine, flags.device, chosen.max_num_batched_tokens)
 
-    loaded = sum_weights(architecture, quantization, flags)
+    loaded = sum_weights(architecture, quantization, flags, copies)
     estimates = {
         "framework_bytes": runtime.framework_bytes(flags),
         "activation_bytes": runtime.activation_bytes(architecture, chosen),
@@ -83,21 +84,22 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         ),
         fits=not reasons,
         reasons=reasons,
-        intervals=_intervals(flags, rank, estimates),
+        intervals=_intervals(loaded, rank, estimates),
         terms=tuple(terms),
     )
 
 
-def _check_checkpoint(source: ModelSource, architecture: Architecture) -> None:
-    """The checkpoint must hold the tensors its config promises."""
+def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
+    """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
     if source.tensors is None:
-        return
+        return ()
     if source.kind == "gguf":
         from tonnage.planner.headers.gguf_config import check_gguf
 
         check_gguf(architecture, source.tensors)
-    else:
-        check_tensors(architecture, source.tensors, read_quantization(source.config, None))
+        return ()
+    check_tensors(architecture, source.tensors, read_quantization(source.config, None))
+    return stored_tied_copies(architecture, source.tensors)
 
 
 def _auto_dtype(source: ModelSource) -> str:
@@ -145,15 +147,15 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
 
 
 def _intervals(
-    flags: Deployment, rank: RankPlan, estimates: dict[str, runtime.Estimate]
+    loaded: Weights, rank: RankPlan, estimates: dict[str, runtime.Estimate]
 ) -> dict[str, tuple[int, int]]:
     """Bounds of every figure that is not exact, and of their sum with the exact ones."""
     bounds = {name: (e.low, e.high) for name, e in estimates.items() if e.high}
     exact = rank.kv_pool_bytes
-    if flags.engine == "vllm":
-        bounds["weights_bytes"] = runtime.vllm_weights_interval(rank.weights_bytes)
+    if loaded.high > loaded.total:
+        bounds["weights_bytes"] = (loaded.total, loaded.high)
     else:
-        exact += rank.weights_bytes
+        exact += loaded.total
     low, high = (exact + sum(pair[side] for pair in bounds.values()) for side in (0, 1))
     return {**bounds, "used_bytes": (low, high)}
 

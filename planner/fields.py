@@ -31,6 +31,8 @@ _NEUTRAL = (None, False, 0, "", "none")
 def load_config(path: Path) -> dict[str, Any]:
     """Read config.json. Raises ConfigError naming what is broken (not UTF-8, not JSON, not an object...)."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ConfigError("is not a regular file", field=str(path))
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{size:,} bytes is no config.json", field=str(path))

@@ -214,6 +214,29 @@ def _names(found: dict[str, Any], name: str, at: str) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def converted(architecture: Architecture, quantization: Quantization) -> int:
-    """How many weights the scheme replaces."""
-    return sum(1 for tensor in architecture.tensors if quantization.converts(tensor))
+def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
+    """Refuse a scheme that would do nothing to this model, or something that is not planned.
+
+    Raises DeploymentError or UnsupportedArchitecture.
+    """
+    if quantization.scheme == "none":
+        return
+    if engine == "vllm" and quantization.scheme != "gptq":
+        raise DeploymentError(
+            f"{quantization.scheme} under vLLM is not planned yet",
+            field=quantization.origin,
+            hint="use --engine hf",
+        )
+    converted = [tensor for tensor in architecture.tensors if quantization.converts(tensor)]
+    if not converted:
+        raise DeploymentError(
+            f"{quantization.scheme} replaces no module of {architecture.class_name}: "
+            "its linear layers are not of the class nn.Linear",
+            field=quantization.origin,
+        )
+    for tensor in converted:
+        if tensor.tied_to is not None:
+            raise UnsupportedArchitecture(
+                f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
+                field=f"{quantization.origin}.llm_int8_skip_modules",
+            )

@@ -24,10 +24,6 @@ VLLM_API_BYTES = 600 * MiB
 VLLM_CHILD_BYTES = 900 * MiB
 VLLM_INTERVAL = (0.6, 1.6)
 
-# vLLM repacks linear weights for its kernels (oneDNN on a CPU, Marlin and others on a GPU) into buffers of its
-# own, padded to the kernels' tiles; the logical bytes are a lower bound.
-VLLM_PACKING = 1.1
-
 # CUDA: context, cuBLAS workspaces and NCCL-free runtime on the device. Published start-up logs report
 # 0.3 to 0.9 GiB "non-torch" memory on one GPU (vLLM start-up lines); no measurement here.
 CUDA_CONTEXT_BYTES = GiB // 2
@@ -76,11 +72,6 @@ def framework_bytes(deployment: Deployment) -> Estimate:
         value, HF_INTERVAL, f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,}",
         "RssAnon after imports, torch 2.13 cpu",
     )  # fmt: skip
-
-
-def vllm_weights_interval(value: int) -> tuple[int, int]:
-    """Bounds of the weight bytes after vLLM repacked them."""
-    return value, int(value * VLLM_PACKING)
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:

@@ -14,6 +14,7 @@ from tonnage.planner.headers.safetensors import read_folder
 from tonnage.planner.headers.tensor import HeaderTensor
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
+_HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -55,24 +56,28 @@ def resolve_model(model: str) -> ModelSource:
         return _demo()
     if not model or "\0" in model:
         raise ModelNotFound(f"{model!r} is not a name", field="model")
-    path = Path(model).expanduser()
     try:
-        found = path.exists()
-    except OSError:  # a name too long for the file system
-        found = False
-    if found and path.is_dir():
-        return _folder(path, model)
-    if found:
-        return _file(path, model)
-    if _HUB_ID.fullmatch(model):
-        from tonnage.planner.hub import resolve_hub_id
+        return _local(Path(model).expanduser(), model) or _hub(model)
+    except OSError as error:  # no permission, a name too long
+        raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
+    except RuntimeError as error:  # ~user that does not exist
+        raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
 
-        return resolve_hub_id(model)
-    raise ModelNotFound(
-        f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id",
-        field="model",
-        hint='give a folder with config.json, "org/name", or "demo"',
-    )
+
+def _local(path: Path, model: str) -> ModelSource | None:
+    if path.is_dir():
+        return _folder(path, model)
+    return _file(path, model) if path.exists() else None
+
+
+def _hub(model: str) -> ModelSource:
+    if not _HUB_ID.fullmatch(model):
+        raise ModelNotFound(
+            f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
+        )
+    from tonnage.planner.hub import resolve_hub_id
+
+    return resolve_hub_id(model)
 
 
 def _demo() -> ModelSource:
@@ -93,7 +98,7 @@ def _folder(path: Path, model: str) -> ModelSource:
 
 
 def _file(path: Path, model: str) -> ModelSource:
-    if path.suffix.lower() != ".gguf":
+    if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(
             f"{model} is a file but not a .gguf", field="model", hint="give the model's folder instead"
         )

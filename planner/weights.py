@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.engine_tensors import tensors_of
 from tonnage.planner.plan import Deployment, Term
 from tonnage.planner.quantization import Quantization
+
+# The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
+# linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
+_TILE = 64
 
 _FIELDS = {
     "embedding": "vocab_size, hidden_size",
@@ -23,22 +28,42 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``total`` bytes after load, and one Term per kind of tensor."""
+    """``total`` bytes after load, at most ``high``, and one Term per kind of tensor."""
 
     total: int
+    high: int
     terms: tuple[Term, ...]
 
 
-def sum_weights(architecture: Architecture, quantization: Quantization, deployment: Deployment) -> Weights:
-    """Bytes the process holds for the model after load (parameters, buffers, quantization state)."""
+def sum_weights(
+    architecture: Architecture,
+    quantization: Quantization,
+    deployment: Deployment,
+    stored_copies: tuple[TensorSpec, ...] = (),
+) -> Weights:
+    """Bytes the process holds for the model after load (parameters, buffers, quantization state).
+
+    ``stored_copies``: tied tensors that the checkpoint stores too, which are loaded apart if their values
+    differ. vLLM may repack linear weights into padded tiles: that is the upper bound there.
+    """
     dtype = deployment.dtype
     total = 0
+    slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
     kinds: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
     for tensor in tensors_of(architecture, deployment):
-        total += quantization.bytes_after_load(tensor, dtype)
+        held = quantization.bytes_after_load(tensor, dtype)
+        total += held
+        if deployment.engine == "vllm" and tensor.module_class.endswith("Linear") and len(tensor.shape) == 2:
+            slack += _tiled(tensor.shape, held) - held
         kinds.setdefault((re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.shape), []).append(tensor)
     terms = tuple(_term(pattern, tensors, quantization, dtype) for (pattern, _), tensors in kinds.items())
-    return Weights(total, terms)
+    return Weights(total, total + slack, terms)
+
+
+def _tiled(shape: tuple[int, ...], held: int) -> int:
+    """Bytes when both sides are padded to whole tiles."""
+    padded = prod(-(-side // _TILE) * _TILE for side in shape)
+    return held * padded // prod(shape)
 
 
 def _term(pattern: str, tensors: list[TensorSpec], quantization: Quantization, dtype: str) -> Term:

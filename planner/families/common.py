@@ -65,10 +65,15 @@ def geometry(fields: Fields, *, kv_default: int | None = None) -> tuple[int, int
     return hidden, heads, kv_heads, head_size
 
 
-def rope_kind(parameters: object, field: str) -> str:
-    """The rope type of ``rope_parameters`` / ``rope_scaling``; refuses one that may hold other tables."""
+def rope_kind(parameters: object, field: str) -> tuple[str, float]:
+    """(rope type, factor by which positions may exceed max_position_embeddings) of ``rope_parameters`` or
+    ``rope_scaling``; refuses a type that may hold other tables.
+
+    Of the known types only linear and dynamic scale a length that is not scaled already (vLLM 0.32.0,
+    config/model.py _get_and_verify_max_len).
+    """
     if parameters is None:
-        return "default"
+        return "default", 1.0
     if not isinstance(parameters, dict):
         raise ConfigError(f"{shown(parameters)} is not an object", field=field)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -76,11 +81,16 @@ def rope_kind(parameters: object, field: str) -> str:
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not one of {', '.join(_ROPE_KINDS)}", field=f"{field}.rope_type"
         )
-    return str(kind)
+    if kind not in ("linear", "dynamic"):
+        return str(kind), 1.0
+    factor = parameters.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 1024:
+        raise ConfigError(f"{shown(factor)} is not a number from 1 to 1024", field=f"{field}.factor")
+    return str(kind), float(factor)
 
 
-def read_rope(fields: Fields) -> str:
-    """Rope type of a model with one table; ``rope_parameters`` is what transformers 5 writes."""
+def read_rope(fields: Fields) -> tuple[str, float]:
+    """:func:`rope_kind` of a model with one table; ``rope_parameters`` is what transformers 5 writes."""
     fields.ignore("rope_theta")
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     if new is not None:

@@ -38,7 +38,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads = 1 if multi_query else heads  # num_kv_heads is not read
     qkv_rows = (heads + 2 * kv_heads) * head_size
     norms = _norms(fields, new, parallel)
-    rotary = Rotary(head_size, 1, common.read_rope(fields))
+    rotary = Rotary(head_size, 1)
+    _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
 
     def tensors() -> Iterator[TensorSpec]:
@@ -68,7 +69,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads=kv_heads,
         head_size=head_size,
         vocab_size=vocab,
-        max_model_len=fields.integer("max_position_embeddings", 2048, limit="positions"),
+        max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
         tensors=tuple(tensors()),
         # transformers repeats K and V to all heads before it stores them in the new architecture
         cache_layers=tuple(

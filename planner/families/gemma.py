@@ -76,8 +76,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
     )
     kinds, window = _kinds(fields, model_type, layers)
-    prefixes, rope = _rotary(fields, model_type, kinds)
-    rotary = Rotary(head_size, len(prefixes), rope)
+    prefixes, factor = _rotary(fields, model_type, kinds)
+    rotary = Rotary(head_size, len(prefixes))
     norms = ["input_layernorm", "post_attention_layernorm"]
     if variant.four_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -115,7 +115,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads=kv_heads,
         head_size=head_size,
         vocab_size=vocab,
-        max_model_len=integer("max_position_embeddings", "positions"),
+        max_model_len=int(integer("max_position_embeddings", "positions") * factor),
         tensors=tuple(tensors()),
         cache_layers=common.cache_layers(kinds, window, kv_heads, head_size),
         rotary=rotary,
@@ -146,17 +146,17 @@ def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...
     return kinds, window
 
 
-def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """Prefixes of the rotary tables and the rope type of the full layers."""
+def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
+    """Prefixes of the rotary tables and the factor on max_position_embeddings (Gemma 3 states the scaled
+    length already)."""
     if model_type != "gemma3_text":
-        return ("model.rotary_emb.",), common.read_rope(fields)
+        return ("model.rotary_emb.",), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")
-    new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
-    rope = common.rope_kind(old, "rope_scaling")
+    new = fields.raw("rope_parameters")
+    common.rope_kind(fields.raw("rope_scaling"), "rope_scaling")
     if isinstance(new, dict):
         for kind in ("full_attention", "sliding_attention"):
-            found = common.rope_kind(new.get(kind), f"rope_parameters.{kind}")
-            rope = found if kind == "full_attention" else rope
+            common.rope_kind(new.get(kind), f"rope_parameters.{kind}")
     elif new is not None:
         raise ConfigError(f"{shown(new)} is not an object", field="rope_parameters")
-    return tuple(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)), rope
+    return tuple(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)), 1.0

@@ -21,7 +21,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("use_parallel_residual", "rotary_emb_base", "is_decoder", "classifier_dropout")
-    rotary = Rotary(_rotary_dim(fields, head_size), 1, common.read_rope(fields))
+    rotary = Rotary(_rotary_dim(fields, head_size), 1)
+    _, factor = common.read_rope(fields)
 
     def tensors() -> Iterator[TensorSpec]:
         yield common.embedding("gpt_neox.embed_in", vocab, hidden)
@@ -49,7 +50,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads=heads,
         head_size=head_size,
         vocab_size=vocab,
-        max_model_len=fields.integer("max_position_embeddings", limit="positions"),
+        max_model_len=int(fields.integer("max_position_embeddings", limit="positions") * factor),
         tensors=tuple(tensors()),
         cache_layers=common.cache_layers(("full_attention",) * layers, None, heads, head_size),
         rotary=rotary,

@@ -52,7 +52,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
-    rotary = Rotary(head_size, 1, common.read_rope(fields))
+    rotary = Rotary(head_size, 1)
+    _, factor = common.read_rope(fields)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds, window = _kinds(fields, model_type, layers)
 
@@ -87,7 +88,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads=kv_heads,
         head_size=head_size,
         vocab_size=vocab,
-        max_model_len=fields.integer("max_position_embeddings", limit="positions"),
+        max_model_len=int(fields.integer("max_position_embeddings", limit="positions") * factor),
         tensors=tuple(tensors()),
         cache_layers=common.cache_layers(kinds, window, kv_heads, head_size),
         rotary=rotary,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture
+from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import SAFETENSORS_NAMES
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.tensor import HeaderTensor
@@ -21,6 +21,10 @@ def check_tensors(
     Weights the checkpoint stores quantized must be there; their packed shapes are not compared.
     """
     found = {tensor.name: tensor for tensor in tensors}
+    tied: dict[str, list[str]] = {}
+    for spec in architecture.tensors:
+        if spec.tied_to is not None:
+            tied.setdefault(spec.tied_to, []).append(spec.name)
     stored_quantized = quantization.origin == "quantization_config"
     for spec in architecture.tensors:
         if not spec.is_parameter or spec.tied_to is not None:
@@ -29,7 +33,10 @@ def check_tensors(
         name = spec.name
         if packed and quantization.scheme in _STORED_AS:
             name = spec.module + _STORED_AS[quantization.scheme]
-        tensor = _find(found, name)
+        # a checkpoint may store the tied copy only (tie_weights swaps them)
+        tensor = _find(found, name) or next(
+            (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
+        )
         if tensor is None:
             raise CheckpointError(
                 f"{name} is not in the checkpoint ({len(found)} tensors)",
@@ -52,6 +59,20 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
     if old in found:
         return found[old]
     return found.get(name.partition(".")[2])
+
+
+def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
+    """Tied tensors the checkpoint stores beside their source.
+
+    transformers 5.19 ties them only when the values are equal (modeling_utils.py tie_weights), which a
+    header does not tell.
+    """
+    found = {tensor.name: tensor for tensor in tensors}
+    return tuple(
+        spec
+        for spec in architecture.tensors
+        if spec.tied_to is not None and _find(found, spec.name) and _find(found, spec.tied_to)
+    )
 
 
 def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:

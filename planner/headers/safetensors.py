@@ -18,12 +18,15 @@ from tonnage.planner.headers.tensor import HeaderTensor
 MAX_HEADER_BYTES = 100_000_000
 MAX_INDEX_BYTES = 100_000_000
 _MAX_SHARDS = 10_000
+_MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is no tensor but an attack
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
     """Tensors of one file in file order. Raises CheckpointError when the header is truncated or lies."""
     where = path.name
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise CheckpointError("is not a regular file", field=where)
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -81,7 +84,13 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
         raise wrong(f"dtype {str(dtype)[:40]!r} is not known")
-    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if (
+        not _is_sizes(shape)
+        or len(shape) > _MAX_DIMENSIONS
+        or not _is_sizes(offsets)
+        or len(offsets) != 2
+        or offsets[0] > offsets[1]
+    ):
         raise wrong("shape or data_offsets are not lists of non-negative integers in order")
     bits = prod(shape) * SAFETENSORS_BITS[dtype]
     nbytes = offsets[1] - offsets[0]

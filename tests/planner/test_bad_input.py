@@ -147,7 +147,9 @@ def test_missing_fields(config_of, folder_with):
     [
         ("", "not a name"),
         ("no such thing", "neither a folder"),
-        ("x" * 5000, "neither a folder"),
+        ("x" * 5000, "name too long"),
+        ("~nobody-of-this-name/model", "home directory"),
+        ("/dev/null", "not a .gguf"),
         ("a\0b", "not a name"),
         ("/nonexistent/path/model", "neither a folder"),
     ],
@@ -246,3 +248,41 @@ def test_a_flag_that_contradicts_the_checkpoint(config_of):
     assert read_quantization(config, "int8").scheme == "int8"
     with pytest.raises(DeploymentError, match="nf4 contradicts the checkpoint"):
         read_quantization(config, "nf4")
+
+
+def test_a_tied_head_that_would_be_quantized_is_refused(tiny_llama, folder_with):
+    stored = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["embed_tokens"]}
+    folder = folder_with(tiny_llama | {"tie_word_embeddings": True, "quantization_config": stored})
+    with pytest.raises(UnsupportedArchitecture) as caught:
+        make_plan(folder, FLAGS)
+    assert caught.value.field == "quantization_config.llm_int8_skip_modules"
+
+
+def test_positions_beyond_the_table_follow_vllms_rule(tiny_llama, folder_with):
+    for kind, length in (("linear", 1024), ("dynamic", 1024), ("yarn", 256), ("llama3", 256)):
+        scaling = {"rope_scaling": {"rope_type": kind, "factor": 4.0}}
+        assert make_plan(folder_with(tiny_llama | scaling), FLAGS).model.max_model_len == length
+    with pytest.raises(ConfigError, match=r"rope_scaling\.factor"):
+        make_plan(folder_with(tiny_llama | {"rope_scaling": {"type": "linear", "factor": 0}}), FLAGS)
+
+
+def test_a_tied_copy_in_the_checkpoint_widens_the_interval(tmp_path, tiny_llama, held_bytes):
+    """transformers keeps a stored lm_head apart when its values differ; the header does not tell."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    fields = {k: v for k, v in tiny_llama.items() if k not in ("model_type", "architectures", "dtype")}
+    config = LlamaConfig(**fields, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    alone = make_plan(str(tmp_path), FLAGS)
+    assert "weights_bytes" not in alone.intervals
+    path = tmp_path / "model.safetensors"
+    for value in (None, 1.0):
+        tensors = load_file(path)
+        copy = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"] = copy if value is None else torch.full_like(copy, value)
+        save_file(tensors, path, metadata={"format": "pt"})
+        low, high = make_plan(str(tmp_path), FLAGS).intervals["weights_bytes"]
+        held = held_bytes(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+        assert held == (low if value is None else high)
