@@ -245,7 +245,12 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
+    manager.extend(3, 25)
+    manager.commit(3, 25)  # and is there again: the node takes the block just computed
     manager.check_invariants()
+    again = manager.admit(4, list(range(25)), 8)
+    assert isinstance(again, Admitted)
+    assert again.cached_tokens == 24
 
 
 def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None:
