@@ -43,6 +43,12 @@ ENVIRONMENT = {
 }
 
 
+class RefusedByVLLM(TonnageError):
+    """vLLM's own validation said no to a request that passed ours."""
+
+    code = "invalid_value"
+
+
 class VLLMEngine:
     """A vLLM engine in child processes of its own; see :class:`tonnage.server.engines.base.Engine`.
 
@@ -157,9 +163,8 @@ class VLLMEngine:
             if self._dead is not None:
                 raise self._dead
             self._prompt_tokens += len(request.prompt_token_ids)
-            outputs = self._submit(request)
-            async with contextlib.aclosing(outputs):  # closing aborts, and vLLM frees the blocks at once
-                async for chunk in self._chunks(request, outputs):
+            async with contextlib.aclosing(self._chunks(request)) as chunks:
+                async for chunk in chunks:
                     yield chunk
         finally:
             # vLLM reads aborts and new requests from one queue in order: whoever is let in now comes after
@@ -188,9 +193,8 @@ class VLLMEngine:
         outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, sampling, request.request_id)
         return outputs
 
-    async def _chunks(
-        self, request: GenerationRequest, outputs: AsyncGenerator[Any, None]
-    ) -> AsyncIterator[Chunk]:
+    async def _chunks(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         stops = set(request.params.stop_token_ids)
@@ -198,24 +202,28 @@ class VLLMEngine:
         copies = request.n if request.params.temperature == 0 else 1
         cached: int | None = None
         try:
-            async for output in outputs:
-                if cached is None:
-                    cached = output.num_cached_tokens or 0
-                    self._prefix_hit_tokens += cached
-                for sequence in output.outputs:
-                    tokens = tuple(sequence.token_ids)
-                    self._generation_tokens += len(tokens)
-                    if sequence.finish_reason == "stop" and tokens and tokens[-1] in stops:
-                        tokens = tokens[:-1]
-                    if not tokens and not sequence.finish_reason:
-                        continue
-                    for copy in range(copies):
-                        index = sequence.index + copy
-                        yield Chunk(request.request_id, index, tokens, sequence.finish_reason, cached)
+            # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
+            async with contextlib.aclosing(self._submit(request)) as outputs:
+                async for output in outputs:
+                    if cached is None:
+                        cached = output.num_cached_tokens or 0
+                        self._prefix_hit_tokens += cached
+                    for sequence in output.outputs:
+                        tokens = tuple(sequence.token_ids)
+                        self._generation_tokens += len(tokens)
+                        if sequence.finish_reason == "stop" and tokens and tokens[-1] in stops:
+                            tokens = tokens[:-1]
+                        if not tokens and not sequence.finish_reason:
+                            continue
+                        for copy in range(copies):
+                            index = sequence.index + copy
+                            yield Chunk(request.request_id, index, tokens, sequence.finish_reason, cached)
         except EngineDeadError as error:
             self._die(error)
             assert self._dead is not None
             raise self._dead from None
+        except VLLMClientError as error:
+            raise RefusedByVLLM(_last_line(error)) from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
 
@@ -318,12 +326,6 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
             hint="unset it and use --kv-cache-memory-bytes",
         )
     deployment = plan.deployment
-    if deployment.quantization not in (None, "none", "gptq"):
-        raise DeploymentError(
-            f"{deployment.quantization!r} at load is not wired to the vllm backend",
-            field="quantization",
-            hint="use --backend hf, or a checkpoint that is quantized already",
-        )
     return {
         "model": plan.model.path,
         "dtype": deployment.dtype,

@@ -1,0 +1,268 @@
+"""The command line: what it prints, how it refuses, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tonnage.server.commands.comparison import Row, print_table
+from tonnage.server.demo_model import ensure_demo
+
+CLI = [sys.executable, "-m", "tonnage.server.cli"]
+SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024"]
+
+
+def tonnage(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, env=os.environ | environment, timeout=300
+    )
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a refusal: exit code 2, no traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, URL) once the server listens; whatever is left of it is killed."""
+    process = subprocess.Popen(
+        [*CLI, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process, line_of(process, "listening on ")
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def line_of(process: subprocess.Popen[str], start: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            return line.removeprefix(start).strip()
+    raise AssertionError(f"no line {start!r}: {process.communicate()}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def demo_folder() -> Path:
+    return ensure_demo()
+
+
+def test_help_lists_the_commands() -> None:
+    done = tonnage("--help")
+    assert done.returncode == 0
+    for command in ("plan", "serve", "verify", "demo"):
+        assert re.search(rf"^  {command} +\w", done.stdout, re.M)
+        own = tonnage(command, "--help")
+        assert own.returncode == 0
+        assert own.stdout.startswith(f"usage: tonnage {command}")
+
+
+def test_no_command_shows_the_usage() -> None:
+    done = tonnage()
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: tonnage COMMAND")
+
+
+def test_an_unknown_command_gets_a_suggestion() -> None:
+    assert "did you mean serve?" in refusal(tonnage("sevre"))
+    assert "one of: plan, serve, verify, demo" in refusal(tonnage("xyz"))
+
+
+def test_every_setting_is_a_flag() -> None:
+    from tonnage.server.settings import Settings
+
+    text = tonnage("serve", "--help").stdout
+    for name in Settings.model_fields:
+        assert name == "model" or f"--{name.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["./nothing-there"], "./nothing-there"),
+        (["nobody/nothing"], "nobody/nothing"),
+        (["demo", "--max-model-len", "100000"], "max_model_len"),
+        (["demo", "--max-model-len", "many"], "max_model_len"),
+        (["demo", "--kv-cache-memory-bytes", "12 parsecs"], "kv_cache_memory_bytes"),
+        (["demo", "--port", "70000"], "port"),
+        (["demo", "--backend", "tgi"], "backend"),
+        (["demo", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
+        (["demo", "--frobnicate"], "--frobnicate"),
+        (["demo", "--host", "203.0.113.7"], "host"),
+        ([], "model"),
+    ],
+)
+def test_serve_refuses_bad_input_in_one_line(arguments: list[str], said: str) -> None:
+    line = refusal(tonnage("serve", *arguments, HF_HUB_OFFLINE="1"))
+    assert said in line or f"--{said.replace('_', '-')}" in line
+    assert line.startswith("tonnage: ")
+
+
+@pytest.mark.parametrize("command", ["serve", "verify"])
+def test_what_does_not_fit_is_planned_but_not_loaded(command: str) -> None:
+    done = tonnage(command, "demo", "--device-memory", "200MiB")
+    assert done.returncode == 2
+    assert "weights" in done.stdout
+    assert "listening on" not in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(r"\d", done.stderr)
+
+
+def test_a_port_in_use_is_found_before_the_load() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal(tonnage("serve", "demo", "--port", port))
+    assert f"port: {port} on 127.0.0.1 is in use" in line
+
+
+def test_settings_come_from_the_environment_and_flags_win() -> None:
+    assert "port" in refusal(tonnage("serve", "demo", TONNAGE_PORT="70000"))
+    done = tonnage("verify", "demo", "--device-memory", "200MiB", TONNAGE_DEVICE_MEMORY="64GiB")
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
+    with serving("demo", "--port", "0", *SMALL) as (process, url):
+        assert line_of(process, "ready on ") == url
+        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family, "the engine should be a process of its own"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=5)
+    assert process.returncode == status
+    assert alive == []
+    assert "Traceback" not in err
+
+
+def test_a_signal_while_loading_stops_everything() -> None:
+    with serving("demo", "--port", "0", *SMALL) as (process, url):
+        deadline = time.monotonic() + 30
+        while not (family := psutil.Process(process.pid).children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        process.terminate()
+        process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=5)
+    assert process.returncode == 0
+    assert alive == []
+
+
+def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:
+    with serving("demo", "--port", "0", "--backend", "fake", *SMALL) as (process, url):
+        line_of(process, "ready on ")
+        body = {"model": "demo", "prompt": "on and on", "max_tokens": 900, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as stream:
+            assert next(stream.iter_lines())
+            process.terminate()
+            process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder: Path) -> None:
+    """The planner knows the family, the engine does not serve it, which is found when it starts."""
+    config = {
+        "model_type": "falcon",
+        "architectures": ["FalconForCausalLM"],
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "max_position_embeddings": 2048,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(demo_folder / "tokenizer.json", tmp_path / "tokenizer.json")
+    done = tonnage("serve", str(tmp_path), "--port", "0", *SMALL)
+    assert done.returncode == 2, done.stderr
+    assert "'falcon' is not served by the hf backend" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
+    with serving("demo", "--port", "0", *SMALL) as (process, _):
+        deadline = time.monotonic() + 30
+        while not (family := psutil.Process(process.pid).children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for child in family:
+            child.kill()
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "engine process ended" in err.splitlines()[-1]
+
+
+def test_verify_compares_and_says_so_in_its_exit_code() -> None:
+    done = tonnage("verify", "demo", "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {"weights", "KV pool", "process", "KV bytes per token"}
+    assert result["within"] is True
+    for name in ("weights", "KV pool", "KV bytes per token"):
+        assert rows[name]["difference"] == 0
+    assert rows["weights"]["measured"] >= 2 * 134_515_008
+    assert abs(rows["process"]["difference"]) <= 0.1 * rows["process"]["planned"]
+
+
+def test_rows_outside_their_bounds_show(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Row("exact", 100, 100),
+        Row("off by one", 100, 101),
+        Row("near", 1000, 1100, 0.1),
+        Row("far", 1000, 899, 0.1),
+        Row("unknown", 1000, None),
+    ]
+    assert [row.within for row in rows] == [True, False, True, False, True]
+    print_table(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert [("OUTSIDE" in line) for line in lines] == [False, False, True, False, True, False]
+    assert "not measured" in lines[-1]
+
+
+def test_the_demo_runs_the_whole_loop() -> None:
+    done = tonnage("demo", TONNAGE_MAX_MODEL_LEN="16", OPENAI_API_KEY="")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    for name in ("weights", "KV pool"):
+        assert re.search(rf"^{name} .* 0 bytes  ok$", done.stdout, re.M)
+    assert re.search(r"^process .* ok \(at most 10 %\)$", done.stdout, re.M)
+    assert done.stdout.index("Fits.") < done.stdout.index("listening on"), "the plan comes before the load"
+    assert "stopped with status 0" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    with subprocess.Popen(
+        [*CLI, "plan", "demo", "--explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

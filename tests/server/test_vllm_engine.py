@@ -1,0 +1,267 @@
+"""Real vLLM on CPU behind the API: its block count is the plan's, its answers are bare vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.vllm import VLLMEngine, engine_arguments
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
+
+POOL = 512 * 2**20
+FLAGS = ["--kv-cache-memory-bytes", str(POOL), "--max-model-len", "2048", "--max-num-seqs", "16"]
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time there was a fox who",
+    "def fibonacci(n):",
+    "Q: What is 12 times 12?\nA:",
+]
+MAX_TOKENS = 24
+
+# vLLM on its own, told nothing but the pool and the length; one prompt at a time.
+BARE = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    folder, pool, prompts, max_tokens = json.loads(sys.argv[1])
+    llm = LLM(folder, dtype="bfloat16", max_model_len=2048, kv_cache_memory_bytes=pool, enforce_eager=True)
+    texts = [llm.generate([p], SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
+             for p in prompts]
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    print("RESULT " + json.dumps({"texts": texts, "blocks": blocks}))
+"""
+
+
+def small_plan(**flags: Any) -> Plan:
+    return make_plan(
+        "demo",
+        Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=16, **flags),
+    )
+
+
+def test_the_plan_becomes_vllms_arguments() -> None:
+    plan = small_plan()
+    arguments = engine_arguments(plan, enforce_eager=True)
+    assert arguments["kv_cache_memory_bytes"] == plan.rank.kv_pool_bytes
+    assert (
+        arguments["kv_cache_memory_bytes"] // plan.kv_cache.layout.bytes_per_block == plan.kv_cache.num_blocks
+    )
+    assert arguments["block_size"] == plan.kv_cache.layout.block_size == 128
+    assert arguments["max_model_len"] == 2048
+    assert arguments["max_num_seqs"] == 16
+
+
+async def test_what_would_override_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    engine = VLLMEngine(small_plan())
+    with pytest.raises(DeploymentError, match=r"VLLM_CPU_KVCACHE_SPACE.*unset it"):
+        await engine.start()
+    await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, Any]:
+    folder = str(ensure_demo())
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, json.dumps([folder, POOL, PROMPTS, MAX_TOKENS])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+@pytest.fixture(scope="module")
+def server(bare: dict[str, Any]) -> Iterator[str]:
+    """A real server with the vLLM backend; after the bare one, so that two do not compete for the cores."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tonnage.server.cli",
+            "serve",
+            "demo",
+            "--backend",
+            "vllm",
+            "--port",
+            "0",
+            *FLAGS,
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    family: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
+        assert url is not None, "the server ended before it was ready"
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield url
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == [], "vLLM's processes outlived the server"
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with (
+        httpx.Client(trust_env=False, timeout=120) as http,
+        openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, http_client=http) as made,
+    ):
+        yield made
+
+
+def memory(server: str) -> dict[str, Any]:
+    report: dict[str, Any] = httpx.get(f"{server}/memory", trust_env=False).json()
+    return report
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_vllm
+def test_block_count_is_the_plans(server: str, bare: dict[str, Any]) -> None:
+    report = memory(server)
+    assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == bare["blocks"]
+    assert report["plan"]["kv_cache"]["num_blocks"] == small_plan().kv_cache.num_blocks
+    assert report["measured"]["kv_pool_bytes"] == report["plan"]["ranks"][0]["kv_pool_bytes"]
+    assert report["difference"]["kv_pool_bytes"] == 0
+    assert report["measured"]["process_peak_bytes"] > report["measured"]["kv_pool_bytes"]
+
+
+@needs_vllm
+def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: dict[str, Any]) -> None:
+    for prompt, expected in zip(PROMPTS, bare["texts"], strict=True):
+        answer = client.completions.create(model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
+        assert answer.choices[0].text == expected
+
+
+@needs_vllm
+def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: dict[str, Any]) -> None:
+    chunks = list(
+        client.completions.create(
+            model="demo",
+            prompt=PROMPTS[1],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert text == bare["texts"][1]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == MAX_TOKENS
+
+
+@needs_vllm
+def test_n_seed_and_stop(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"model": "demo", "prompt": "My favourite animal is", "max_tokens": 12, "seed": 7}
+    first, second = (client.completions.create(**same, n=3, temperature=1.0) for _ in range(2))
+    texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
+    assert len(texts) == 3
+    assert len(set(texts)) > 1, "three samples that are all the same"
+    assert texts == [choice.text for choice in sorted(second.choices, key=lambda choice: choice.index)]
+    greedy = client.completions.create(**same, n=2, temperature=0)
+    assert greedy.choices[0].text == greedy.choices[1].text
+    stopped = client.completions.create(
+        model="demo", prompt="One, two, three,", max_tokens=40, temperature=0, stop=["six"]
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "six" not in stopped.choices[0].text
+
+
+@needs_vllm
+def test_what_never_fits_is_told_with_numbers(server: str, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt="hello " * 300, max_tokens=2000)
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert "2048" in caught.value.message
+    # n sequences that fit one by one but never together: 13 x 16 blocks of 181
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt="hello", max_tokens=2000, n=13)
+    assert caught.value.code == "exceeds_kv_capacity"
+    assert "208 KV blocks, the pool has 181" in caught.value.message
+
+
+def stream_until(leave: threading.Event, server: str, number: int) -> None:
+    """A client that hangs up after ``leave``; one in line gets its first line when the others have left."""
+    body = {
+        "model": "demo",
+        "prompt": f"Story {number}: ",
+        "max_tokens": 2000,
+        "stream": True,
+        "temperature": 1.0,
+        "seed": number,
+    }
+    with (
+        httpx.Client(trust_env=False, timeout=120) as http,
+        http.stream("POST", f"{server}/v1/completions", json=body) as response,
+    ):
+        next(response.iter_lines())
+        leave.wait(60)
+
+
+def waiting(server: str) -> float:
+    """Requests in line, from /metrics."""
+    for line in httpx.get(f"{server}/metrics", trust_env=False).text.splitlines():
+        if line.startswith("tonnage_requests{") and 'state="waiting"' in line:
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError("no such metric")
+
+
+def pool_is_full(server: str) -> bool:
+    blocks = memory(server)["pool"]["blocks"]
+    return bool(blocks["promised"] == 11 * 16 and blocks["used"] > 0)
+
+
+@needs_vllm
+def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.OpenAI) -> None:
+    """Streams of up to 2,000 tokens: eleven fill the pool, the others wait; all are cut off. Twice."""
+    for _ in range(2):
+        leave = threading.Event()
+        with ThreadPoolExecutor(24) as threads:
+            try:
+                for number in range(24):
+                    threads.submit(stream_until, leave, server, number)
+                until(lambda: pool_is_full(server) and waiting(server) > 0)
+            finally:
+                leave.set()
+        until(lambda: memory(server)["pool"]["blocks"]["promised"] == 0)
+        assert memory(server)["pool"]["blocks"]["used"] == 0
+    # vLLM itself has let go of them: another pool full is served without waiting for the aborted ones.
+    answer = client.completions.create(model="demo", prompt=PROMPTS, max_tokens=8, temperature=0)
+    assert len(answer.choices) == len(PROMPTS)
+    metrics = httpx.get(f"{server}/metrics", trust_env=False).text
+    assert 'tonnage_preemptions_total{model="demo"} 0.0' in metrics
+    assert 'tonnage_requests_total{model="demo",outcome="aborted"}' in metrics
