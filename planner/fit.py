@@ -22,10 +22,11 @@ def judge(
     if rank.weights_bytes > limit:
         return (f"the weights alone take {gib(rank.weights_bytes)} ({rank.weights_bytes:,} bytes) of {name}",)
     if without_pool > limit:
+        graphs = f", CUDA graphs {gib(rank.cuda_graph_bytes)}" if rank.cuda_graph_bytes else ""
         return (
-            f"weights {gib(rank.weights_bytes)}, activations {gib(rank.activation_bytes)}, framework "
-            f"{gib(rank.framework_bytes)} and CUDA graphs {gib(rank.cuda_graph_bytes)} take "
-            f"{gib(without_pool)} of {name}: nothing is left for the KV cache",
+            f"weights {gib(rank.weights_bytes)}, activations {gib(rank.activation_bytes)}{graphs} and "
+            f"framework {gib(rank.framework_bytes)} take {gib(without_pool)} of {name}: "
+            "nothing is left for the KV cache",
         )
     reasons = []
     if rank.used_bytes > limit:

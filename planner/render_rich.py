@@ -13,6 +13,7 @@ from tonnage.planner.plan import Plan
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
+_OTHER_COLUMNS = 68  # what the columns beside the bar need
 
 
 def print_rich(plan: Plan, explain: bool, file: TextIO) -> None:
@@ -22,10 +23,11 @@ def print_rich(plan: Plan, explain: bool, file: TextIO) -> None:
         console.print(escape(line))
     table = Table(box=None, pad_edge=False)
     for title, side in (("", "left"), ("", "right"), ("bytes", "right"), ("", "left"), ("bounds", "left")):
-        table.add_column(title, justify=side)  # type: ignore[arg-type]
+        table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    width = max(8, min(_BAR_WIDTH, console.width - _OTHER_COLUMNS))
     total = max(1, plan.rank.total_bytes)
     for name, size, note in render.memory_rows(plan):
-        cells = 0 if name == "device" else max(0, min(_BAR_WIDTH, round(_BAR_WIDTH * size / total)))
+        cells = 0 if name == "device" else max(0, min(width, round(width * size / total)))
         colour = "red" if size < 0 else "green" if name == "free" else "cyan"
         table.add_row(name, gib(size), f"{size:,}", f"[{colour}]{'█' * cells}[/]", note)
     console.print(table)
