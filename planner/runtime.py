@@ -19,8 +19,9 @@ API_PROCESS_BYTES = 70 * MiB
 HF_CHILD_BYTES = 300 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
-# vllm engine on cpu: RssAnon of vLLM 0.32.0's three processes after load and 8 short requests (SmolLM2-135M bf16,
-# enforce_eager, pool 256 MiB; x86_64, 2 cores), pool and weights taken off the worker's; compiled models need more.
+# vllm engine on cpu: RssAnon of vLLM 0.32.0's three processes after load and 8 short requests (SmolLM2-135M
+# bf16, enforce_eager, pool 256 MiB; x86_64, 2 cores), pool and weights taken off the worker's. Compiled models
+# need more.
 VLLM_API_BYTES = 400 * MiB
 VLLM_CORE_BYTES = 390 * MiB
 VLLM_WORKER_BYTES = 630 * MiB
