@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.base import GenerationRequest, SamplingParams
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.runner import ModelRunner
 from tonnage.server.engines.hf.sampling import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
@@ -240,3 +243,25 @@ def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 4}))  # ... the model one of 4
     with pytest.raises(UnsupportedArchitecture, match="other logits"):
         self_check(ModelRunner(plan))
+
+
+def test_nan_logits_end_their_own_request_and_no_other(tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        loop = EngineLoop(tiny_plan(write_tiny(tmp_path, "llama")), theirs, 1)
+        forward = loop.runner.forward
+
+        def broken(batch: Batch) -> torch.Tensor:
+            logits = forward(batch).clone()
+            logits[0, 5] = float("nan")
+            return logits
+
+        loop.runner.forward = broken  # type: ignore[method-assign]
+        for request in requests([[1, 2, 3], [4, 5, 6, 7]], 5):
+            loop.scheduler.add(request)
+        first, second = sorted(loop.step(), key=lambda chunk: chunk.request_id)
+        assert (first.finish_reason, second.finish_reason) == ("error", None)
+        assert first.error == "the model produced NaN or infinite logits"
+        assert len(second.token_ids) == 1
+        assert len(loop.scheduler.running) == 1
+        loop.scheduler.manager.check_invariants()

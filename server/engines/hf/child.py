@@ -8,6 +8,7 @@ Imports torch; its parent does not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import sys
 import traceback
@@ -96,15 +97,12 @@ class EngineLoop:
         except (RuntimeError, ValueError, IndexError) as error:
             traceback.print_exc()
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
-        rows = {id(sequence): row for row, sequence in enumerate(s for s in picked if s.samples)}
+        reached = [sequence for sequence in picked if sequence.samples]
         drawing = self.scheduler.fork(picked)
-        if not drawing:
-            return chunks
-        parents = [rows.get(id(sequence), -1) for sequence in drawing]
-        for at, row in enumerate(parents):  # a fork follows its parent and draws from the same logits
-            if row < 0:
-                parents[at] = parents[at - 1]
-        logits = logits[parents]
+        if len(drawing) > len(reached):  # forks follow their parent and draw from its logits
+            row = {id(sequence): at for at, sequence in enumerate(reached)}
+            at = [row.get(id(sequence), -1) for sequence in drawing]
+            logits = logits[list(itertools.accumulate(at, max))]
         finite = logits.isfinite().all(dim=-1).tolist()
         if not all(finite):
             broken = [sequence for sequence, good in zip(drawing, finite, strict=True) if not good]
