@@ -36,6 +36,7 @@ from tonnage.server.memory import PeakSampler
 # What the user has set wins.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for the plan and for --json
     "VLLM_NO_USAGE_STATS": "1",  # vLLM would report each start to its authors
     # vLLM on a CPU leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32), which on two cores
     # halves the compute. Here every core computes.
@@ -94,6 +95,7 @@ class VLLMEngine:
             # The handshake of vLLM's engine core writes the number it allocated into the config of the client
             # (v1/engine/core_client.py, 0.32); its null block is among them, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
+            await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(),))
             held = await self._llm.collective_rpc("tonnage_memory")
         except TonnageError:
             raise
@@ -342,7 +344,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
         "generation_config": "vllm",  # no defaults from the model's file: the request says all
         "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers
         "enable_log_requests": False,
-        "worker_extension_cls": "tonnage.server.engines.vllm_worker.MemoryReport",
+        "worker_extension_cls": "tonnage.server.engines.vllm_worker.WorkerExtension",
     }
 
 

@@ -1,15 +1,34 @@
-"""Runs inside vLLM's worker process: says which bytes it holds. vLLM mixes the class into its worker
-(``worker_extension_cls``) and the API process calls it through ``collective_rpc``."""
+"""Runs inside vLLM's worker processes. vLLM mixes the class into its worker (``worker_extension_cls``) and
+the API process calls its methods through ``collective_rpc``."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
 from typing import Any
 
 
-class MemoryReport:
-    """``tonnage_memory`` becomes a method of the worker."""
+class WorkerExtension:
+    """These methods become methods of the worker."""
 
     model_runner: Any
+
+    def tonnage_die_with(self, api_process: int) -> None:
+        """End vLLM's engine core when ``api_process`` ends without saying so (kill -9, out of memory).
+
+        vLLM 0.32 ends workers with their engine core, but leaves the core and its memory behind.
+        """
+        # The worker is a child of the core, or (one GPU) lives in the core, which is a child of the API.
+        core = os.getpid() if os.getppid() == api_process else os.getppid()
+        handle = os.pidfd_open(api_process)
+
+        def watch() -> None:
+            select.select([handle], [], [])  # readable when the process has ended
+            os.kill(core, signal.SIGTERM)
+
+        threading.Thread(target=watch, name="tonnage-watch", daemon=True).start()
 
     def tonnage_memory(self) -> tuple[int | None, int]:
         """Bytes of (weights and buffers, KV pool), each storage counted once.
