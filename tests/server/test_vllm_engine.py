@@ -93,31 +93,21 @@ def bare() -> dict[str, Any]:
     return result
 
 
+def start_server() -> tuple[subprocess.Popen[str], str, list[psutil.Process]]:
+    """(process, URL, vLLM's processes) of a server that is ready."""
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm"]
+    process = subprocess.Popen([*command, "--port", "0", *FLAGS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
+    assert url is not None, "the server ended before it was ready"
+    return process, url, psutil.Process(process.pid).children(recursive=True)
+
+
 @pytest.fixture(scope="module")
 def server(bare: dict[str, Any]) -> Iterator[str]:
     """A real server with the vLLM backend; after the bare one, so that two do not compete for the cores."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tonnage.server.cli",
-            "serve",
-            "demo",
-            "--backend",
-            "vllm",
-            "--port",
-            "0",
-            *FLAGS,
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    family: list[psutil.Process] = []
+    process, url, family = start_server()
     try:
-        assert process.stdout is not None
-        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-        assert url is not None, "the server ended before it was ready"
-        family = psutil.Process(process.pid).children(recursive=True)
         yield url
     finally:
         process.terminate()
@@ -265,3 +255,15 @@ def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.O
     metrics = httpx.get(f"{server}/metrics", trust_env=False).text
     assert 'tonnage_preemptions_total{model="demo"} 0.0' in metrics
     assert 'tonnage_requests_total{model="demo",outcome="aborted"}' in metrics
+
+
+@needs_vllm
+def test_a_killed_server_leaves_no_engine_behind() -> None:
+    process, _, family = start_server()
+    process.kill()
+    process.communicate()
+    assert any("EngineCore" in child.name() for child in family if child.is_running())
+    _, alive = psutil.wait_procs(family, timeout=30)
+    for child in alive:
+        child.kill()
+    assert alive == []
