@@ -16,8 +16,8 @@ from tonnage.planner.units import GiB, MiB
 # hf engine on cpu. Measured by benchmarks/memory_terms.py on Linux x86_64, Python 3.11, torch 2.13.0+cpu,
 # transformers 5.19: API process 64 to 67 MiB; engine process 282 to 285 MiB when ready and 308 after its
 # first small batches (kernels load lazily), weights and pool taken off. The interval covers other allocators.
-API_PROCESS_BYTES = 70 * MiB
-HF_CHILD_BYTES = 300 * MiB
+API_PROCESS_BYTES = 68 * MiB
+HF_CHILD_BYTES = 290 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
 # vllm engine on cpu: RssAnon of vLLM 0.32.0's three processes after load and 8 short requests (SmolLM2-135M
@@ -36,9 +36,9 @@ CUDA_INTERVAL = (0.04, 3.6)
 CUDA_GRAPH_BYTES = GiB // 2
 CUDA_GRAPH_INTERVAL = (0.06, 2.6)
 
-# Copies of the logits that are alive at once: fp32 logits, the sampler's processed copy and its
-# softmax (vllm/v1/sample/sampler.py 0.32.0; the hf engine's sampler follows the same three steps).
-LOGITS_COPIES = 3
+# Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
+# adds a few for 16 rows at a time (server/engines/hf/sampling.py). benchmarks/memory_terms.py compares.
+LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
 
