@@ -1,9 +1,9 @@
 """RunningSnapshot: what admission and the grant of blocks read; arrays of ints, one entry a running request.
 
-A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries stand
-in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding groups may
-ever hold is small and bounded (`tonnage.cache.admission.promise`), so it is set aside whole in ``reserved`` when a
-request is admitted, and a window that drops a shared block changes nothing that anybody was promised.
+A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries
+stand in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding
+groups may ever hold is bounded (`tonnage.cache.admission.promise`), so it is set aside whole in ``reserved``
+when a request is admitted, and a window that drops a shared block changes nothing that anybody was promised.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Admission: who may start, and who may take the next block. Pure functions; nothing here holds blocks.
+
+=============== ==================================================================================
+``types``       requests, limits, answers
+``promise``     the most blocks one request can ever hold; what can never fit
+``sum_rule``    admit while the sum of the promises fits (for engines that count their own blocks)
+``safety``      the law of guaranteed mode: states in which everybody can still finish
+``peak``        the most blocks the running requests will hold over time, for given remaining lengths
+``forecast``    output lengths still to come, learned from those that have ended
+``policy``      guaranteed, predictive, greedy: `decide_running`
+=============== ==================================================================================
+"""
+
+from tonnage.cache.admission.promise import (
+    ceil_div,
+    first_needed_block,
+    group_promise,
+    largest_prompt,
+    promised_blocks,
+    refusal,
+    split_promise,
+)
+from tonnage.cache.admission.sum_rule import decide
+from tonnage.cache.admission.types import (
+    AdmissionRequest,
+    Admit,
+    Decision,
+    Limits,
+    Never,
+    NeverReason,
+    Snapshot,
+    Wait,
+    WaitReason,
+)
+
+__all__ = [
+    "AdmissionRequest",
+    "Admit",
+    "Decision",
+    "Limits",
+    "Never",
+    "NeverReason",
+    "Snapshot",
+    "Wait",
+    "WaitReason",
+    "ceil_div",
+    "decide",
+    "first_needed_block",
+    "group_promise",
+    "largest_prompt",
+    "promised_blocks",
+    "refusal",
+    "split_promise",
+]
