@@ -36,8 +36,23 @@ class QueueFull(TonnageError):
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match: ``json_schema`` and ``json_object`` (then ``text`` is empty or
+    a JSON schema), ``regex``, ``choice`` (a JSON array of strings) or ``lark``/EBNF as ``grammar``."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Field meanings as in vLLM's SamplingParams. temperature 0 = greedy; top_k 0 = off."""
+    """Field meanings as in vLLM's SamplingParams. temperature 0 = greedy; top_k 0 = off.
+
+    ``logprobs``: with each token its own log probability and those of this many best ones (before temperature
+    and truncation, vLLM's ``raw_logprobs``); ``prompt_logprobs`` the same for the prompt, None: none.
+    ``logit_bias``: (token id, added to its logit). ``min_tokens``: no stop token before so many tokens.
+    What an engine does not honour (:attr:`Engine.honours`) is refused before it gets there.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -47,6 +62,17 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # the model's EOS ids included, unless ignore_eos
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+
+
+# The sampling parameters every engine honours; what an engine honours beyond them is in its ``honours``.
+BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +89,22 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability (natural) of a token, and of the best ones at its place as (token id, logprob), best
+    first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one of the n sequences. A stop token that ended it is not among ``token_ids``."""
+    """New tokens of one of the n sequences. A stop token that ended it is not among ``token_ids``.
+
+    ``logprobs``: one for each of ``token_ids``, when they were asked for. ``prompt_logprobs``: in the first
+    chunk, one for each prompt token, the first (which nothing foretells) None.
+    """
 
     request_id: str
     index: int
@@ -72,6 +112,8 @@ class Chunk:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +206,11 @@ class Engine(Protocol):
     @property
     def plan(self) -> Plan:
         """The plan printed before the load (revision 0)."""
+        ...
+
+    @property
+    def honours(self) -> frozenset[str]:
+        """Names of the fields of SamplingParams it acts on: BASIC_PARAMS and more."""
         ...
 
     async def start(self) -> None:
