@@ -8,7 +8,14 @@ from typing import Literal
 
 from tonnage.planner.layout import GroupKind
 
-Role = Literal["embedding", "attention", "mlp", "norm", "head", "buffer"]
+Role = Literal[
+    "embedding", "attention", "mlp", "expert", "router", "mixer", "norm", "head",
+    "encoder", "vision", "audio", "projector", "buffer",
+]  # fmt: skip
+"""``mixer``: what stands in for attention (Mamba, delta net, convolution, RWKV). ``encoder``: the encoder of
+an encoder-decoder model. ``vision``, ``audio``, ``projector``: towers, counted apart."""
+
+TOWER_ROLES = ("vision", "audio", "projector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +25,12 @@ class TensorSpec:
     ``module_class`` is the class that owns it: quantizers replace by class (``Linear``, not its
     subclasses). ``tied_to`` names the tensor whose storage it shares: it costs nothing. ``dtype`` None:
     the model's dtype; buffers state their own.
+
+    Expert weights are one tensor [experts, out, in] (``transposed``: [experts, in, out]); a checkpoint
+    stores ``matrices`` matrices per expert instead (2 for a fused gate and up projection).
+
+    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all). Of it ``kv_rows`` belong
+    to ``kv_units`` KV heads, which are not divided below one head.
     """
 
     name: str
@@ -27,6 +40,11 @@ class TensorSpec:
     layer: int | None = None
     tied_to: str | None = None
     dtype: str | None = None
+    shard_dim: int | None = None
+    kv_rows: int = 0
+    kv_units: int = 0
+    matrices: int = 1
+    transposed: bool = False
 
     @property
     def elements(self) -> int:
@@ -42,11 +60,31 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheLayer:
-    """K and V one layer keeps per token: 2 x ``kv_heads`` x ``head_size`` elements.
+class StateTensor:
+    """A tensor one layer keeps per sequence, whatever its length. ``dtype`` None: the model's dtype.
+    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all)."""
 
-    ``window`` counts the tokens a query sees, itself included. ``transformers_kv_heads`` differs from
-    ``kv_heads`` where transformers repeats K and V before it stores them.
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    shard_dim: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """What one layer keeps while it generates.
+
+    ``full``, ``sliding``, ``chunked``, ``cross``: ``kv_heads`` x (``head_size`` for K +
+    ``value_head_size`` for V, None: the same) elements per token. ``mla``: one latent of ``head_size``
+    elements per token (compressed KV and the rotary key), the same on every rank. ``state``: ``states``
+    per sequence, nothing per token.
+
+    ``window`` counts the tokens a query sees, itself included (``chunked``: the chunk size).
+    ``transformers_kv_heads`` differs from ``kv_heads`` where transformers repeats K and V before it
+    stores them. ``shares``: the layer whose cache this one reads; it stores nothing itself.
+    ``compression``: one entry stands for so many tokens. ``index_size``: elements of the sparse indexer's key
+    per token, beside (0: no indexer). ``source_tokens``: the most tokens a cross-attention cache holds (the
+    encoder's output), None where the request decides.
     """
 
     layer: int
@@ -55,6 +93,20 @@ class CacheLayer:
     kv_heads: int
     head_size: int
     transformers_kv_heads: int | None = None
+    value_head_size: int | None = None
+    states: tuple[StateTensor, ...] = ()
+    shares: int | None = None
+    compression: int = 1
+    index_size: int = 0
+    source_tokens: int | None = None
+
+    @property
+    def elements_per_entry(self) -> int:
+        """Elements of one cached entry (one token, or ``compression`` tokens), without the indexer's key."""
+        if self.kind == "mla":
+            return self.head_size
+        value = self.head_size if self.value_head_size is None else self.value_head_size
+        return self.kv_heads * (self.head_size + value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +120,13 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Shapes of a dense decoder-only model; ``tensors`` and ``cache_layers`` in layer order."""
+    """Shapes of a model; ``tensors`` and ``cache_layers`` in layer order.
+
+    ``layers``, ``hidden_size`` ... are those of the language model (of the decoder, where there is an
+    encoder too). ``cache_layers`` is empty for an encoder. ``experts`` and ``experts_per_token`` count
+    routed experts (0: dense); ``intermediate_size`` is the widest MLP of one token (with MoE: all experts
+    a token goes through, and the shared ones).
+    """
 
     model_type: str
     class_name: str
@@ -85,6 +143,9 @@ class Architecture:
     rotary: Rotary | None
     position_field: str  # the config field max_model_len came from
     gated_mlp: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
 
     @property
     def parameters(self) -> int:
@@ -92,7 +153,21 @@ class Architecture:
         return sum(t.elements for t in self.tensors if t.is_parameter and t.tied_to is None)
 
     @property
+    def tower_parameters(self) -> dict[str, int]:
+        """Parameters of vision, audio and projector modules by role; empty for a text model."""
+        out: dict[str, int] = {}
+        for tensor in self.tensors:
+            if tensor.role in TOWER_ROLES and tensor.tied_to is None:
+                out[tensor.role] = out.get(tensor.role, 0) + tensor.elements
+        return out
+
+    @property
     def attention(self) -> str:
+        kinds = {layer.kind for layer in self.cache_layers}
+        if kinds == {"state"}:
+            return "none"
+        if "mla" in kinds:
+            return "MLA"
         if self.kv_heads == self.heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"

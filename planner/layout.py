@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GroupKind = Literal["full", "sliding"]
+GroupKind = Literal["full", "sliding", "chunked", "mla", "state", "cross"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +19,23 @@ class KVGroup:
     """Layers that share one block table per sequence.
 
     ``layers`` are model layer indices (slot = position); ``window`` counts the tokens a query sees,
-    itself included (None for full attention).
+    itself included (None for full attention). ``block_size``: tokens one block of this group holds, None:
+    the layout's (engines stretch it where layers of different bytes per token share a pool).
     """
 
     kind: GroupKind
     layers: tuple[int, ...]
     window: int | None = None
+    block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of the pool. Storage order: [block, layer slot, K or V, slot in block, KV head, head size]."""
+    """Geometry of the pool. Storage order: [block, layer slot, K or V, slot in block, KV head, head size].
+
+    ``page_bytes``: bytes of one layer slot of a block where they are not K and V of ``kv_heads`` x
+    ``head_size`` (MLA latents, states, padded pages); None: they are.
+    """
 
     groups: tuple[KVGroup, ...]
     block_size: int
@@ -38,15 +44,25 @@ class KVLayout:
     head_size: int
     dtype: str
     dtype_bytes: int
+    page_bytes: int | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one layer slot of a block."""
+        if self.page_bytes is not None:
+            return self.page_bytes
+        return 2 * self.block_size * self.kv_heads * self.head_size * self.dtype_bytes
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, whatever group owns it (unused layer slots included)."""
-        return self.layer_slots * 2 * self.block_size * self.kv_heads * self.head_size * self.dtype_bytes
+        return self.layer_slots * self.slot_bytes
 
     @property
     def bytes_per_token(self) -> int | None:
         """Bytes one more token costs in the long run; None for a hybrid, where it has no single meaning."""
-        if len(self.groups) != 1:
+        if len(self.groups) != 1 or self.groups[0].kind == "state":
             return None
+        if self.page_bytes is not None:
+            return len(self.groups[0].layers) * self.page_bytes // (self.groups[0].block_size or self.block_size)
         return len(self.groups[0].layers) * 2 * self.kv_heads * self.head_size * self.dtype_bytes
