@@ -1,9 +1,9 @@
-"""RunningSnapshot: what every running request holds and may still ask for, as arrays.
+"""RunningSnapshot: what admission and the grant of blocks read; arrays of ints, one entry a running request.
 
-One entry per *request slot*: a request with its n sequences is one unit of admission, and keeps its slot from
-admission until its last sequence is freed. The arrays are read-only views of what the manager keeps up to date
-with every operation: reading them costs no work per request, and they are valid until the next call that
-changes the manager (copy them to keep them).
+A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries
+stand in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding
+groups may ever hold is bounded (`tonnage.cache.admission.promise`), so it is set aside whole in ``reserved``
+when a request is admitted, and a window that drops a shared block changes nothing that anybody was promised.
 """
 
 from __future__ import annotations
@@ -14,34 +14,50 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class RunningSnapshot:
-    """State of the pool, and per request slot int32 [slots] (0 where the slot is empty).
+    """Pool counters, and int32 arrays of shape [running requests]. Views are fine: readers change nothing.
 
-    ``held`` distinct blocks in the tables of the request's sequences; ``private`` a lower bound of those that
-    nobody else references, i.e. that become free or evictable at once if the request ends now; ``promised``
-    the most blocks it can ever hold (over all groups and sequences); ``prompt_left`` prompt tokens not yet
-    computed; ``sequences`` those that count against max_num_seqs, forks still to come included; ``admitted``
-    int64: number of the admission, growing (0: empty slot).
-
-    Laws: ``private <= held <= promised`` everywhere; ``used <= sum(held)``; ``free + cached + used = usable``.
+    - ``usable``: blocks of the pool without the null block;
+    - ``used``: distinct blocks of full groups with a reference;
+    - ``reserved``: most blocks all running requests can hold in sliding groups (0 without such groups);
+    - ``held``: distinct blocks in the request's tables, full groups;
+    - ``private``: those of ``held`` that no other request references, or fewer (a lower bound is safe);
+    - ``promised``: most blocks the request can ever hold in full groups;
+    - ``prompt``: prompt tokens; ``prompt_left``: of these not yet computed;
+    - ``output``: tokens produced by its longest live sequence; ``output_left``: the most that one of its live
+      sequences may still produce;
+    - ``sequences``: live ones plus forks to come.
     """
 
     usable: int
-    free: int
-    cached: int
-    running: int  # requests
-    admitted: Int64Array
+    used: int
+    reserved: int
     held: Int32Array
     private: Int32Array
     promised: Int32Array
+    prompt: Int32Array
     prompt_left: Int32Array
+    output: Int32Array
+    output_left: Int32Array
     sequences: Int32Array
 
     @property
+    def capacity(self) -> int:
+        """Blocks that full groups may use."""
+        return self.usable - self.reserved
+
+    @property
     def available(self) -> int:
-        """Blocks that can be taken now: free ones and cached ones that nobody references."""
-        return self.free + self.cached
+        """Blocks that full groups may still take: free ones, and cached ones that nobody references."""
+        return self.usable - self.reserved - self.used
+
+    @property
+    def need(self) -> Int32Array:
+        """int32 [running]: blocks each request may still ask for."""
+        return self.promised - self.held
+
+    def __len__(self) -> int:
+        return len(self.held)
