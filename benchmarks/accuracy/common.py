@@ -1,0 +1,97 @@
+"""What the sections share: inputs, the table of a section, reading of the data formats."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Paths of the command line; None where the user gave none."""
+
+    configs: Path | None = None
+    truth: Path | None = None
+    checkpoints: Path | None = None
+    vllm: Path | None = None
+    reports: Path | None = None
+    receipts: Path | None = None
+
+    def config(self, name: str) -> dict[str, Any] | None:
+        """config.json of ``org/model`` or ``org__model`` (with ``hf_quant_config.json`` merged in, as the
+        planner reads a folder); None when the folder does not have it."""
+        from tonnage.planner.fields import parse_config
+
+        if self.configs is None:
+            return None
+        stem = name.replace("/", "__", 1)
+        for path in (self.configs / stem / "config.json", self.configs / f"{stem}.json"):
+            if path.is_file():
+                return parse_config(path.read_bytes(), str(path))
+        return None
+
+    def names(self) -> list[str]:
+        """Every model the folder has a config of, sorted."""
+        if self.configs is None:
+            return []
+        folders = {path.parent.name for path in self.configs.glob("*/config.json")}
+        return sorted(folders | {path.stem for path in self.configs.glob("*__*.json")})
+
+
+def read_tsv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t"))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+@dataclass
+class Section:
+    """Scores of one section. ``errors``: relative errors of the scored rows; ``covered``: rows whose true
+    value lies in the planner's interval (None: the section has no intervals)."""
+
+    rows: int = 0
+    errors: list[float] = field(default_factory=list)
+    exact: int = 0
+    refused: list[str] = field(default_factory=list)
+    covered: int | None = None
+    misses: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, planned: float, truth: float, note: str = "") -> None:
+        """Score one row: exact when equal, else a miss with its relative error."""
+        self.rows += 1
+        error = abs(planned - truth) / abs(truth) if truth else float(planned != truth)
+        self.errors.append(error)
+        if planned == truth:
+            self.exact += 1
+        else:
+            self.misses.append(f"{name}: planned {planned:,} truth {truth:,} {note}".rstrip())
+
+    def refuse(self, name: str, why: object) -> None:
+        self.rows += 1
+        self.refused.append(f"{name}: {why}")
+
+    def to_json(self) -> dict[str, Any]:
+        errors = sorted(self.errors)
+
+        def at(share: float) -> float | None:
+            return errors[min(len(errors) - 1, int(share * len(errors)))] if errors else None
+
+        return {
+            "rows": self.rows,
+            "scored": len(errors),
+            "refused": self.refused,
+            "exact": self.exact,
+            "median_error": at(0.5),
+            "p90_error": at(0.9),
+            "worst_error": errors[-1] if errors else None,
+            "covered": self.covered,
+            "misses": self.misses,
+            **self.extra,
+        }

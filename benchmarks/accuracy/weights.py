@@ -1,0 +1,55 @@
+"""``weights``: parameters and checkpoint bytes from config.json alone, to the byte, with ``via: adapter``."""
+
+from __future__ import annotations
+
+from accuracy.common import Inputs, Section, read_tsv
+
+NAME = "weights"
+
+
+def score(inputs: Inputs) -> Section | None:
+    if inputs.configs is None or (inputs.truth is None and inputs.checkpoints is None):
+        return None
+    section = Section()
+    if inputs.truth is not None:
+        for row in read_tsv(inputs.truth):
+            _parameters(inputs, section, row)
+    if inputs.checkpoints is not None:
+        for row in read_tsv(inputs.checkpoints):
+            _checkpoint(inputs, section, row)
+    section.extra["via"] = "adapter"
+    return section
+
+
+def _parameters(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
+    from tonnage.planner.errors import TonnageError
+    from tonnage.planner.families.registry import build_architecture
+
+    config = inputs.config(row["model"])
+    if config is None:
+        return
+    try:
+        architecture = build_architecture(config)
+    except TonnageError as error:
+        section.refuse(row["model"], error)
+        return
+    section.add(row["model"], architecture.parameters, int(row["params_unique"]))
+
+
+def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
+    from tonnage.planner.errors import TonnageError
+    from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.quantization import checkpoint_bytes, read_quantization
+
+    config = inputs.config(row["model"])
+    if config is None:
+        return
+    try:
+        architecture = build_architecture(config)
+        quantization = read_quantization(config, None)
+        dtype = row["torch_dtype"] if row["torch_dtype"] != "None" else "bfloat16"
+        size = checkpoint_bytes(architecture, quantization, dtype)
+    except TonnageError as error:
+        section.refuse(f"{row['model']} checkpoint", error)
+        return
+    section.add(f"{row['model']} checkpoint", size, int(row["total_size_bytes"]))

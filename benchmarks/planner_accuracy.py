@@ -1,0 +1,65 @@
+"""How right is the planner? Every public figure given, section by section, against `tonnage plan`'s arithmetic.
+
+    python benchmarks/planner_accuracy.py --configs DIR --truth param_truth.tsv
+        --checkpoints checkpoint_sizes.tsv --vllm vllm_kv_truth.tsv --reports field_reports.jsonl
+        --receipts measured_receipts.tsv --json
+
+Each input is optional; a section without its inputs is left out. Each section is a module of
+``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``. transformers is made
+unimportable before anything is planned: no figure here comes from instantiating a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+SECTIONS = (
+    "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "inference",
+    "llama_cpp", "sglang",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, what in (
+        ("configs", "folder of <org>__<model>/config.json (or <org>__<model>.json)"),
+        ("truth", "parameter counts (TSV)"),
+        ("checkpoints", "sizes of published checkpoints (TSV)"),
+        ("vllm", "what vLLM's own functions allocate (TSV)"),
+        ("reports", "start-up reports of real engines (JSON lines)"),
+        ("receipts", "published measurements (TSV)"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, help=what)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--json", action="store_true", help="one JSON object only")
+    options = parser.parse_args()
+    sys.modules["transformers"] = None  # type: ignore[assignment]
+    from accuracy.common import Inputs
+
+    inputs = Inputs(**{f: getattr(options, f) for f in Inputs.__dataclass_fields__ if hasattr(options, f)})
+    out = {}
+    for name in options.sections:
+        try:
+            module = import_module(f"accuracy.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"accuracy.{name}":
+                raise
+            continue
+        begun = time.process_time()
+        section = module.score(inputs)
+        if section is None:
+            continue
+        out[name] = section.to_json()
+        if not options.json:
+            print(f"{name}: {time.process_time() - begun:.1f} s\n{json.dumps(out[name], indent=1)}")
+    print(json.dumps(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
