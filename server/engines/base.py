@@ -114,11 +114,17 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    queued_seconds: float | None = None  # from submit to admission; None: this engine does not say
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised."""
+    """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised.
+
+    ``committed``: the peak of the promised schedule, where admission looks at more than the sum of promises
+    (None: it does not). ``tail_waste_slots``: slots of used blocks that hold no token, a block that several
+    sequences share counted for each (None: this engine does not say).
+    """
 
     num_blocks: int
     usable: int
@@ -127,6 +133,8 @@ class PoolStats:
     free: int
     promised: int
     evictions: int = 0
+    committed: int | None = None
+    tail_waste_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +172,9 @@ class EngineStats:
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
     admissions: tuple[tuple[str, str, int], ...] = ()  # (outcome admit|wait|never, reason, count)
+    refused_blocks: tuple[tuple[str, str, int], ...] = ()  # (wait|never, reason, blocks that were missing)
     preemptions: int = 0
+    preempted_tokens: int = 0  # computed tokens that preemptions threw away
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
