@@ -6,8 +6,16 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.tenants import ANYBODY, Tenant
+
+if TYPE_CHECKING:
+    from tonnage.server.api.generation import Submission, TokenCounts
+
+from tonnage.server.usage import RequestMix, Tenants
 
 Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
@@ -56,24 +64,32 @@ class Accounts:
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
+        self.queue_wait = Histogram(REQUEST_DURATION_BUCKETS)
+        self.mix = RequestMix()
+        self.tenants = Tenants()
+        self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
         self._finished: deque[float] = deque(maxlen=32)  # times of the last completions, for the drain estimate
 
-    def receive(self) -> Ticket:
+    def receive(self, tenant: str = "") -> Ticket:
         """Count a request in; it must be finished exactly once."""
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
-        return Ticket(self)
+        return Ticket(self, tenant)
 
     def drain_seconds(self, waiting: int) -> float:
         """Seconds until ``waiting`` requests are through at the rate of the last completions; 1 to 60.
 
         Without two completions there is no rate: 1, the smallest value Retry-After can say.
         """
+        rate = self.completion_rate()
+        return 1.0 if rate is None else min(60.0, max(1.0, waiting / rate))
+
+    def completion_rate(self) -> float | None:
+        """Completions a second over the last (at most 32) ones until now; None before two of them."""
         if len(self._finished) < 2:
-            return 1.0
-        span = time.monotonic() - self._finished[0]
-        return min(60.0, max(1.0, waiting * span / len(self._finished)))
+            return None
+        return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])
 
     def check(self) -> None:
         """The law: nothing received is lost or counted twice. Raises AssertionError."""
@@ -81,37 +97,83 @@ class Accounts:
         if self.received != counted:
             raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
 
-    def _close(self, outcome: Outcome, seconds: float) -> None:
+    def _close(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1
         if not self.in_flight:
             self.idle.set()
         self.outcomes[outcome] += 1
         if outcome in ("stop", "length"):
-            self.request_duration.observe(seconds)
+            self.request_duration.observe(ticket.seconds)
             self._finished.append(time.monotonic())
+        for listener in self.on_finish:
+            listener(ticket)
 
 
 class Ticket:
-    """One request, from its arrival to its single outcome."""
+    """One request, from its arrival to its single outcome.
 
-    __slots__ = ("_accounts", "_first", "_start", "outcome")
+    ``submission`` and ``counts`` are set when it goes to the engine, ``error`` when it failed.
+    """
 
-    def __init__(self, accounts: Accounts) -> None:
+    __slots__ = (
+        "_accounts",
+        "_start",
+        "arrived",
+        "counts",
+        "endpoint",
+        "error",
+        "first_token_seconds",
+        "outcome",
+        "request_id",
+        "seconds",
+        "submission",
+        "tenant",
+    )
+
+    def __init__(self, accounts: Accounts, endpoint: str, request_id: str, tenant: Tenant) -> None:
         self._accounts = accounts
         self._start = time.monotonic()
-        self._first = False
+        self.arrived = time.time()
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.tenant = tenant
+        self.first_token_seconds: float | None = None
+        self.seconds = 0.0  # from arrival to outcome
         self.outcome: Outcome | None = None
+        self.error: ApiError | None = None
+        self.submission: Submission | None = None
+        self.counts: TokenCounts | None = None
 
     def finish(self, outcome: Outcome) -> None:
         """Settle the outcome; the first one stands."""
         if self.outcome is None:
             self.outcome = outcome
-            self._accounts._close(outcome, time.monotonic() - self._start)
+            self.seconds = time.monotonic() - self._start
+            self._accounts._close(self, outcome)
+
+    def fail(self, error: ApiError, outcome: Outcome) -> None:
+        """Settle ``outcome``, with what the client is told."""
+        if self.outcome is None:
+            self.error = error
+            self.finish(outcome)
+
+    def timed_out(self, seconds: float | None) -> ApiError:
+        """What a request is told whose time is up: come back later if it never got its turn."""
+        if self.first_token_seconds is None:
+            return ApiError(
+                ErrorCode.QUEUE_TIMEOUT,
+                f"the request waited {seconds:g} s without its turn (request_timeout)",
+                retry_after_seconds=self._accounts.drain_seconds(self._accounts.in_flight),
+            )
+        return ApiError(
+            ErrorCode.REQUEST_TIMEOUT,
+            f"the request did not end within {seconds:g} s (request_timeout); ask for fewer tokens",
+        )
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
         """``count`` new tokens of a sequence arrived at ``now``; the previous ones at ``last`` or never."""
-        if not self._first:
-            self._first = True
-            self._accounts.time_to_first_token.observe(now - self._start)
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._start
+            self._accounts.time_to_first_token.observe(self.first_token_seconds)
         if last is not None and count:
             self._accounts.inter_token_latency.observe((now - last) / count, count)
