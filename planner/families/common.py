@@ -3,13 +3,223 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from tonnage.planner.architecture import CacheLayer, Role, Rotary, TensorSpec
+from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
 
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
+Shard = Literal["column", "row"] | None
+
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+class Tensors:
+    """Collects the tensors of a model in order. ``layer`` is the model layer of what is added next;
+    ``role`` replaces every role while it is set (towers and encoders)."""
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self.layer: int | None = None
+        self.role: Role | None = None
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        role: Role,
+        module_class: str,
+        *,
+        shard: int | None = None,
+        kv: tuple[int, int] = (0, 0),
+        dtype: str | None = None,
+        tied_to: str | None = None,
+        matrices: int = 1,
+        transposed: bool = False,
+    ) -> None:
+        """One tensor. ``kv``: (rows of KV heads, number of KV heads) along the divided dimension."""
+        if self.role is not None and role != "buffer":
+            role = self.role
+        self.specs.append(
+            TensorSpec(
+                name, shape, role, module_class, self.layer, tied_to, dtype, shard, *kv, matrices, transposed
+            )
+        )
+
+    def linear(
+        self,
+        module: str,
+        out: int,
+        into: int,
+        role: Role = "attention",
+        *,
+        bias: bool = False,
+        shard: Shard = None,
+        kv: tuple[int, int] = (0, 0),
+        module_class: str = "Linear",
+    ) -> None:
+        """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
+        dim = {"column": 0, "row": 1, None: None}[shard]
+        self.add(f"{module}.weight", (out, into), role, module_class, shard=dim, kv=kv)
+        if bias:
+            self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
+
+    def norm(self, module: str, size: int, kind: str = "rms") -> None:
+        """``rms``: a weight; ``layer``: weight and bias; ``layer-weight``: a LayerNorm without bias;
+        ``none``: nothing to learn."""
+        if kind == "none":
+            return
+        module_class = "RMSNorm" if kind == "rms" else "LayerNorm"
+        self.add(f"{module}.weight", (size,), "norm", module_class)
+        if kind == "layer":
+            self.add(f"{module}.bias", (size,), "norm", module_class)
+
+    def embedding(
+        self, module: str, rows: int, width: int, tied_to: str | None = None, shard: int | None = None
+    ) -> None:
+        """A table; ``shard`` 0 for the vocabulary (divided by rows), None for positions."""
+        self.add(f"{module}.weight", (rows, width), "embedding", "Embedding", tied_to=tied_to, shard=shard)
+
+    def vocabulary(self, module: str, rows: int, width: int, tied_to: str | None = None) -> None:
+        self.embedding(module, rows, width, tied_to, 0)
+
+    def head(self, module: str, vocab: int, width: int, tied_to: str | None, bias: bool = False) -> None:
+        self.add(f"{module}.weight", (vocab, width), "head", "Linear", tied_to=tied_to, shard=0)
+        if bias:
+            self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
+
+    def buffer(self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None) -> None:
+        self.add(name, shape, "buffer", module_class, dtype=dtype)
+
+    def attention(
+        self,
+        at: str,
+        dims: Heads,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        out: str = "o_proj",
+        qk_norm: str = "none",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+    ) -> None:
+        """Separate q, k, v and output projections under ``at``. ``qk_norm``: ``head`` (a weight of one
+        head), ``full`` (of all heads) or ``none``."""
+        kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
+        for name, rows, kv in (
+            ("q_proj", dims.heads * dims.head_size, (0, 0)),
+            ("k_proj", kv_rows, (kv_rows, dims.kv_heads)),
+            ("v_proj", value_rows, (value_rows, dims.kv_heads)),
+        ):
+            self.linear(f"{at}.{name}", rows, dims.hidden, bias=bias, shard="column", kv=kv)
+        self.linear(f"{at}.{out}", dims.hidden, dims.heads * dims.value_size, bias=out_bias, shard="row")
+        if qk_norm != "none":
+            full = qk_norm == "full"
+            q_norm, k_norm = norm_names
+            self.norm(f"{at}.{q_norm}", dims.heads * dims.head_size if full else dims.head_size)
+            self.norm(f"{at}.{k_norm}", kv_rows if full else dims.head_size)
+
+    def fused_attention(
+        self, at: str, dims: Heads, *, qkv: str, out: str, bias: bool = False, out_bias: bool = False
+    ) -> None:
+        """One projection for q, k and v."""
+        kv_rows = dims.kv_heads * (dims.head_size + dims.value_size)
+        rows = dims.heads * dims.head_size + kv_rows
+        kv = (kv_rows, dims.kv_heads)
+        self.linear(f"{at}.{qkv}", rows, dims.hidden, bias=bias, shard="column", kv=kv)
+        self.linear(f"{at}.{out}", dims.hidden, dims.heads * dims.value_size, bias=out_bias, shard="row")
+
+    def gated_mlp(
+        self,
+        at: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        role: Role = "mlp",
+    ) -> None:
+        gate, up, down = names
+        self.linear(f"{at}.{gate}", inner, hidden, role, bias=bias, shard="column")
+        self.linear(f"{at}.{up}", inner, hidden, role, bias=bias, shard="column")
+        self.linear(f"{at}.{down}", hidden, inner, role, bias=bias, shard="row")
+
+    def plain_mlp(
+        self,
+        at: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        names: tuple[str, str] = ("up_proj", "down_proj"),
+        fused_gate: bool = False,
+    ) -> None:
+        """Up and down; ``fused_gate``: the first matrix holds gate and up."""
+        up, down = names
+        self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
+        self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
+
+    def experts(
+        self,
+        at: str,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        gated: bool = True,
+        transposed: bool = False,
+        bias: bool = False,
+        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+        module_class: str = "Experts",
+    ) -> None:
+        """All routed experts of a layer as two tensors [experts, out, in] (or [experts, in, out])."""
+        up, down = names
+        matrices = 2 if gated else 1
+        rows = matrices * inner
+        up_shape = (count, hidden, rows) if transposed else (count, rows, hidden)
+        down_shape = (count, inner, hidden) if transposed else (count, hidden, inner)
+        extra: dict[str, Any] = {"transposed": transposed}
+        self.add(
+            f"{at}.{up}",
+            up_shape,
+            "expert",
+            module_class,
+            shard=2 if transposed else 1,
+            matrices=matrices,
+            **extra,
+        )
+        if bias:
+            self.add(f"{at}.{up}_bias", (count, rows), "expert", module_class, shard=1)
+        self.add(f"{at}.{down}", down_shape, "expert", module_class, shard=1 if transposed else 2, **extra)
+        if bias:
+            self.add(f"{at}.{down}_bias", (count, hidden), "expert", module_class)
+
+    def router(self, module: str, count: int, hidden: int, *, linear: bool = False, bias: bool = False) -> None:
+        """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which quantizers may replace."""
+        self.linear(module, count, hidden, "router", bias=bias, module_class="Linear" if linear else "Router")
+
+    def correction_bias(self, name: str, shape: tuple[int, ...]) -> None:
+        """e_score_correction_bias: kept in fp32 (a buffer of the models' own classes)."""
+        self.buffer(name, shape, "Router", "float32")
+
+    def rotary(self, dim: int, *prefixes: str) -> None:
+        self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Geometry of one attention module."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    value: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.value is None else self.value
 
 
 def linear(
@@ -117,3 +327,72 @@ def cache_layers(
         else:
             out.append(CacheLayer(index, "sliding", window, kv_heads, head_size))
     return tuple(out)
+
+
+def heads_of(fields: Fields, *, kv_default: int | None = None) -> Heads:
+    """:func:`geometry` as :class:`Heads`."""
+    return Heads(*geometry(fields, kv_default=kv_default))
+
+
+def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
+    return cache_layers(("full_attention",) * layers, None, dims.kv_heads, dims.head_size)
+
+
+def decoder(
+    fields: Fields,
+    model_type: str,
+    class_name: str,
+    t: Tensors,
+    dims: Heads,
+    cache: tuple[CacheLayer, ...],
+    *,
+    layers: int,
+    inner: int,
+    vocab: int,
+    max_model_len: int | None = None,
+    position_field: str = "max_position_embeddings",
+    rotary: Rotary | None = None,
+    gated: bool = True,
+    experts: int = 0,
+    experts_per_token: int = 0,
+    kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder",
+) -> Architecture:
+    """The Architecture of what was collected. ``max_model_len`` None: max_position_embeddings, scaled as
+    its rope parameters say."""
+    if max_model_len is None:
+        _, factor = read_rope(fields)
+        max_model_len = int(fields.integer("max_position_embeddings", limit="positions") * factor)
+    return Architecture(
+        model_type=model_type,
+        class_name=class_name,
+        layers=layers,
+        hidden_size=dims.hidden,
+        intermediate_size=inner,
+        heads=dims.heads,
+        kv_heads=dims.kv_heads,
+        head_size=dims.head_size,
+        vocab_size=vocab,
+        max_model_len=max_model_len,
+        tensors=tuple(t.specs),
+        cache_layers=cache,
+        rotary=rotary,
+        position_field=position_field,
+        gated_mlp=gated,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        kind=kind,
+    )
+
+
+def rotary_share(fields: Fields, default: float = 1.0) -> float:
+    """``partial_rotary_factor``: the share of each head that is rotated."""
+    share = fields.number("partial_rotary_factor", default)
+    parameters = fields.raw("rope_parameters")
+    if isinstance(parameters, dict):
+        inner = parameters.get("partial_rotary_factor", share)
+        if isinstance(inner, bool) or not isinstance(inner, int | float):
+            raise ConfigError(f"{shown(inner)} is not a number", field="rope_parameters.partial_rotary_factor")
+        share = float(inner)
+    if not 0 < share <= 1:
+        raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
+    return share

@@ -11,20 +11,19 @@ from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
 
-_ADAPTERS = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3_text": "gemma",
+# module -> the model_types it builds. A module is imported when one of its types is asked for.
+_MODULES = {
+    "llama": (
+        "llama mistral qwen2 qwen3 granite helium smollm3 seed_oss glm glm4 ernie4_5 exaone4 olmo olmo2 "
+        "olmo3 arcee apertus bitnet cohere cohere2 diffllama doge hunyuan_v1_dense starcoder2 stablelm "
+        "persimmon phi phi3 nemotron xverse baichuan"
+    ),
+    "gemma": "gemma gemma2 gemma3_text",
     "gpt_neox": "gpt_neox",
-    "falcon": "falcon",
-    "RefinedWeb": "falcon",  # model_type of the first Falcon-40B files
-    "RefinedWebModel": "falcon",  # and of Falcon-7B
+    "falcon": "falcon RefinedWeb RefinedWebModel",
     "gpt_bigcode": "gpt_bigcode",
 }
+_ADAPTERS = {model_type: module for module, types in _MODULES.items() for model_type in types.split()}
 
 # Other spellings of standard fields: attribute_map of the config classes (transformers 5.19) and, for
 # Falcon, the names of the first published files.
