@@ -1,4 +1,4 @@
-"""What requests ask for and tenants use: the mix that headroom is told in, and counts of bounded cardinality."""
+"""What requests ask for and tenants use: the mix headroom is told in, and counts of bounded cardinality."""
 
 from __future__ import annotations
 
