@@ -15,7 +15,6 @@ from tonnage.server.tenants import ANYBODY, Tenant
 if TYPE_CHECKING:
     from tonnage.server.api.generation import Submission, TokenCounts
 
-from tonnage.server.usage import RequestMix, Tenants
 
 Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
@@ -65,17 +64,16 @@ class Accounts:
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
         self.queue_wait = Histogram(REQUEST_DURATION_BUCKETS)
-        self.mix = RequestMix()
-        self.tenants = Tenants()
+        self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
         self._finished: deque[float] = deque(maxlen=32)  # times of the last completions, for the drain estimate
 
-    def receive(self, tenant: str = "") -> Ticket:
+    def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANYBODY) -> Ticket:
         """Count a request in; it must be finished exactly once."""
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
-        return Ticket(self, tenant)
+        return Ticket(self, endpoint, request_id, tenant)
 
     def drain_seconds(self, waiting: int) -> float:
         """Seconds until ``waiting`` requests are through at the rate of the last completions; 1 to 60.
@@ -143,6 +141,16 @@ class Ticket:
         self.error: ApiError | None = None
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
+
+    def submitted(self, submission: Submission, counts: TokenCounts) -> None:
+        """It goes to the engine; ``counts`` goes on counting."""
+        self.submission, self.counts = submission, counts
+        for listener in self._accounts.on_submit:
+            listener(self)
+
+    def queued(self, seconds: float) -> None:
+        """A prompt of it was admitted after ``seconds`` in the queue."""
+        self._accounts.queue_wait.observe(seconds)
 
     def finish(self, outcome: Outcome) -> None:
         """Settle the outcome; the first one stands."""
