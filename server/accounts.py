@@ -142,9 +142,8 @@ class Ticket:
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
 
-    def submitted(self, submission: Submission, counts: TokenCounts) -> None:
-        """It goes to the engine; ``counts`` goes on counting."""
-        self.submission, self.counts = submission, counts
+    def submitted(self) -> None:
+        """It goes to the engine."""
         for listener in self._accounts.on_submit:
             listener(self)
 
