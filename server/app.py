@@ -10,11 +10,15 @@ from fastapi import FastAPI
 
 from tonnage.planner.errors import TonnageError
 from tonnage.server import errors
+from tonnage.server.api.chat.router import chat_router
+from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.router import completions_router
 from tonnage.server.api.completions.service import CompletionService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
+from tonnage.server.api.tokenize import embeddings_router, tokenize_router
+from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
 from tonnage.server.metrics import Metrics
 from tonnage.server.settings import Settings
@@ -40,6 +44,7 @@ def create_app(
         settings=settings,
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(engine.plan.model.path),
+        chat_template=ChatTemplate.from_folder(engine.plan.model.path),
         on_startup_error=on_startup_error,
     )
 
@@ -61,7 +66,11 @@ def create_app(
     )
     app.state.tonnage = state
     errors.install(app)
-    app.include_router(completions_router(state, CompletionService(state, Generator(state))))
+    generator = Generator(state)
+    app.include_router(completions_router(state, CompletionService(state, generator)))
+    app.include_router(chat_router(state, ChatService(state, generator)))
     app.include_router(models_router(state))
-    app.include_router(operations_router(state, Metrics(state)))
+    app.include_router(tokenize_router(state, generator))
+    app.include_router(embeddings_router(state))
+    app.include_router(operations_router(state, Metrics(state), generator))
     return app

@@ -43,6 +43,13 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
+    INVALID_API_KEY = "invalid_api_key"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    INSUFFICIENT_QUOTA = "insufficient_quota"
+    UNSUPPORTED_ENDPOINT = "unsupported_endpoint"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
+    QUEUE_TIMEOUT = "queue_timeout"
     UNKNOWN_URL = "unknown_url"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     SERVER_OVERLOADED = "server_overloaded"
@@ -61,6 +68,8 @@ class _Rule:
 
     @property
     def type(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
 
@@ -77,6 +86,14 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.MODEL_NOT_FOUND: _Rule(404),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400),
     ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
+    ErrorCode.INVALID_API_KEY: _Rule(401),
+    # 429: this caller has used its own quota up; others are served.
+    ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, again=True),
+    ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),
+    ErrorCode.UNSUPPORTED_ENDPOINT: _Rule(400),
+    ErrorCode.HEADERS_TOO_LARGE: _Rule(431),
+    ErrorCode.REQUEST_TIMEOUT: _Rule(408),
+    ErrorCode.QUEUE_TIMEOUT: _Rule(503, again=True),
     ErrorCode.UNKNOWN_URL: _Rule(404),
     ErrorCode.METHOD_NOT_ALLOWED: _Rule(405),
     # 503, not 429: the server cannot serve anyone now, so a load balancer should move on (429 is for one
@@ -113,7 +130,16 @@ class ApiError(Exception):
     @property
     def is_refusal(self) -> bool:
         """Whether the server declined (bad input, never, not now), as opposed to failed."""
-        return self.status < 500 or self.code in (ErrorCode.SERVER_OVERLOADED, ErrorCode.MODEL_LOADING)
+        return self.status < 500 or self.code in (
+            ErrorCode.SERVER_OVERLOADED,
+            ErrorCode.MODEL_LOADING,
+            ErrorCode.QUEUE_TIMEOUT,
+        )
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the server gave up work it had begun."""
+        return self.code is ErrorCode.REQUEST_TIMEOUT
 
 
 class ErrorBody(BaseModel):
@@ -153,11 +179,20 @@ def envelope(error: ApiError) -> dict[str, Any]:
 
 
 def headers(error: ApiError) -> dict[str, str]:
-    """``Retry-After`` (seconds) and ``retry-after-ms`` for later, ``x-should-retry: false`` for never."""
+    """``Retry-After`` (seconds) and ``retry-after-ms`` for later, ``x-should-retry: false`` for never.
+
+    An internal error says neither: nobody knows.
+    """
     rule = RULES[error.code]
     if rule.again:
         seconds = max(0.001, error.retry_after_seconds)
-        return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+        return {
+            "retry-after": str(math.ceil(seconds)),
+            "retry-after-ms": str(math.ceil(seconds * 1000)),
+            "x-should-retry": "true",
+        }
+    if rule.status == 401:
+        return {"www-authenticate": "Bearer", "x-should-retry": "false"}
     return {"x-should-retry": "false"} if rule.status < 500 else {}
 
 

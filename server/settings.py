@@ -54,8 +54,18 @@ class Settings(BaseSettings):
     max_num_queued_reqs: int = Field(512, ge=1, description="unfinished sequences before 503")
     # 16 is OpenAI's default for /v1/completions (its API reference, "max_tokens").
     default_max_tokens: int = Field(16, ge=1, description="max_tokens of a request without one")
+    default_chat_max_tokens: int = Field(
+        1024, ge=1, description="max_completion_tokens of a chat request without one, at most"
+    )
+    lenient: bool = Field(False, description="ignore unknown request fields and list them in x-ignored-fields")
+
     # A million token ids as JSON, more than any context served here, are under 8 MiB.
     max_request_body_bytes: Bytes = Field(8 * 2**20, description="largest accepted request body")
+
+    body_timeout: float = Field(30.0, gt=0, description="seconds a client has to send its body")
+    request_timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")
+    sse_keep_alive: float = Field(15.0, gt=0, description="seconds of silence before a stream's comment")
+    drain_seconds: float = Field(30.0, ge=0, description="seconds a stopping server gives running requests")
 
     @property
     def model_name(self) -> str:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.accounts import Accounts
-from tonnage.server.engines.base import Engine
+from tonnage.server.chat_template import ChatTemplate
+from tonnage.server.engines.base import BASIC_PARAMS, Engine
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.settings import Settings
+from tonnage.server.tenants import Quotas
 from tonnage.server.text import Tokenizer
 
 # A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
@@ -31,6 +33,9 @@ class ServerState:
     engine: Engine
     tokenizer: Tokenizer
     accounts: Accounts = field(default_factory=Accounts)
+    quotas: Quotas = field(default_factory=Quotas)
+    chat_template: ChatTemplate | None = None
+    draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     started: bool = False
     startup_error: TonnageError | None = None
@@ -45,6 +50,25 @@ class ServerState:
     @property
     def model_name(self) -> str:
         return self.settings.model_name
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's ``system_fingerprint``: changes with the plan, so with model, engine and versions."""
+        return f"tonnage-{self.plan.plan_id}"
+
+    @property
+    def honours(self) -> frozenset[str]:
+        """The fields of SamplingParams the engine acts on."""
+        return getattr(self.engine, "honours", BASIC_PARAMS)
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError model_not_found unless ``name`` is the served one."""
+        if name != self.model_name:
+            raise ApiError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+            )
 
     @property
     def max_model_len(self) -> int:
@@ -87,6 +111,8 @@ class ServerState:
         """Raises ApiError (503) with the reason while the engine cannot serve."""
         if self.startup_error is not None:
             raise ApiError(ErrorCode.ENGINE_DEAD, "the engine failed to start", retry_after_seconds=30)
+        if self.draining:
+            raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
         if not self.started:
             # Come back after as long again as the load has taken so far: an exponential back-off that
             # needs no guess of how long this model takes.

@@ -23,6 +23,7 @@ class Tokenizer:
     def __init__(self, rust: RustTokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._rust = rust
         self.eos_token_ids = eos_token_ids
+        self._byte_level = "ByteLevel" in repr(rust.decoder)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -44,15 +45,39 @@ class Tokenizer:
             raise CheckpointError(f"{path}: {str(error)[:200]}", field="tokenizer.json") from None
         return cls(rust, _eos_token_ids(folder))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens the model's own tokenizer adds."""
-        ids: list[int] = self._rust.encode(text).ids
+        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` without special tokens; unfinished UTF-8 shows as U+FFFD."""
         text: str = self._rust.decode(list(token_ids))
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special tokens too; part of a character shows as U+FFFD."""
+        text: str = self._rust.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, also when they are only part of a character."""
+        token = self._rust.id_to_token(token_id) or ""
+        if len(token) == 6 and token.startswith("<0x"):  # byte fallback of SentencePiece vocabularies
+            return bytes([int(token[3:5], 16)])
+        if self._byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return self.token_text(token_id).encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from U+0100 on."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:

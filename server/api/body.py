@@ -6,6 +6,8 @@ fields all end in the same small OpenAI error, never in a copy of the input.
 
 from __future__ import annotations
 
+import asyncio
+import difflib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from tonnage.server.api.fields import FieldRule, FieldTable, Standing
 from tonnage.server.disconnect import ClientDisconnected
+from tonnage.server.engines.base import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,26 +37,34 @@ _repr = _short.repr
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A protocol model with what the API knows about fields it does not honour.
-
-    ``unsupported`` maps a field to the values that ask for nothing (null always does); ``expected`` says
-    what a field of several types takes.
-    """
+    """A protocol model with the table of its fields; ``expected`` says what a field of several types takes."""
 
     model: type[BaseModel]
-    unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    table: FieldTable
     expected: Mapping[str, str] = field(default_factory=dict)
-    unsupported_inside: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, at most ``limit`` bytes. Raises ApiError (wrong media type, too large), ClientDisconnected."""
+async def read_body(request: Request, limit: int, seconds: float | None = None) -> bytes:
+    """The body, at most ``limit`` bytes, sent within ``seconds``.
+
+    Raises ApiError (wrong media type, too large, too slow), ClientDisconnected.
+    """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             f"content type {_repr(media)} is not supported; send application/json",
         )
+    try:
+        async with asyncio.timeout(seconds):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise ApiError(
+            ErrorCode.REQUEST_TIMEOUT, f"the request body did not arrive within {seconds:g} s (body_timeout)"
+        ) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -74,8 +86,33 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_body(body: bytes, fields: Fields) -> Any:
-    """A validated instance of ``fields.model``. Raises ApiError naming the field and what is right."""
+def parse_body(
+    body: bytes, fields: Fields, honours: frozenset[str] = BASIC_PARAMS, *, lenient: bool = False
+) -> tuple[Any, tuple[str, ...]]:
+    """A validated instance of ``fields.model``, and the names of the fields that had no effect.
+
+    ``honours``: what the engine acts on. Raises ApiError naming the field and what is right.
+    """
+    document = _json_object(body)
+    ignored = _apply(document, fields.table, honours, lenient, "")
+    for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
+        if isinstance(document.get(name), dict):
+            inside = {
+                rule.removeprefix(f"{name}."): value
+                for rule, value in fields.table.items()
+                if rule.startswith(f"{name}.")
+            }
+            ignored += _apply(document[name], inside, honours, lenient, f"{name}.")
+    while True:
+        try:
+            return fields.model.model_validate(document), tuple(ignored)
+        except ValidationError as error:
+            if not (lenient and (dropped := _drop_unknown(error, document))):
+                raise _refusal(error, document, fields) from None
+            ignored += dropped
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -91,52 +128,86 @@ def parse_body(body: bytes, fields: Fields) -> Any:
         raise ApiError(
             ErrorCode.INVALID_TYPE, f"the request body must be a JSON object, not {_json_type(document)}"
         )
-    _drop_unsupported(document, fields.unsupported, "")
-    for name, inside in fields.unsupported_inside.items():
-        if isinstance(document.get(name), dict):
-            _drop_unsupported(document[name], inside, f"{name}.")
-    try:
-        return fields.model.model_validate(document)
-    except ValidationError as error:
-        raise _refusal(error, document, fields) from None
+    return document
 
 
-def _drop_unsupported(
-    document: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]], prefix: str
-) -> None:
-    for name, neutral in unsupported.items():
-        if name not in document:
+def _apply(
+    document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
+) -> list[str]:
+    """Take what is not for the model out of ``document``; the names of what is ignored."""
+    ignored: list[str] = []
+    for name in list(document):
+        rule, value = table.get(name), document[name]
+        if rule is None:
+            if not lenient:
+                param = f"{prefix}{name[:60]}"
+                close = difflib.get_close_matches(name[:60], table, n=1)
+                hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
+                raise ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}{hint}", param=param)
+            del document[name]
+            ignored.append(f"{prefix}{name[:60]}")
+        elif rule.standing is Standing.IGNORED:
+            del document[name]
+            if value is not None:
+                ignored.append(f"{prefix}{name}")
+        elif rule.standing is Standing.REFUSED or (rule.needs and rule.needs not in honours):
+            del document[name]
+            if value is not None and not any(_same(value, neutral) for neutral in rule.neutral):
+                raise _unsupported(f"{prefix}{name}", value, rule)
+    return ignored
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # bool is an int in Python: 0 and False, 1 and True must not pass for each other
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
+    whom = "this server's engine" if rule.needs else "this server"
+    why = f": {rule.why}" if rule.why else ""
+    hint = f"leave it out or send {_repr(rule.neutral[0])}" if rule.neutral else "leave it out"
+    return ApiError(
+        ErrorCode.UNSUPPORTED_PARAMETER,
+        f"{name} is not supported by {whom} (got {_repr(value)}){why}; {hint}",
+        param=name,
+    )
+
+
+def _drop_unknown(error: ValidationError, document: dict[str, Any]) -> list[str]:
+    """Delete the unknown fields inside of known ones; what was deleted, dotted."""
+    dropped = []
+    for found in error.errors(include_url=False, include_context=False, include_input=False):
+        if found["type"] != "extra_forbidden":
             continue
-        value = document.pop(name)
-        # bool is an int in Python: 0 and False, 1 and True must not pass for each other
-        if value is None or any(
-            value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in neutral
-        ):
+        where: Any = document
+        try:
+            for part in found["loc"][:-1]:
+                where = where[part]
+            del where[found["loc"][-1]]
+        except (KeyError, IndexError, TypeError):  # a member of a union: its tag is in the location
             continue
-        hint = f"; leave it out or send {_repr(neutral[0])}" if neutral else "; leave it out"
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_PARAMETER,
-            f"{prefix}{name} is not supported by this server (got {_repr(value)}){hint}",
-            param=f"{prefix}{name}",
-        )
+        dropped.append(".".join(str(part)[:60] for part in found["loc"]))
+    return dropped
 
 
 def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields) -> ApiError:
     """The first error of pydantic in one sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
-    name = str(location[0])
     if kind == "missing":
         param = ".".join(map(str, location))
         return ApiError(ErrorCode.MISSING_PARAMETER, f"you must provide {param}", param=param)
     if kind == "extra_forbidden":
         param = ".".join(str(part)[:60] for part in location)
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
-    value = document.get(name)
-    if name in fields.expected:
-        # A union: pydantic lists one error for each member, so say what the field takes as a whole.
-        message = f"{name} must be {fields.expected[name]}, not empty; got {_repr(value)}"
-        return ApiError(ErrorCode.INVALID_VALUE, message, param=name)
+    value: Any = document
+    for at, part in enumerate(location):
+        value = value[part] if isinstance(value, dict | list) else value
+        if part in fields.expected:
+            # A union: pydantic lists one error for each member, so say what the field takes as a whole.
+            param = ".".join(map(str, location[: at + 1]))
+            message = f"{param} must be {fields.expected[str(part)]}, not empty; got {_repr(value)}"
+            return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
     param = ".".join(map(str, location))
     code = ErrorCode.INVALID_TYPE if kind.endswith("_type") else ErrorCode.INVALID_VALUE
     message = first["msg"].replace("Input should", "should")
@@ -155,9 +226,12 @@ def _json_type(value: Any) -> str:
     return names[type(value)]
 
 
-def inline_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """JSON schema of ``model`` without ``$defs``, for a part of the OpenAPI document FastAPI does not fill."""
-    schema = model.model_json_schema()
+def inline_schema(fields: Fields) -> dict[str, Any]:
+    """JSON schema of a body without ``$defs``, for the part of the OpenAPI document FastAPI does not fill.
+
+    Fields that are accepted without effect are in it, with any value.
+    """
+    schema = fields.model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
     def resolve(value: Any) -> Any:
@@ -168,4 +242,7 @@ def inline_schema(model: type[BaseModel]) -> dict[str, Any]:
         return [resolve(item) for item in value] if isinstance(value, list) else value
 
     resolved: dict[str, Any] = resolve(schema)
+    for name, rule in fields.table.items():
+        if rule.standing is Standing.IGNORED and "." not in name:
+            resolved["properties"].setdefault(name, {"description": "accepted, without effect"})
     return resolved

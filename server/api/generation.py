@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tonnage.server.accounts import Ticket
-from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, SamplingParams
+from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, SamplingParams, TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text import Detokenizer, StopStrings
@@ -36,24 +36,35 @@ class Submission:
     n: int = 1
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
+    priority: int | None = None  # None: the tenant's
 
     @property
     def sequences(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens it may use: every prompt once, every completion to its end."""
+        return sum(map(len, self.prompts)) + self.sequences * self.params.max_tokens
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Delta:
-    """New text of choice ``index`` (prompt number times n, plus the number of the sequence)."""
+    """New text of choice ``index`` (prompt number times n, plus the number of the sequence).
+
+    ``logprobs``: of the tokens that came; their text may still be held back by a stop string.
+    """
 
     index: int
     text: str
     finish_reason: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of a submission so far."""
+    """Tokens of a submission so far. A stop token counts as a completion token, as in OpenAI's usage."""
 
     prompt: int = 0
     completion: int = 0
@@ -81,21 +92,43 @@ class Generator:
         self._state = state
         self._sequences = 0  # unfinished ones, waiting and running
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    @property
+    def sequences(self) -> int:
+        """Sequences waiting or running now."""
+        return self._sequences
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt."""
         tokenizer = self._state.tokenizer
         if len(text) > _ENCODE_INLINE_CHARACTERS:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text))
-        return tuple(tokenizer.encode(text))
+            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        return tuple(tokenizer.encode(text, add_special_tokens))
 
-    def max_tokens(self, asked: int | None, longest_prompt: int) -> int:
-        """``asked``, or the default as far as the context allows.
+    def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
+        """Raises ApiError for an empty prompt and for ids outside the vocabulary."""
+        vocabulary = self._state.plan.model.vocab_size
+        for ids in prompts:
+            if not ids:
+                raise ApiError(ErrorCode.INVALID_VALUE, "the prompt has no tokens", param=param)
+            if max(ids) >= vocabulary:
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"{param}: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
+                    param=param,
+                )
+
+    def max_tokens(
+        self, asked: int | None, longest_prompt: int, *, default: int | None = None, param: str = "max_tokens"
+    ) -> int:
+        """``asked``, or the default (None: no own limit) as far as the context allows.
 
         Raises ApiError context_length_exceeded with the numbers: no retry helps.
         """
         limit = self._state.max_model_len
         left = limit - longest_prompt
-        tokens = asked if asked is not None else min(self._state.settings.default_max_tokens, max(1, left))
+        tokens = asked
+        if tokens is None:
+            tokens = max(1, left) if default is None else min(default, max(1, left))
         if tokens > left:
             self._state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(
@@ -103,14 +136,14 @@ class Generator:
                 f"this model's maximum context length is {limit} tokens; the request needs "
                 f"{longest_prompt + tokens} ({longest_prompt} in the prompt, {tokens} for the completion); "
                 + (f"at most {left} completion tokens fit" if left > 0 else "shorten the prompt"),
-                param="prompt" if left < 1 or asked is None else "max_tokens",
+                param="prompt" if left < 1 or asked is None else param,
             )
         return tokens
 
-    def _enqueue(self, submission: Submission) -> None:
-        """Take places in the queue. Raises ApiError: never (400) or not now (503 with Retry-After)."""
-        limit = self._state.settings.max_num_queued_reqs
-        accounts = self._state.accounts
+    def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
+        """Take the request's place in the queue. Raises ApiError: never (it is larger than the queue or the
+        batch) or not now; and for this caller's own quota."""
+        accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = submission.sequences
         batch = self._state.plan.deployment.max_num_seqs
         if batch is not None and submission.n > batch:
@@ -128,13 +161,15 @@ class Generator:
                 f"the server's queue holds at most {limit} (max_num_queued_reqs): send fewer prompts at once",
                 param="prompt" if len(submission.prompts) > 1 else "n",
             )
+        drain = accounts.drain_seconds(accounts.in_flight)
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
                 f"the queue is full: {self._sequences} of {limit} sequences waiting or running",
-                retry_after_seconds=accounts.drain_seconds(accounts.in_flight),
+                retry_after_seconds=drain,
             )
+        self._state.quotas.enter(ticket.tenant, wanted, submission.most_tokens, drain)
         self._sequences += wanted
 
     async def run(
@@ -144,32 +179,39 @@ class Generator:
 
         Raises ApiError and the engine's TonnageErrors.
         """
-        self._state.check_ready()
-        self._enqueue(submission)
+        state = self._state
+        state.check_ready()
+        counts.prompt = sum(map(len, submission.prompts))
+        ticket.submission = submission
+        ticket.counts = counts
+        self._enqueue(submission, ticket)
+        ticket.submitted()
+        n, monotonic = submission.n, time.monotonic
         try:
-            counts.prompt = sum(map(len, submission.prompts))
             sequences = [
-                _Sequence(Detokenizer(self._state.tokenizer, prompt), StopStrings(submission.stop))
+                _Sequence(Detokenizer(state.tokenizer, prompt), StopStrings(submission.stop))
                 for prompt in submission.prompts
-                for _ in range(submission.n)
+                for _ in range(n)
             ]
             unfinished = len(sequences)
-            async with aclosing(self._chunks(submission)) as chunks:
+            async with aclosing(self._chunks(submission, ticket)) as chunks:
                 async for prompt, chunk in chunks:
-                    index = prompt * submission.n + chunk.index
+                    index = prompt * n + chunk.index
                     sequence = sequences[index]
                     if sequence.finished:
                         continue  # ended by a stop string while its siblings still run
                     if chunk.finish_reason in ("error", "abort"):
                         raise ApiError(ErrorCode.ENGINE_DEAD, chunk.error or "the engine ended the request")
-                    counts.cached[prompt] = max(counts.cached.get(prompt, 0), chunk.cached_tokens)
+                    counts.cached[prompt] = chunk.cached_tokens
+                    if chunk.queued_seconds is not None and chunk.index == 0 and sequence.last is None:
+                        ticket.queued(chunk.queued_seconds)
                     if chunk.token_ids:
-                        now = time.monotonic()
+                        now = monotonic()
                         ticket.tokens(len(chunk.token_ids), now, sequence.last)
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
                     unfinished -= sequence.finished
-                    if delta.text or delta.finish_reason:
+                    if delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs:
                         yield delta
                     if not unfinished:
                         break
@@ -177,16 +219,24 @@ class Generator:
                 raise ApiError(ErrorCode.ENGINE_DEAD, "the engine ended the request without a finish reason")
         finally:
             self._sequences -= submission.sequences
+            used = counts.prompt + counts.completion
+            state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
-    async def _chunks(self, submission: Submission) -> AsyncGenerator[tuple[int, Chunk], None]:
+    async def _chunks(self, submission: Submission, ticket: Ticket) -> AsyncGenerator[tuple[int, Chunk], None]:
         """(prompt number, chunk) of all prompts, in the order of arrival."""
+        tenant = ticket.tenant
+        salt = submission.cache_salt
+        if tenant.cache_salt:  # also with a salt of the request: tenants never share
+            salt = f"{tenant.cache_salt}/{salt}"
         requests = [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt,
                 params=submission.params,
                 n=submission.n,
-                cache_salt=submission.cache_salt,
+                tenant=tenant.name,
+                cache_salt=salt,
+                priority=tenant.priority if submission.priority is None else submission.priority,
             )
             for prompt in submission.prompts
         ]
@@ -239,20 +289,30 @@ async def _open(engine: Engine, request: GenerationRequest) -> AsyncIterator[Asy
 
 def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts) -> Delta:
     """Feed a chunk; with stop strings token by token, so that those after one are neither shown nor counted."""
-    text = ""
-    parts: Sequence[Sequence[int]] = (chunk.token_ids,)
-    if sequence.stop.active:
-        parts = [(token,) for token in chunk.token_ids]
-    for part in parts:
-        counts.completion += len(part)
-        text += sequence.stop.push(sequence.detokenizer.push(part))
-        if sequence.stop.stopped:
+    stop = sequence.stop
+    if not stop.active:
+        counts.completion += len(chunk.token_ids)
+        text = sequence.detokenizer.push(chunk.token_ids)
+        logprobs = chunk.logprobs
+    else:
+        text, taken = "", 0
+        for token in chunk.token_ids:
+            taken += 1
+            text += stop.push(sequence.detokenizer.push((token,)))
+            if stop.stopped:
+                break
+        counts.completion += taken
+        logprobs = chunk.logprobs[:taken]
+        if stop.stopped:
             sequence.finished = True
-            return Delta(index, text, "stop")
+            return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs)
     if chunk.finish_reason is None:
-        return Delta(index, text)
-    text += sequence.stop.push(sequence.detokenizer.flush())
+        return Delta(index, text, None, logprobs, chunk.prompt_logprobs)
+    if chunk.finish_reason == "stop":
+        counts.completion += 1  # the stop token, which is not among the chunk's
+    text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
-    if sequence.stop.stopped:
-        return Delta(index, text, "stop")
-    return Delta(index, text + sequence.stop.flush(), "stop" if chunk.finish_reason == "stop" else "length")
+    if stop.stopped:
+        return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs)
+    finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
+    return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs)

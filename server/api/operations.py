@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
+from tonnage.server.api.generation import Generator
 from tonnage.server.metrics import Metrics
 from tonnage.server.report import memory_report
 from tonnage.server.state import ServerState
 
 
-def operations_router(state: ServerState, metrics: Metrics) -> APIRouter:
+def operations_router(state: ServerState, metrics: Metrics, generator: Generator) -> APIRouter:
     router = APIRouter()
+
+    @router.get("/version")
+    async def tonnage_version() -> dict[str, str]:
+        """This server's version."""
+        return {"version": version("tonnage")}
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Requests and sequences now; ``server_load`` is vLLM's name for the requests in flight."""
+        stats = state.engine.stats()
+        return {
+            "server_load": state.accounts.in_flight,
+            "sequences": generator.sequences,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "max_num_queued_reqs": state.settings.max_num_queued_reqs,
+        }
 
     @router.get("/health")
     async def health() -> dict[str, str]:
@@ -26,6 +45,16 @@ def operations_router(state: ServerState, metrics: Metrics) -> APIRouter:
         """200 when a request would be served; else 503 with the reason and Retry-After."""
         state.check_ready()
         return {"status": "ready"}
+
+    @router.head("/health", include_in_schema=False)
+    async def alive() -> Response:
+        """For load balancers that ask with HEAD."""
+        return Response()
+
+    @router.head("/ready", include_in_schema=False)
+    async def serving() -> Response:
+        state.check_ready()
+        return Response()
 
     @router.get("/memory")
     async def memory() -> dict[str, Any]:

@@ -6,9 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
 
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,64 +14,99 @@ from tonnage.server.accounts import Outcome, Ticket
 from tonnage.server.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 
+_DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+
 
 def outcome_of(error: ApiError) -> Outcome:
-    """Refusals (the request's fault, or no room now) are ``rejected``; the engine's failures are ``error``."""
+    """Refusals (the request's fault, or no room now) are ``rejected``; the engine's failures are ``error``;
+    what ran into its time limit is ``aborted``."""
+    if error.is_timeout:
+        return "aborted"
     return "rejected" if error.is_refusal else "error"
 
 
-class EventStream(Response):
-    """``data:`` events of ``chunks``, then ``[DONE]``.
+def error_event(error: ApiError) -> bytes:
+    """The event of completions and chat: OpenAI's error envelope."""
+    return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
 
-    Nothing is sent before the first chunk, so that a refusal still gets its own status. A failure after it
-    becomes an error event and the end. A client that hangs up closes ``chunks`` at once.
+
+class EventStream(Response):
+    """The events of ``events`` (whole: ``data: ...`` and a blank line), then ``[DONE]``.
+
+    Nothing is sent before the first event, so that a refusal still gets its own status; but after
+    ``keep_alive`` seconds of silence (also before it) a comment goes out, or proxies hang up on a request that
+    waits. A failure after the start becomes an error event and the end. A client that hangs up closes
+    ``events`` at once.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[BaseModel, None], ticket: Ticket, to_json: Callable[[Any], str]
+        self,
+        events: AsyncGenerator[bytes, None],
+        ticket: Ticket,
+        *,
+        headers: dict[str, str],
+        keep_alive: float,
+        timeout: float | None = None,
+        on_error: Callable[[ApiError], bytes] = error_event,
+        last: bytes = _DONE,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._events = events
         self._ticket = ticket
-        self._json = to_json
+        self._keep_alive = keep_alive
+        self._timeout = timeout
+        self._on_error = on_error
+        self._last = last
         self._started = False
+        self._sent = 0  # messages; a timer that finds it unchanged has seen silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timer = asyncio.create_task(self._comments(send))
         try:
             await until_disconnect(receive, self._send_all(scope, receive, send))
         except ClientDisconnected:
             self._ticket.finish("aborted")
         except asyncio.CancelledError:  # the server stops and has waited long enough
             await self._fail(stopping(), scope, receive, send)
+        finally:
+            timer.cancel()
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._chunks) as chunks:
-                async for chunk in chunks:
+            async with asyncio.timeout(self._timeout), aclosing(self._events) as events:
+                async for event in events:
                     if not self._started:
-                        self._started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await self._event(send, self._json(chunk))
+                        await self._start(send)
+                    self._sent += 1
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except TimeoutError:
+            await self._fail(self._ticket.timed_out(self._timeout), scope, receive, send)
         except Exception as exception:
             await self._fail(from_exception(exception), scope, receive, send)
         else:
-            await self._end(send)
+            await send({"type": "http.response.body", "body": self._last, "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+    async def _comments(self, send: Send) -> None:
+        while True:
+            before = self._sent
+            await asyncio.sleep(self._keep_alive)
+            if self._sent == before:
+                if not self._started:
+                    await self._start(send)
+                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        self._ticket.finish(outcome_of(error))
+        self._ticket.fail(error, outcome_of(error))
         if self._started:
-            await self._event(send, json.dumps(envelope(error)))
-            await self._end(send)
+            body = self._on_error(error) + self._last
+            await send({"type": "http.response.body", "body": body, "more_body": False})
         else:
             await render(error)(scope, receive, send)
-
-    async def _end(self, send: Send) -> None:
-        await self._event(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b""})
-
-    @staticmethod
-    async def _event(send: Send, data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})

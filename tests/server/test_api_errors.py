@@ -35,6 +35,7 @@ def checked(response: httpx.Response) -> ErrorObject:
         seconds, milliseconds = int(response.headers["retry-after"]), int(response.headers["retry-after-ms"])
         assert 1 <= seconds <= 60
         assert (seconds - 1) * 1000 < milliseconds <= seconds * 1000
+        assert response.headers["x-should-retry"] == "true"
     elif rule.status < 500:
         assert response.headers["x-should-retry"] == "false"
         assert "retry-after" not in response.headers
@@ -86,13 +87,13 @@ FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
     ({"stream_options": {}}, ErrorCode.INVALID_VALUE, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, ErrorCode.UNKNOWN_PARAMETER, "stream_options.x"),
     (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         ErrorCode.UNSUPPORTED_PARAMETER,
-        "stream_options.include_obfuscation",
+        "stream_options.continuous_usage_stats",
     ),
     ({"logprobs": 0}, ErrorCode.UNSUPPORTED_PARAMETER, "logprobs"),
     ({"best_of": 2}, ErrorCode.UNSUPPORTED_PARAMETER, "best_of"),
-    ({"best_of": True}, ErrorCode.UNSUPPORTED_PARAMETER, "best_of"),
+    ({"best_of": True}, ErrorCode.INVALID_TYPE, "best_of"),
     ({"suffix": "end"}, ErrorCode.UNSUPPORTED_PARAMETER, "suffix"),
     ({"logit_bias": {"5": 1}}, ErrorCode.UNSUPPORTED_PARAMETER, "logit_bias"),
     ({"presence_penalty": 0.5}, ErrorCode.UNSUPPORTED_PARAMETER, "presence_penalty"),
@@ -185,6 +186,8 @@ async def test_a_body_over_the_limit(run_server, small_plan) -> None:
 
 
 async def test_routes_and_methods(server) -> None:
+    assert (await server.http.head("/health")).status_code == 200
+    assert (await server.http.head("/ready")).status_code == 200
     for path in ("/", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
         assert checked(await server.http.get(path)).code == ErrorCode.UNKNOWN_URL
     for method, path, allow in (

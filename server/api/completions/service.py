@@ -1,132 +1,207 @@
-"""/v1/completions without HTTP: a request in, a completion or a stream of chunks out."""
+"""/v1/completions without HTTP: a request in, a completion or the events of a stream out."""
 
 from __future__ import annotations
 
+import json
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from tonnage.server.accounts import Outcome, Ticket
 from tonnage.server.api.completions.protocol import (
+    FIELDS,
     Choice,
     Completion,
     CompletionRequest,
     PromptTokensDetails,
     Usage,
 )
-from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
-from tonnage.server.engines.base import SamplingParams
+from tonnage.server.api.endpoint import OpenAIEvents
+from tonnage.server.api.generation import Delta, Finish, Generator, Submission, TokenCounts
+from tonnage.server.api.logprobs import CompletionLogprobs
+from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.engines.base import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 
 
-class CompletionService:
+@dataclass(slots=True)
+class _Answer:
+    """A choice while it grows."""
+
+    echo: str = ""  # of the prompt, until it was shown
+    text: list[str] = field(default_factory=list)
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+    prompt_tokens: tuple[TokenLogprobs | None, ...] = ()
+    finish: Finish | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self.tokens) / max(1, len(self.tokens))
+
+
+class CompletionService(OpenAIEvents):
     """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+
+    fields = FIELDS
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
         self._state = state
         self._generator = generator
 
-    async def complete(self, request: CompletionRequest, ticket: Ticket) -> Completion:
+    async def complete(self, request: CompletionRequest, ticket: Ticket) -> bytes:
         """The whole answer. Cancelling the call aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
-        texts = list(echo)
-        reasons: dict[int, Finish] = {}
+        answers = [_Answer(text) for text in echo]
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
-                texts[delta.index] += delta.text
-                if delta.finish_reason is not None:
-                    reasons[delta.index] = delta.finish_reason
-        ticket.finish(_outcome(reasons))
-        answer = self._empty()
-        answer.choices = [
-            Choice(index=index, text=text, finish_reason=reasons[index]) for index, text in enumerate(texts)
-        ]
-        answer.usage = _usage(counts)
-        return answer
-
-    async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncGenerator[Completion, None]:
-        """Chunks as the text comes; closing the iterator aborts the request."""
-        submission, echo = await self._prepare(request)
-        counts = TokenCounts()
-        reasons: dict[int, Finish] = {}
-        chunk = self._empty()
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                text = echo[delta.index] + delta.text
-                echo[delta.index] = ""
-                if delta.finish_reason is not None:
-                    reasons[delta.index] = delta.finish_reason
-                chunk.choices = [Choice(index=delta.index, text=text, finish_reason=delta.finish_reason)]
-                yield chunk
-        ticket.finish(_outcome(reasons))
-        if request.stream_options is not None and request.stream_options.include_usage:
-            chunk.choices = []
-            chunk.usage = _usage(counts)
-            yield chunk
-
-    def _empty(self) -> Completion:
-        return Completion(
-            id=f"cmpl-{uuid.uuid4().hex}",
+                answer = answers[delta.index]
+                answer.text.append(delta.text)
+                answer.tokens += delta.logprobs
+                answer.prompt_tokens = answer.prompt_tokens or delta.prompt_logprobs
+                answer.finish = delta.finish_reason or answer.finish
+        ticket.finish(outcome_of_finishes([answer.finish for answer in answers]))
+        kept = self._best(answers, submission.n, request.n or 1)
+        completion = Completion(
+            id=f"cmpl-{ticket.request_id}",
             created=int(time.time()),
             model=self._state.model_name,
-            choices=[],
-            system_fingerprint=f"tonnage-{self._state.plan.plan_id}",
+            choices=[
+                self._choice(request, index, answer, submission.prompts[index // (request.n or 1)])
+                for index, answer in enumerate(kept)
+            ],
+            system_fingerprint=self._state.fingerprint,
+            usage=usage(counts, scoring=request.max_tokens == 0),
         )
+        return completion.model_dump_json().encode()
+
+    def _choice(
+        self, request: CompletionRequest, index: int, answer: _Answer, prompt: tuple[int, ...]
+    ) -> Choice:
+        only_prompt = request.max_tokens == 0
+        text = answer.echo + ("" if only_prompt else "".join(answer.text))
+        lists = None
+        if request.logprobs is not None:
+            tokens = (*answer.prompt_tokens, *(() if only_prompt else answer.tokens))
+            lists = CompletionLogprobs(self._state.tokenizer, request.logprobs).take(tokens, prompt)
+        return Choice(
+            index=index, text=text, logprobs=lists, finish_reason="length" if only_prompt else answer.finish
+        )
+
+    @staticmethod
+    def _best(answers: list[_Answer], ran: int, n: int) -> list[_Answer]:
+        """Of ``ran`` answers to each prompt the ``n`` with the highest log probability per token."""
+        if ran == n:
+            return answers
+        kept: list[_Answer] = []
+        for at in range(0, len(answers), ran):
+            ranked = sorted(answers[at : at + ran], key=lambda answer: -answer.mean_logprob)
+            kept += ranked[:n]
+        return kept
+
+    async def stream(self, request: CompletionRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+        """Events as the text comes; closing the iterator aborts the request."""
+        submission, echo = await self._prepare(request)
+        counts = TokenCounts()
+        finishes: dict[int, Finish] = {}
+        events = _Events(self._state, ticket.request_id)
+        logprobs = (
+            [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in echo]
+            if request.logprobs is not None
+            else []
+        )
+        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                index = delta.index
+                if echo[index]:
+                    delta.text = echo[index] + delta.text
+                    echo[index] = ""
+                if delta.finish_reason is not None:
+                    finishes[index] = delta.finish_reason
+                lists = b"null"
+                if logprobs:
+                    prompt = submission.prompts[index // submission.n]
+                    tokens = (*delta.prompt_logprobs, *delta.logprobs)
+                    lists = json.dumps(logprobs[index].take(tokens, prompt)).encode()
+                yield events.delta(delta, lists)
+        ticket.finish(outcome_of_finishes(list(finishes.values())))
+        if request.include_usage():
+            yield events.usage(counts)
 
     async def _prepare(self, request: CompletionRequest) -> tuple[Submission, list[str]]:
         """Tokens, limits and sampling parameters; and what each choice echoes of its prompt."""
-        state = self._state
-        if request.model != state.model_name:
+        state, generator = self._state, self._generator
+        state.check_model(request.model)
+        check_stream_options(request)
+        if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
             raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"the model {request.model[:100]!r} does not exist; this server has {state.model_name!r}",
-                param="model",
+                ErrorCode.UNSUPPORTED_PARAMETER,
+                f"best_of is not supported by this server's engine; leave it out or send n = {request.n or 1}",
+                param="best_of",
             )
-        if request.stream_options is not None and not request.stream:
+        ran = self._sequences(request)
+        scoring = request.max_tokens == 0
+        if scoring and (not request.echo or request.stream):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                "stream_options is only allowed with stream: true",
-                param="stream_options",
+                "max_tokens must be at least 1; 0 is only allowed with echo and without stream",
+                param="max_tokens",
+            )
+        scored = bool(request.echo) and request.logprobs is not None
+        if scored and "prompt_logprobs" not in state.honours:
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_PARAMETER,
+                "logprobs together with echo are not supported by this server's engine",
+                param="logprobs",
             )
         state.check_ready()
         prompts = await self._tokens(request)
-        n = request.n or 1
-        stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-        eos = () if request.ignore_eos else state.tokenizer.eos_token_ids
-        given = SamplingParams(
-            max_tokens=self._generator.max_tokens(request.max_tokens, max(map(len, prompts)))
+        max_tokens = generator.max_tokens(
+            1 if scoring else request.max_tokens,
+            max(map(len, prompts)),
+            default=state.settings.default_max_tokens,
         )
-        params = SamplingParams(
-            max_tokens=given.max_tokens,
-            temperature=given.temperature if request.temperature is None else request.temperature,
-            top_p=given.top_p if request.top_p is None else request.top_p,
-            top_k=max(0, request.top_k or 0),
-            min_p=request.min_p or 0.0,
-            seed=request.seed,
-            stop_token_ids=(*eos, *(request.stop_token_ids or ())),
+        top = request.logprobs
+        params = request.sampling(
+            max_tokens,
+            state.tokenizer.eos_token_ids,
+            state.plan.model.vocab_size,
+            logprobs=0 if top is None and ran > (request.n or 1) else top,
+            prompt_logprobs=top if scored else None,
         )
-        echo = [text for text in self._echo(request, prompts) for _ in range(n)]
-        return Submission(prompts, params, n, stop, request.cache_salt or ""), echo
+        submission = Submission(
+            prompts, params, ran, request.stop_strings(), request.cache_salt or "", request.priority
+        )
+        return submission, [text for text in self._echo(request, prompts) for _ in range(ran)]
+
+    @staticmethod
+    def _sequences(request: CompletionRequest) -> int:
+        """How many are generated for each prompt: n, or best_of of which n are kept."""
+        n, best_of = request.n or 1, request.best_of
+        if best_of is None or best_of == n:
+            return n
+        if best_of < n:
+            raise ApiError(ErrorCode.INVALID_VALUE, f"best_of is {best_of}, less than n = {n}", param="best_of")
+        if request.stream:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, "best_of greater than n cannot be streamed", param="best_of"
+            )
+        return best_of
 
     async def _tokens(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
-        prompt = request.prompt
-        prompts: list[tuple[int, ...]] = []
-        for item in _as_list(prompt):
-            prompts.append(await self._generator.encode(item) if isinstance(item, str) else tuple(item))
-        vocabulary = self._state.plan.model.vocab_size
-        for ids in prompts:
-            if not ids:
-                raise ApiError(ErrorCode.INVALID_VALUE, "the prompt has no tokens", param="prompt")
-            if max(ids) >= vocabulary:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"prompt: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
-                    param="prompt",
-                )
-        return tuple(prompts)
+        special = request.add_special_tokens is not False
+        prompts = tuple(
+            [
+                await self._generator.encode(item, add_special_tokens=special)
+                if isinstance(item, str)
+                else tuple(item)
+                for item in _as_list(request.prompt)
+            ]
+        )
+        self._generator.check_token_ids(prompts, "prompt")
+        return prompts
 
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
@@ -138,6 +213,31 @@ class CompletionService:
         ]
 
 
+class _Events:
+    """Chunks of one stream as bytes: everything that does not change is written once."""
+
+    def __init__(self, state: ServerState, request_id: str) -> None:
+        self._model = json.dumps(state.model_name)
+        head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
+        start = json.dumps(head, separators=(",", ":"))[:-1]
+        self._head = f'data: {start},"model":{self._model},"choices":['.encode()
+        self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
+
+    def delta(self, delta: Delta, logprobs: bytes) -> bytes:
+        finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b}\n\n' % (
+            self._head,
+            delta.index,
+            json.dumps(delta.text).encode(),
+            logprobs,
+            finish,
+            self._tail,
+        )
+
+    def usage(self, counts: TokenCounts) -> bytes:
+        return b'%b%b,"usage":%b}\n\n' % (self._head, self._tail, usage(counts).model_dump_json().encode())
+
+
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
     """The four forms of ``prompt`` as a list of texts or of token id lists."""
     if isinstance(prompt, str):
@@ -147,15 +247,17 @@ def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str]
     return prompt
 
 
-def _outcome(reasons: dict[int, Finish]) -> Outcome:
+def outcome_of_finishes(finishes: list[Finish | None]) -> Outcome:
     """One outcome for a request of several choices: length as soon as one was cut off."""
-    return "length" if "length" in reasons.values() else "stop"
+    return "length" if "length" in finishes else "stop"
 
 
-def _usage(counts: TokenCounts) -> Usage:
+def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
+    """OpenAI's usage. ``scoring``: only the prompt was asked for, so no completion is counted."""
+    completion = 0 if scoring else counts.completion
     return Usage(
         prompt_tokens=counts.prompt,
-        completion_tokens=counts.completion,
-        total_tokens=counts.prompt + counts.completion,
+        completion_tokens=completion,
+        total_tokens=counts.prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached_total),
     )

@@ -1,0 +1,1 @@
+"""/v1/chat/completions: protocol (bodies), prompt (messages to tokens), service (logic), router (HTTP)."""

@@ -1,0 +1,108 @@
+"""From messages to the token ids of a prompt, by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tonnage.server.api.chat.protocol import Message
+from tonnage.server.api.generation import Generator
+from tonnage.server.chat_template import ChatTemplate
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.state import ServerState
+
+# What a request may not set in the template: the messages themselves and the model's special tokens.
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+
+
+async def chat_prompt(
+    state: ServerState,
+    generator: Generator,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+    param: str = "messages",
+) -> tuple[int, ...]:
+    """Token ids of the conversation. Raises ApiError and TemplateRefused.
+
+    The template writes the special tokens itself, so the tokenizer adds none unless asked to.
+    """
+    text = render(
+        template_of(state),
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_arguments=template_arguments,
+    )
+    prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
+    generator.check_token_ids([prompt], param)
+    return prompt
+
+
+def template_of(state: ServerState) -> ChatTemplate:
+    """Raises ApiError when the model has no chat template."""
+    if state.chat_template is None:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_ENDPOINT,
+            "the model has no chat template; use /v1/completions",
+            param="messages",
+        )
+    return state.chat_template
+
+
+def render(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of the prompt."""
+    arguments = dict(template_arguments or {})
+    if taken := _RESERVED & arguments.keys():
+        name = sorted(taken)[0]
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is not free", param="chat_template_kwargs"
+        )
+    if continue_final_message and add_generation_prompt:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "continue_final_message needs add_generation_prompt: false",
+            param="continue_final_message",
+        )
+    text = template.render(
+        [_for_template(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        **arguments,
+    )
+    if not continue_final_message:
+        return text
+    # Everything the template writes after the final message's own text (its end of turn) is cut off.
+    last = messages[-1].text().strip()
+    at = text.rfind(last)
+    if not last or at < 0:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "continue_final_message: the chat template does not show the final message as it is",
+            param="continue_final_message",
+        )
+    return text[: at + len(last)]
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """The dict templates are written for; ``developer`` is OpenAI's newer name of ``system``."""
+    shown: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.text(),
+    }
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_calls:
+        shown["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    return shown

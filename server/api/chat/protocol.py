@@ -1,0 +1,128 @@
+"""Bodies of /v1/chat/completions: OpenAI's fields, and those of vLLM that are honoured here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from tonnage.server.api.body import Fields
+from tonnage.server.api.completions.protocol import Usage
+from tonnage.server.api.fields import CHAT
+from tonnage.server.api.sampling import (
+    MAX_TOP_LOGPROBS,
+    STOP_EXPECTED,
+    STRICT,
+    ResponseFormat,
+    SamplingFields,
+    grammar_of,
+)
+from tonnage.server.engines.base import Grammar
+
+
+class TextPart(BaseModel):
+    """The one kind of content part a text model takes."""
+
+    model_config = STRICT
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    model_config = STRICT
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call the assistant made earlier in the conversation."""
+
+    model_config = STRICT
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of any role. ``content`` may only be left out by an assistant that called tools."""
+
+    model_config = STRICT
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions. Ranges as in OpenAI's API reference."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_tokens: int | None = Field(None, ge=1, description="deprecated by OpenAI: max_completion_tokens")
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=128)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def grammar(self) -> Grammar | None:
+        return grammar_of(self.response_format) or super().grammar()
+
+
+CONTENT_EXPECTED = "a string or a list of text parts (the model takes no images, sounds or files)"
+
+FIELDS = Fields(model=ChatRequest, table=CHAT, expected={"stop": STOP_EXPECTED, "content": CONTENT_EXPECTED})
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    system_fingerprint: str
+    usage: Usage

@@ -1,0 +1,180 @@
+"""/v1/chat/completions without HTTP: a request in, a completion or the events of a stream out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from tonnage.server.accounts import Ticket
+from tonnage.server.api.chat.prompt import chat_prompt
+from tonnage.server.api.chat.protocol import (
+    FIELDS,
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatRequest,
+    ChoiceLogprobs,
+)
+from tonnage.server.api.completions.service import outcome_of_finishes, usage
+from tonnage.server.api.endpoint import OpenAIEvents
+from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
+from tonnage.server.api.logprobs import chat_logprobs
+from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.engines.base import TokenLogprobs
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.state import ServerState
+
+
+class ChatService(OpenAIEvents):
+    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+
+    fields = FIELDS
+
+    def __init__(self, state: ServerState, generator: Generator) -> None:
+        self._state = state
+        self._generator = generator
+
+    async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
+        """The whole answer. Cancelling the call aborts the request."""
+        submission = await self._prepare(request)
+        counts = TokenCounts()
+        texts = [""] * submission.n
+        tokens: list[list[TokenLogprobs]] = [[] for _ in texts]
+        finishes: list[Finish | None] = [None for _ in texts]
+        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                texts[delta.index] += delta.text
+                tokens[delta.index] += delta.logprobs
+                finishes[delta.index] = delta.finish_reason or finishes[delta.index]
+        ticket.finish(outcome_of_finishes(finishes))
+        tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
+        completion = ChatCompletion(
+            id=f"chatcmpl-{ticket.request_id}",
+            created=int(time.time()),
+            model=self._state.model_name,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AssistantMessage(content=text),
+                    logprobs=ChoiceLogprobs.model_validate(
+                        {"content": chat_logprobs(tokens[index], tokenizer, top)}
+                    )
+                    if request.logprobs
+                    else None,
+                    finish_reason=finishes[index] or "stop",
+                )
+                for index, text in enumerate(texts)
+            ],
+            system_fingerprint=self._state.fingerprint,
+            usage=usage(counts),
+        )
+        return completion.model_dump_json().encode()
+
+    async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+        """Events as the text comes; closing the iterator aborts the request."""
+        submission = await self._prepare(request)
+        counts = TokenCounts()
+        finishes: dict[int, Finish] = {}
+        events = _Events(self._state, ticket.request_id)
+        tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
+        begun: set[int] = set()
+        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                event = b""
+                if delta.index not in begun:
+                    begun.add(delta.index)
+                    event = events.role(delta.index)
+                lists = b"null"
+                if request.logprobs:
+                    content = chat_logprobs(delta.logprobs, tokenizer, top)
+                    lists = json.dumps({"content": content, "refusal": None}).encode()
+                if delta.text or delta.logprobs:
+                    event += events.content(delta.index, delta.text, lists)
+                if delta.finish_reason is not None:
+                    finishes[delta.index] = delta.finish_reason
+                    event += events.finish(delta.index, delta.finish_reason)
+                yield event
+        ticket.finish(outcome_of_finishes(list(finishes.values())))
+        if request.include_usage():
+            yield events.usage(counts)
+
+    async def _prepare(self, request: ChatRequest) -> Submission:
+        state, generator = self._state, self._generator
+        state.check_model(request.model)
+        check_stream_options(request)
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "top_logprobs is only allowed with logprobs: true",
+                param="top_logprobs",
+            )
+        asked, param = request.max_completion_tokens, "max_completion_tokens"
+        if asked is None:
+            asked, param = request.max_tokens, "max_tokens"
+        elif request.max_tokens not in (None, asked):
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"max_tokens is {request.max_tokens} and max_completion_tokens {asked}; send one of them",
+                param="max_tokens",
+            )
+        state.check_ready()
+        prompt = await chat_prompt(
+            state,
+            generator,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            template_arguments=request.chat_template_kwargs,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        max_tokens = generator.max_tokens(
+            asked, len(prompt), default=state.settings.default_chat_max_tokens, param=param
+        )
+        params = request.sampling(
+            max_tokens,
+            state.tokenizer.eos_token_ids,
+            state.plan.model.vocab_size,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        return Submission(
+            (prompt,),
+            params,
+            request.n or 1,
+            request.stop_strings(),
+            request.cache_salt or "",
+            request.priority,
+        )
+
+
+class _Events:
+    """Chunks of one stream as bytes: everything that does not change is written once."""
+
+    def __init__(self, state: ServerState, request_id: str) -> None:
+        head = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": int(time.time())}
+        start = json.dumps(head, separators=(",", ":"))[:-1]
+        self._head = f'data: {start},"model":{json.dumps(state.model_name)},"choices":['.encode()
+        self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
+
+    def role(self, index: int) -> bytes:
+        return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
+
+    def content(self, index: int, text: str, logprobs: bytes) -> bytes:
+        return self._choice(index, b'{"content":%b}' % json.dumps(text).encode(), logprobs)
+
+    def finish(self, index: int, reason: Finish) -> bytes:
+        return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())
+
+    def usage(self, counts: TokenCounts) -> bytes:
+        return b'%b%b,"usage":%b}\n\n' % (self._head, self._tail, usage(counts).model_dump_json().encode())
+
+    def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b}\n\n' % (
+            self._head,
+            index,
+            delta,
+            logprobs,
+            finish,
+            self._tail,
+        )

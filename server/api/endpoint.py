@@ -1,0 +1,131 @@
+"""The HTTP half of every generating endpoint: one request in, one counted outcome.
+
+Body, disconnects, time limit, streams, errors and the headers are the same for completions, chat and
+responses; what differs is a :class:`Service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tonnage.server.accounts import Ticket
+from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
+from tonnage.server.api.sse import EventStream, error_event, outcome_of
+from tonnage.server.disconnect import ClientDisconnected, until_disconnect
+from tonnage.server.errors import ApiError, from_exception, render, stopping
+from tonnage.server.state import ServerState
+from tonnage.server.tenants import ANYBODY
+
+# nginx's status for a client that closed the connection; nobody reads it, the access log shows it.
+CLIENT_CLOSED_REQUEST = 499
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Service(Protocol):
+    """An endpoint without HTTP. Both methods raise ApiError or the engine's TonnageErrors."""
+
+    @property
+    def fields(self) -> Fields: ...
+
+    async def complete(self, body: Any, ticket: Ticket) -> bytes:
+        """The whole answer as JSON. Cancelling the call aborts the request."""
+        ...
+
+    def stream(self, body: Any, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+        """Whole events; closing the iterator aborts the request."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event of a failure after the first one."""
+        ...
+
+    @property
+    def last_event(self) -> bytes:
+        """What ends a stream."""
+        ...
+
+
+class OpenAIEvents:
+    """The endings of completions and chat streams."""
+
+    last_event = b"data: [DONE]\n\n"
+
+    def error_event(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+
+class Endpoint:
+    """POST ``path``."""
+
+    def __init__(self, path: str, state: ServerState, service: Service) -> None:
+        self._path = path
+        self._state = state
+        self._service = service
+
+    @property
+    def openapi_extra(self) -> dict[str, Any]:
+        """The request body of the OpenAPI document (the handler reads it by hand)."""
+        schema = inline_schema(self._service.fields)
+        schema["properties"]["model"]["enum"] = [self._state.model_name]
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+    async def __call__(self, request: Request) -> Response:
+        tenant = request.scope.get("tonnage.tenant", ANYBODY)
+        ticket = self._state.accounts.receive(self._path, request_id_of(request), tenant)
+        try:
+            return await self._answer(request, ticket)
+        except ClientDisconnected:
+            ticket.finish("aborted")
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except asyncio.CancelledError:  # the server stops and has waited long enough
+            error = stopping()
+        except Exception as exception:
+            error = from_exception(exception)
+        ticket.fail(error, outcome_of(error))
+        return render(error)
+
+    async def _answer(self, request: Request, ticket: Ticket) -> Response:
+        state, service = self._state, self._service
+        settings = state.settings
+        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout)
+        body, ignored = parse_body(raw, service.fields, state.honours, lenient=settings.lenient)
+        del raw
+        if body.request_id:
+            ticket.request_id = body.request_id
+            request.scope["tonnage.request_id"] = body.request_id
+        headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
+        timeout = settings.request_timeout
+        if body.stream:
+            return EventStream(
+                service.stream(body, ticket),
+                ticket,
+                headers=headers,
+                keep_alive=settings.sse_keep_alive,
+                timeout=timeout,
+                on_error=service.error_event,
+                last=service.last_event,
+            )
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await until_disconnect(request.receive, service.complete(body, ticket))
+        except TimeoutError:
+            raise ticket.timed_out(timeout) from None
+        return Response(answer, media_type="application/json", headers=headers)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of this request, made by the middleware or the caller's own X-Request-Id."""
+    known = request.scope.get("tonnage.request_id")
+    if known is None:
+        given = request.headers.get("x-request-id", "")
+        known = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request.scope["tonnage.request_id"] = known
+    return str(known)

@@ -1,0 +1,165 @@
+"""Every request field of OpenAI's specification and of vLLM's extensions, in one of three classes.
+
+Honoured, accepted without effect (listed in the ``x-ignored-fields`` header of the answer), or refused by name.
+A name that is in no table is unknown: 400, or with ``--lenient`` ignored and listed. ``tonnage doctor`` prints
+these tables; the tests hold them against the openai package's parameter types and vLLM's protocol classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Standing(StrEnum):
+    HONOURED = "honoured"
+    IGNORED = "accepted without effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """``neutral``: values that ask for nothing and pass anywhere (null always does). ``needs``: the field of
+    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: for a refusal."""
+
+    standing: Standing
+    neutral: tuple[Any, ...] = ()
+    needs: str | None = None
+    why: str = ""
+
+
+FieldTable = Mapping[str, FieldRule]
+
+
+def _honoured(*names: str) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.HONOURED) for name in names}
+
+
+def _ignored(*names: str) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.IGNORED) for name in names}
+
+
+def _refused(why: str = "", **names: tuple[Any, ...]) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.REFUSED, neutral, why=why) for name, neutral in names.items()}
+
+
+def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.HONOURED, neutral, needs)}
+
+
+# -- fields of completions and chat completions alike ------------------------------------------------------
+
+_GENERATION: dict[str, FieldRule] = {
+    **_honoured("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p"),
+    **_honoured("stream_options.include_usage"),
+    **_honoured("top_k", "ignore_eos", "stop_token_ids", "cache_salt", "request_id"),
+    **_honoured("add_special_tokens"),
+    **_needs("min_p", "min_p", 0),
+    **_needs("presence_penalty", "presence_penalty", 0),
+    **_needs("frequency_penalty", "frequency_penalty", 0),
+    **_needs("repetition_penalty", "repetition_penalty", 1),
+    **_needs("logit_bias", "logit_bias", {}),
+    **_needs("min_tokens", "min_tokens", 0),
+    **_needs("response_format", "grammar", {"type": "text"}),
+    **_needs("structured_outputs", "grammar"),
+    **_needs("priority", "priority", 0),
+    # Harmless without effect: they steer OpenAI's billing, storage and abuse detection, or other servers' logs.
+    **_ignored("user", "session_id"),
+    # OpenAI's padding against traffic analysis; true only asks for padding, which a client never relies on.
+    **_ignored("stream_options.include_obfuscation"),
+    **_refused(
+        **{"stream_options.continuous_usage_stats": (False,)},
+        include_stop_str_in_output=(False,),
+        skip_special_tokens=(True,),
+        use_beam_search=(False,),
+        length_penalty=(1,),
+        watermarking=(False,),
+        spaces_between_special_tokens=(True,),
+        truncate_prompt_tokens=(),
+        truncation_side=(),
+        allowed_token_ids=([],),
+        bad_words=([],),
+        logits_processors=([],),
+        prompt_logprobs=(),
+        logprob_token_ids=([],),
+        return_tokens_as_token_ids=(False,),
+        return_token_ids=(False,),
+        return_token_offsets=(False,),
+        routed_experts_prompt_start=(0,),
+        mm_payload=("inline",),
+        return_mm_kwargs=(False,),
+        kv_transfer_params=(),
+        ec_transfer_params=(),
+        vllm_xargs=({},),
+        repetition_detection=(),
+        thinking_token_budget=(),
+        stream_interval=(1,),
+    ),
+    **_refused(
+        "removed from vLLM; send response_format or structured_outputs",
+        guided_json=(),
+        guided_regex=(),
+        guided_choice=(),
+        guided_grammar=(),
+        guided_decoding_backend=(),
+        guided_whitespace_pattern=(),
+    ),
+}
+
+COMPLETION: FieldTable = {
+    **_GENERATION,
+    **_honoured("prompt", "echo"),
+    **_needs("logprobs", "logprobs"),
+    **_honoured("best_of"),  # the best n of best_of by mean log probability; best_of = n needs none
+    **_refused("the model has no fill-in-the-middle tokens this server knows", suffix=("",)),
+    **_refused("send the prompt as text or token ids", prompt_embeds=([],)),
+}
+
+CHAT: FieldTable = {
+    **_GENERATION,
+    **_honoured("messages", "max_completion_tokens"),
+    **_honoured("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    **_needs("logprobs", "logprobs", False),
+    **_needs("top_logprobs", "logprobs", 0),
+    **_ignored("store", "metadata", "service_tier", "safety_identifier", "verbosity"),
+    **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **_ignored("include_reasoning", "parallel_tool_calls", "reasoning_effort"),
+    **_refused(
+        "this server has no tool parser for the model",
+        tools=([],),
+        tool_choice=("none", "auto"),
+        functions=([],),
+        function_call=("none", "auto"),
+    ),
+    **_refused("the model takes and gives text only", modalities=(["text"],), audio=(), mm_processor_kwargs=()),
+    **_refused("the model takes and gives text only", media_io_kwargs=()),
+    **_refused(prediction=(), web_search_options=(), moderation=(), echo=(False,), documents=([],)),
+    **_refused(return_prompt_text=(False,)),
+    **_refused("a template from a request could run for ever; start the server with it", chat_template=()),
+}
+
+_NOTHING_STORED = "nothing is stored: send the whole conversation as input"
+
+RESPONSES: FieldTable = {
+    **{name: rule for name, rule in _GENERATION.items() if name not in ("n", "max_tokens", "response_format")},
+    **_honoured("input", "instructions", "max_output_tokens", "metadata", "chat_template_kwargs"),
+    **_needs("text", "grammar", {"format": {"type": "text"}}, {}),
+    **_ignored("store", "service_tier", "safety_identifier", "parallel_tool_calls", "max_tool_calls"),
+    **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning"),
+    **_ignored("include_reasoning"),
+    **_refused(_NOTHING_STORED, previous_response_id=(), conversation=(), prompt=(), background=(False,)),
+    **_refused(_NOTHING_STORED, background_options=(), previous_input_messages=([],)),
+    **_refused("this server has no tool parser for the model", tools=([],), tool_choice=("none", "auto")),
+    **_refused("the model takes and gives text only", image=(), mm_processor_kwargs=(), media_io_kwargs=()),
+    **_refused("a prompt that is too long is refused", truncation=("disabled",)),
+    **_refused(include=([],), top_logprobs=(0,), moderation=(), context_management=([],), access_programs=()),
+    **_refused(enable_response_messages=(False,), chat_template=()),
+}
+
+TABLES: dict[str, FieldTable] = {
+    "/v1/completions": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+}

@@ -1,0 +1,65 @@
+"""Log probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tonnage.server.engines.base import TokenLogprobs
+from tonnage.server.text import Tokenizer
+
+# JSON has no infinity: what a token excluded by a grammar or a bias gets, in vLLM's API too.
+LOWEST = -9999.0
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, top: int) -> list[dict[str, Any]]:
+    """``choices[].logprobs.content`` of chat completions; ``top`` alternatives each."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    return [
+        entry(token.token_id, token.logprob)
+        | {"top_logprobs": [entry(token_id, logprob) for token_id, logprob in token.top[:top]]}
+        for token in tokens
+    ]
+
+
+class CompletionLogprobs:
+    """``choices[].logprobs`` of completions: parallel lists, with the place of each token in the text."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offset = 0
+
+    def take(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int] = ()) -> dict[str, list[Any]]:
+        """The lists for ``tokens``, which follow the ones taken before. None: the first token of an echoed
+        prompt, which nothing foretells; its id is in ``ids``."""
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for at, token in enumerate(tokens):
+            text = self._tokenizer.token_text(ids[at] if token is None else token.token_id)
+            lists["tokens"].append(text)
+            lists["text_offset"].append(self._offset)
+            self._offset += len(text)
+            if token is None:
+                lists["token_logprobs"].append(None)
+                lists["top_logprobs"].append(None)
+                continue
+            lists["token_logprobs"].append(_finite(token.logprob))
+            best = {self._tokenizer.token_text(i): _finite(p) for i, p in reversed(token.top[: self._top])}
+            lists["top_logprobs"].append(best)
+        return lists

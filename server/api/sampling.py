@@ -1,0 +1,204 @@
+"""Request fields that every generating endpoint takes, and the sampling parameters they become.
+
+Ranges as in OpenAI's API reference; top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+cache_salt and structured_outputs as in vLLM 0.32. Strict: no conversion between types.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tonnage.server.engines.base import Grammar, SamplingParams
+from tonnage.server.errors import ApiError, ErrorCode
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs; vLLM's default --max-logprobs
+_INT64 = 2**63
+_INT31 = 2**31
+
+# Token ids are checked against the vocabulary later; here only against sizes that fit into any tensor.
+TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
+StopString = Annotated[str, Field(min_length=1)]
+STOP_EXPECTED = "a string or a list of at most 4 strings"
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the text."""
+
+    model_config = STRICT
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    """``strict`` is accepted: the answer always matches."""
+
+    model_config = STRICT
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's ``response_format``."""
+
+    model_config = STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's ``structured_outputs``: exactly one of these."""
+
+    model_config = STRICT
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1, max_length=10_000)
+    choice: list[str] | None = Field(None, min_length=1, max_length=1000)
+    grammar: str | None = Field(None, min_length=1, max_length=100_000)
+    json_object: bool | None = None
+
+
+class SamplingFields(BaseModel):
+    """Base of the request bodies."""
+
+    model_config = STRICT
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=_INT31, description="-1 or 0: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-1000, le=1000, description="lower runs first")
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; subclasses add ``response_format``."""
+        wish = self.structured_outputs
+        if wish is None:
+            return None
+        given = [name for name, value in wish.model_dump(exclude_none=True).items() if value is not False]
+        if len(given) != 1:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                "structured_outputs takes exactly one of json, regex, choice, grammar, json_object",
+                param="structured_outputs",
+            )
+        if wish.json_ is not None:
+            text = wish.json_ if isinstance(wish.json_, str) else json.dumps(wish.json_)
+            return Grammar("json_schema", text)
+        if wish.regex is not None:
+            return Grammar("regex", wish.regex)
+        if wish.choice is not None:
+            return Grammar("choice", json.dumps(wish.choice))
+        if wish.grammar is not None:
+            return Grammar("grammar", wish.grammar)
+        return Grammar("json_object")
+
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(
+        self,
+        max_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """Raises ApiError for a combination that makes no sense or a token id outside the vocabulary."""
+        eos = () if self.ignore_eos else eos_token_ids
+        if self.min_tokens is not None and self.min_tokens > max_tokens:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"min_tokens is {self.min_tokens}, more than the {max_tokens} of max_tokens",
+                param="min_tokens",
+            )
+        for token in self.stop_token_ids or ():
+            _in_vocabulary(token, vocab_size, "stop_token_ids")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            stop_token_ids=(*eos, *(self.stop_token_ids or ())),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self._biases(vocab_size),
+            min_tokens=self.min_tokens or 0,
+            grammar=self.grammar(),
+        )
+
+    def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+        biases = []
+        for name, bias in (self.logit_bias or {}).items():
+            if not (name.isascii() and name.isdigit() and len(name) <= 10):
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"logit_bias: {name[:60]!r} is not a token id",
+                    param="logit_bias",
+                )
+            biases.append((_in_vocabulary(int(name), vocab_size, "logit_bias"), bias))
+        return tuple(biases)
+
+
+def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
+    """The grammar of OpenAI's ``response_format``."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return Grammar("json_object")
+    if response_format.json_schema is None:
+        raise ApiError(
+            ErrorCode.MISSING_PARAMETER,
+            "you must provide response_format.json_schema",
+            param="response_format.json_schema",
+        )
+    return Grammar("json_schema", json.dumps(response_format.json_schema.schema_ or {}))
+
+
+def check_stream_options(body: SamplingFields) -> None:
+    """Raises ApiError: options of a stream need one."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, "stream_options is only allowed with stream: true", param="stream_options"
+        )
+
+
+def _in_vocabulary(token: int, vocab_size: int, field: str) -> int:
+    if token >= vocab_size:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens",
+            param=field,
+        )
+    return token

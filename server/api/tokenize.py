@@ -1,0 +1,118 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes, and POST /v1/embeddings' refusal."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
+from tonnage.server.api.chat.prompt import chat_prompt
+from tonnage.server.api.chat.protocol import Message
+from tonnage.server.api.fields import FieldRule, Standing
+from tonnage.server.api.generation import Generator
+from tonnage.server.api.sampling import STRICT, TokenId
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.state import ServerState
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation as the chat template writes it."""
+
+    model_config = STRICT
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = STRICT
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+def _fields(model: type[BaseModel]) -> Fields:
+    return Fields(model, {name: FieldRule(Standing.HONOURED) for name in model.model_fields})
+
+
+_TOKENIZE, _DETOKENIZE = _fields(TokenizeRequest), _fields(DetokenizeRequest)
+
+
+def _openapi(fields: Fields) -> dict[str, Any]:
+    schema = inline_schema(fields)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
+    router = APIRouter()
+
+    async def parse(request: Request, fields: Fields) -> Any:
+        settings = state.settings
+        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout)
+        body, _ = parse_body(raw, fields, lenient=settings.lenient)
+        if body.model is not None:
+            state.check_model(body.model)
+        return body
+
+    @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model_exclude_none=True)
+    async def tokenize(request: Request) -> Tokens:
+        """Token ids of a prompt or a conversation, as the generating endpoints would see them."""
+        body: TokenizeRequest = await parse(request, _TOKENIZE)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(ErrorCode.MISSING_PARAMETER, "you must provide prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await chat_prompt(
+                state,
+                generator,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+        else:
+            ids = await generator.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
+        texts = [state.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        return Tokens(count=len(ids), max_model_len=state.max_model_len, tokens=list(ids), token_strs=texts)
+
+    @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
+    async def detokenize(request: Request) -> Text:
+        """The text of token ids."""
+        body: DetokenizeRequest = await parse(request, _DETOKENIZE)
+        if body.tokens:
+            generator.check_token_ids([body.tokens], "tokens")
+        return Text(prompt=state.tokenizer.decode(body.tokens))
+
+    return router
+
+
+def embeddings_router(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings", include_in_schema=False)
+    async def create_embeddings() -> None:
+        """Refused by name: every engine here generates."""
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_ENDPOINT,
+            f"{state.model_name!r} generates text and gives no embeddings; serve an embedding model for that",
+            param="model",
+        )
+
+    return router

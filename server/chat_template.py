@@ -1,0 +1,132 @@
+"""A model's chat template: messages to the text of a prompt. Jinja's sandbox, no transformers.
+
+Templates are written for transformers' ``apply_chat_template`` (transformers 5.19,
+utils/chat_template_utils.py); the environment here has what they may use there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tonnage.planner.errors import ConfigError, TonnageError
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TemplateRefused(TonnageError):
+    """The template itself says no to these messages (roles that do not alternate, a system message ...)."""
+
+    code = "invalid_value"
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        # Jinja's own tojson escapes HTML.
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"line {error.lineno}: {error.message}", field="chat_template") from None
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
+        """chat_template.jinja, or chat_template of tokenizer_config.json; None: the model has none.
+
+        Raises ConfigError for a broken file or template.
+        """
+        folder = Path(folder)
+        config: Any = {}
+        path = folder / "tokenizer_config.json"
+        if path.is_file():
+            try:
+                config = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise ConfigError(f"not JSON: {error}", field="tokenizer_config.json") from None
+        if not isinstance(config, dict):
+            raise ConfigError("not a JSON object", field="tokenizer_config.json")
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+            source = named.get("default")
+        if (folder / "chat_template.jinja").is_file():
+            source = (folder / "chat_template.jinja").read_text()
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise ConfigError("is not a text", field="tokenizer_config.json: chat_template")
+        return cls(source, _special_tokens(config))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **more: Any,
+    ) -> str:
+        """The prompt's text. Raises TemplateRefused with the template's own words."""
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                **more,
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise TemplateRefused(
+                f"the model's chat template does not take these messages: {str(error)[:200]}", field="messages"
+            ) from None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):  # an AddedToken as JSON
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what an assistant said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
