@@ -76,7 +76,9 @@ class CacheLayer:
 
     ``full``, ``sliding``, ``chunked``, ``cross``: ``kv_heads`` x (``head_size`` for K +
     ``value_head_size`` for V, None: the same) elements per token. ``mla``: one latent of ``head_size``
-    elements per token (compressed KV and the rotary key), the same on every rank. ``state``: ``states``
+    elements per token (compressed KV and the rotary key), the same on every rank; an engine that expands
+    it keeps ``Architecture.heads`` x (``Architecture.head_size`` for K + ``value_head_size`` for V).
+    ``state``: ``states``
     per sequence, nothing per token.
 
     ``window`` counts the tokens a query sees, itself included (``chunked``: the chunk size).

@@ -178,7 +178,12 @@ class Fields:
     def refuse_unread(self, model_type: str) -> None:
         """Raise UnsupportedArchitecture for a field that sounds like a shape and that nobody read."""
         for field, value in self.config.items():
-            if field in self._read or field in _PRETRAINED_FIELDS or field.startswith("_"):
+            if (
+                field in self._read
+                or field in _PRETRAINED_FIELDS
+                or field in _COMPUTE_FIELDS
+                or field.startswith("_")
+            ):
                 continue
             neutral = not value if isinstance(value, list | dict) else value in _NEUTRAL
             if not neutral and any(word in field for word in _SHAPE_WORDS):
@@ -189,6 +194,20 @@ class Fields:
                     hint="remove the field from config.json if it is a leftover",
                 )
 
+
+# Routing, scaling, rotation and training: they change what is computed, not what is stored. From the published
+# files of tests/data/configs and the config classes of transformers 5.19.
+_COMPUTE_FIELDS = frozenset(
+    """
+    attention_multiplier attn_logit_softcapping attn_scale attn_temperature_tuning aux_loss_alpha aux_loss_coef
+    embedding_multiplier eod_token_id ep_size final_logit_softcapping floor_scale input_jitter_noise
+    lambda_std_dev logits_scaling moe_layer_freq_dtype moe_routed_scaling_factor moe_router_dtype norm_eps
+    norm_epsilon norm_topk_prob num_experts_per_tok output_router_logits qk_head_dim residual_dropout
+    residual_multiplier rope_interleave rotary_pct routed_scaling_factor router_aux_loss_coef
+    router_jitter_noise scale_depth scale_emb scoring_func seq_aux sep_token_id swiglu_limit topk_method
+    embedding_dropout partial_rotary_factor layernorm_epsilon n_group topk_group use_mrope
+    """.split()  # noqa: SIM905
+)
 
 # Fields of transformers' PreTrainedConfig and common leftovers in published files (transformers 5.19,
 # configuration_utils.py): none changes a shape or the KV cache.

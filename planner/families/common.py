@@ -262,12 +262,16 @@ def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
 
 
-def geometry(fields: Fields, *, kv_default: int | None = None) -> tuple[int, int, int, int]:
+def geometry(
+    fields: Fields, *, kv_default: int | None = None, head_default: int | None = None
+) -> tuple[int, int, int, int]:
     """(hidden_size, num_attention_heads, num_key_value_heads, head_dim), checked against each other."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     kv_heads = fields.integer("num_key_value_heads", kv_default or heads, limit="heads")
     head_size = fields.optional_integer("head_dim", limit="width")
+    if head_size is None and head_default is not None:
+        head_size = head_default
     if head_size is None:
         divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
         head_size = hidden // heads
@@ -329,9 +333,9 @@ def cache_layers(
     return tuple(out)
 
 
-def heads_of(fields: Fields, *, kv_default: int | None = None) -> Heads:
-    """:func:`geometry` as :class:`Heads`."""
-    return Heads(*geometry(fields, kv_default=kv_default))
+def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
+    """:func:`geometry` as :class:`Heads`. The defaults hold where the file does not have the field."""
+    return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 
 def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
@@ -396,3 +400,32 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
     if not 0 < share <= 1:
         raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
     return share
+
+
+def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
+    """Always, never, or what the config field (name, default) says."""
+    return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
+
+
+def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Which layers slide and the window. ``none``: none; ``optional``: all when ``sliding_window`` is set;
+    ``qwen``: those from max_window_layers on when use_sliding_window (configuration_qwen2.py);
+    ``layer_types``: as listed."""
+    full = ("full_attention",) * layers
+    if rule == "none":
+        return full, None
+    window = fields.optional_integer("sliding_window", limit="positions", minimum=0)
+    if rule == "optional":
+        return (("sliding_attention",) * layers, window) if window else (full, None)
+    kinds = fields.layer_types(layers)
+    if rule == "layer_types":
+        return kinds or full, window
+    used = fields.boolean("use_sliding_window", False)
+    first = fields.integer("max_window_layers", 28, limit="layers", minimum=0)
+    if "sliding_window" not in fields.config:
+        window = 4096
+    if not used:
+        window = None
+    if kinds is None:
+        kinds = tuple("sliding_attention" if window and i >= first else "full_attention" for i in range(layers))
+    return kinds, window

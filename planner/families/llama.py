@@ -7,7 +7,7 @@ family has beyond the common parts is a small function at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -184,14 +184,14 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if model_type == "qwen2":
         # Qwen2Config has no head_dim field but the model reads one when the file has it
         fields.ignore("head_dim")
-    dims = common.heads_of(fields, kv_default=_kv_default(fields, variant))
-    if fields.raw("head_dim") is None and variant.head_dim_default is not None:
-        dims = replace(dims, head_size=variant.head_dim_default)
+    dims = common.heads_of(
+        fields, kv_default=_kv_default(fields, variant), head_default=variant.head_dim_default
+    )
     if fields.boolean("is_moe", False):
         raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
     fields.ignore(*variant.ignored)
     qkv_bias, out_bias, mlp_bias = (
-        _bias(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
+        common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
     inner = fields.integer("intermediate_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -248,10 +248,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _bias(fields: Fields, rule: Bias) -> bool:
-    return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
-
-
 def _norms(fields: Fields, model_type: str, variant: Variant) -> tuple[str, ...]:
     """StableLM's parallel residual has one norm per layer."""
     if model_type == "stablelm" and fields.boolean("use_parallel_residual", False):
@@ -293,20 +289,7 @@ def _kinds(
         return (full if window is None else ("sliding_attention",) * layers), window
     if variant.window == "layer_types":
         return _listed_kinds(fields, model_type, layers, window)
-    used = fields.boolean("use_sliding_window", False)
-    first_sliding = fields.integer("max_window_layers", 28, limit="layers", minimum=0)
-    if "sliding_window" not in fields.config:
-        window = 4096
-    if not used:
-        window = None
-    kinds = fields.layer_types(layers)
-    if kinds is None:
-        # the layers from max_window_layers on slide (configuration_qwen2.py); the first ones are full
-        kinds = tuple(
-            "sliding_attention" if window is not None and i >= first_sliding else "full_attention"
-            for i in range(layers)
-        )
-    return kinds, window
+    return common.kinds_of(fields, "qwen", layers)
 
 
 # When the file lists no layer_types: every so-manieth layer is full (the config classes' own rule), and the

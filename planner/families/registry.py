@@ -18,6 +18,14 @@ _MODULES = {
         "olmo3 arcee apertus bitnet cohere cohere2 diffllama doge hunyuan_v1_dense starcoder2 stablelm "
         "persimmon phi phi3 nemotron xverse baichuan"
     ),
+    "moe": (
+        "mixtral qwen2_moe qwen3_moe olmoe flex_olmo phimoe granitemoe granitemoeshared minimax_m2 "
+        "ernie4_5_moe glm4_moe dots1 hunyuan_v1_moe"
+    ),
+    "mla": (
+        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 minicpm3 longcat_flash"
+    ),
+    "moe_mixed": "gpt_oss laguna mimo_v2_flash minimax_m3 llama4_text dbrx jetmoe",
     "gemma": "gemma gemma2 gemma3_text",
     "gpt_neox": "gpt_neox",
     "falcon": "falcon RefinedWeb RefinedWebModel",
@@ -41,6 +49,14 @@ _ALIASES = {
     },
 }
 _ALIASES["RefinedWebModel"] = _ALIASES["RefinedWeb"]
+
+
+# Class names of the first published files (remote code) of a family that transformers names otherwise.
+_OTHER_CLASSES = {
+    "RefinedWeb": "RWForCausalLM",
+    "RefinedWebModel": "RWForCausalLM",
+    "phimoe": "PhiMoEForCausalLM",
+}
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -85,7 +101,7 @@ def _check_class(config: Mapping[str, Any], model_type: str, architecture: Archi
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{shown(names)} is not a list of class names", field="architectures")
     body = architecture.class_name.replace("ForCausalLM", "Model")
-    if not names or {architecture.class_name, "RWForCausalLM"} & set(names):
+    if not names or {architecture.class_name, _OTHER_CLASSES.get(model_type)} & set(names):
         return architecture
     if body in names:
         tensors = tuple(t for t in architecture.tensors if t.role != "head")

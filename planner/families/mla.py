@@ -1,0 +1,268 @@
+"""Multi-head latent attention: K and V are kept as one compressed latent and one rotary key per token.
+
+DeepSeek-V2 / V3 / V3.2 and what is built like them (Kimi-K2, GLM-4.7-Flash, GLM-5, MiniCPM3, Mistral 4,
+LongCat-Flash). Shapes after transformers 5.19 and 5.23, models/<family>/. The cache of one layer is
+kv_lora_rank + qk_rope_head_dim elements per token, on every tensor-parallel rank (DeepSeek-V2, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Geometry of one MLA module. ``q_rank`` None: the query is not compressed."""
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def entry(self) -> int:
+        """Elements kept per token and layer."""
+        return self.kv_rank + self.rope
+
+
+def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> Latent:
+    """The six sizes; ``defaults``: DeepSeek-V3's, where the config class has them."""
+
+    def size(name: str, default: int) -> int:
+        return fields.integer(name, default if defaults else None, limit="width")
+
+    fields.ignore("num_key_value_heads", "head_dim")  # every head has its own K and V, made from the latent
+    return Latent(
+        fields.integer("hidden_size", limit="width"),
+        fields.integer("num_attention_heads", limit="heads"),
+        fields.optional_integer("q_lora_rank", limit="width"),
+        size("kv_lora_rank", 512),
+        size("qk_nope_head_dim", 128),
+        size("qk_rope_head_dim", 64),
+        fields.integer("v_head_dim", 128 if defaults else value_default, limit="width"),
+    )
+
+
+def attention(t: Tensors, at: str, d: Latent, bias: bool) -> None:
+    """The latent and rotary projections are the same on every rank; heads are divided."""
+    q = d.heads * (d.nope + d.rope)
+    if d.q_rank is None:
+        t.linear(f"{at}.q_proj", q, d.hidden, shard="column")
+    else:
+        t.linear(f"{at}.q_a_proj", d.q_rank, d.hidden, bias=bias)
+        t.norm(f"{at}.q_a_layernorm", d.q_rank)
+        t.linear(f"{at}.q_b_proj", q, d.q_rank, shard="column")
+    t.linear(f"{at}.kv_a_proj_with_mqa", d.entry, d.hidden, bias=bias)
+    t.norm(f"{at}.kv_a_layernorm", d.kv_rank)
+    t.linear(f"{at}.kv_b_proj", d.heads * (d.nope + d.value), d.kv_rank, shard="column")
+    t.linear(f"{at}.o_proj", d.hidden, d.heads * d.value, bias=bias, shard="row")
+
+
+def cache(
+    layers: Iterable[int], d: Latent, index_sizes: dict[int, int] | None = None
+) -> tuple[CacheLayer, ...]:
+    index = index_sizes or {}
+    return tuple(
+        CacheLayer(i, "mla", None, 1, d.entry, value_head_size=d.value, index_size=index.get(i, 0))
+        for i in layers
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    class_name: str
+    dense_layers: int  # first_k_dense_replace when the file does not say
+    indexer: bool = False
+    correction: bool = True
+    prefix: str = "model"
+
+
+_VARIANTS = {
+    "deepseek_v2": Variant("DeepseekV2ForCausalLM", 0, correction=False),
+    "deepseek_v3": Variant("DeepseekV3ForCausalLM", 3),
+    "kimi_k2": Variant("DeepseekV3ForCausalLM", 3),
+    "deepseek_v32": Variant("DeepseekV32ForCausalLM", 3, indexer=True),
+    "glm_moe_dsa": Variant("GlmMoeDsaForCausalLM", 3, indexer=True),
+    "glm4_moe_lite": Variant("Glm4MoeLiteForCausalLM", 1),
+    "mistral4": Variant("Mistral4ForCausalLM", 0, correction=False),
+}
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    if model_type == "minicpm3":
+        return _minicpm3(fields)
+    if model_type == "longcat_flash":
+        return _longcat(fields)
+    return deepseek(fields, model_type, "model")
+
+
+def deepseek(fields: Fields, model_type: str, prefix: str, head: str = "lm_head") -> Architecture:
+    """``prefix``: where the language model sits (a multimodal wrapper puts it below its own)."""
+    v = _VARIANTS[model_type]
+    d = read_latent(fields, defaults=True)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("n_routed_experts", limit="width")
+    chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    fields.ignore("num_nextn_predict_layers", "mlp_bias")
+    sparse = _sparse(fields, v, layers)
+    index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
+
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, d.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        attention(t, f"{at}.self_attn", d, bias)
+        if v.indexer and indexed[i]:
+            if d.q_rank is None:
+                raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
+            index = f"{at}.self_attn.indexer"
+            t.linear(f"{index}.wq_b", index_heads * index_size, d.q_rank)
+            t.linear(f"{index}.wk", index_size, d.hidden)
+            t.norm(f"{index}.k_norm", index_size, "layer")
+            t.linear(f"{index}.weights_proj", index_heads, d.hidden)
+        t.norm(f"{at}.input_layernorm", d.hidden)
+        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", d.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, d.hidden)
+        if v.correction:
+            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
+    t.layer = None
+    t.norm(f"{prefix}.norm", d.hidden)
+    t.head(head, vocab, d.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.rotary(d.rope, f"{prefix}.rotary_emb.")
+    index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
+    return common.decoder(
+        fields, model_type, v.class_name, t, Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        cache(range(layers), d, index_sizes), layers=layers,
+        inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
+        rotary=Rotary(d.rope, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _sparse(fields: Fields, v: Variant, layers: int) -> tuple[bool, ...]:
+    listed = fields.raw("mlp_layer_types")
+    first = fields.integer("first_k_dense_replace", v.dense_layers, limit="layers", minimum=0)
+    step = fields.raw("moe_layer_freq")
+    if step not in (None, 1):
+        raise UnsupportedArchitecture(f"{shown(step)} is not 1", field="moe_layer_freq")
+    if listed is None:
+        return tuple(i >= first for i in range(layers))
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
+        )
+    return tuple(kind == "sparse" for kind in listed)
+
+
+def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
+    """(heads, key size, which layers have an indexer of their own) of the sparse attention."""
+    heads = fields.integer("index_n_heads", 64, limit="heads")
+    size = fields.integer("index_head_dim", 128, limit="width")
+    fields.ignore(
+        "layer_types", "index_topk", "index_topk_freq", "index_topk_pattern", "index_share_for_mtp_iteration",
+        "index_skip_topk_offset", "indexer_rope_interleave",
+    )  # fmt: skip
+    listed = fields.raw("indexer_types")
+    if listed is None:
+        return heads, size, (True,) * layers
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"full", "shared"}:
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers full or shared", field="indexer_types"
+        )
+    return heads, size, tuple(kind == "full" for kind in listed)
+
+
+def _minicpm3(fields: Fields) -> Architecture:
+    hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
+    value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    d = read_latent(fields, value_default=value)
+    nope_rope = d.nope + d.rope
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", True)
+    fields.ignore("dim_model_base")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
+    t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        attention(t, f"{at}.self_attn", d, bias)
+        t.gated_mlp(f"{at}.mlp", d.hidden, inner)
+        t.norm(f"{at}.input_layernorm", d.hidden)
+        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+    t.layer = None
+    t.norm("model.norm", d.hidden)
+    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.rotary(d.rope, "model.rotary_emb.")
+    return common.decoder(
+        fields, "minicpm3", "MiniCPM3ForCausalLM", t, Heads(d.hidden, d.heads, d.heads, nope_rope, d.value),
+        cache(range(layers), d), layers=layers, inner=inner, vocab=vocab, rotary=Rotary(d.rope, 1),
+    )  # fmt: skip
+
+
+def _longcat(fields: Fields) -> Architecture:
+    """Two attention modules and two dense MLPs per layer, one routed MLP beside; some experts are nothing."""
+    d = read_latent(fields, defaults=True)
+    layers = fields.integer("num_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    dense = fields.integer("ffn_hidden_size", limit="width")
+    count = fields.integer("n_routed_experts", limit="width")
+    empty = fields.integer("zero_expert_num", 0, limit="width", minimum=0)
+    inner = fields.integer("expert_ffn_hidden_size", limit="width")
+    chosen = fields.integer("moe_topk", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    router_bias = fields.boolean("router_bias", False)
+    fields.ignore("num_hidden_layers", "zero_expert_type")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        # transformers allocates the first matrix for the empty experts too (modeling_longcat_flash.py)
+        t.add(
+            f"{at}.mlp.experts.gate_up_proj", (count + empty, 2 * inner, d.hidden), "expert", "Experts",
+            shard=1, matrices=2,
+        )  # fmt: skip
+        t.add(f"{at}.mlp.experts.down_proj", (count, d.hidden, inner), "expert", "Experts", shard=2)
+        t.router(f"{at}.mlp.router.classifier", count + empty, d.hidden, linear=True, bias=router_bias)
+        t.correction_bias(f"{at}.mlp.router.e_score_correction_bias", (count + empty,))
+        for half in range(2):
+            attention(t, f"{at}.self_attn.{half}", d, bias)
+            t.gated_mlp(f"{at}.mlps.{half}", d.hidden, dense)
+            t.norm(f"{at}.input_layernorm.{half}", d.hidden)
+            t.norm(f"{at}.post_attention_layernorm.{half}", d.hidden)
+    t.layer = None
+    t.norm("model.norm", d.hidden)
+    t.head("lm_head", vocab, d.hidden, None)
+    t.rotary(d.rope, "model.rotary_emb.")
+    return common.decoder(
+        fields, "longcat_flash", "LongcatFlashForCausalLM", t,
+        Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
+        rotary=Rotary(d.rope, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Mixture-of-experts decoders with ordinary attention: one row of the table per family.
+
+Shapes after transformers 5.19, models/<family>/modeling_<family>.py: routed experts are two tensors per layer,
+[experts, 2 x inner, hidden] and [experts, hidden, inner] (checkpoints store a matrix per expert).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.architecture import Architecture, Rotary
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.llama import Bias
+from tonnage.planner.fields import Fields, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a family differs from Mixtral. Strings in capitals of the config name the fields to read."""
+
+    class_name: str
+    experts_field: str = "num_experts"
+    per_token_field: str = "num_experts_per_tok"
+    inner_field: str = "moe_intermediate_size"
+    mlp: str = "mlp"  # module of the MLP
+    router: str = "gate"
+    router_linear: bool = False
+    router_bias: bool = False
+    correction: str | None = None  # name of e_score_correction_bias below the MLP
+    correction_parameter: bool = False
+    shared: str | None = None  # module of the shared expert
+    shared_gate: bool = False
+    shared_size: str | None = None  # field of its inner size, or n_shared_experts x the routed inner size
+    qkv_bias: Bias = ("attention_bias", False)
+    out_bias: Bias = ("attention_bias", False)
+    qk_norm: str = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    norm: str = "rms"
+    tied: bool = False
+    head_dim_default: int | None = None
+    kv_default: int | None = None
+    window: str = "none"
+    ignored: tuple[str, ...] = ()
+
+
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_GRANITE = Variant(
+    "GraniteMoeForCausalLM", "num_local_experts", inner_field="intermediate_size", mlp="block_sparse_moe",
+    router="router",
+)  # fmt: skip
+
+_VARIANTS = {
+    "mixtral": Variant(
+        "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
+        out_bias=False, kv_default=8, window="optional",
+    ),
+    "qwen2_moe": Variant(
+        "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
+        shared_size="shared_expert_intermediate_size", qkv_bias=("qkv_bias", True), out_bias=False,
+        window="qwen",
+    ),
+    "qwen3_moe": Variant(
+        "Qwen3MoeForCausalLM", qk_norm="head", kv_default=4, window="qwen", head_dim_default=128,
+        ignored=("use_qk_norm",),
+    ),
+    "olmoe": Variant("OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full",
+        ignored=("clip_qkv",)),
+    "flex_olmo": Variant(
+        "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", norms=_POST_NORMS,
+    ),
+    "phimoe": Variant(
+        "PhimoeForCausalLM", "num_local_experts", inner_field="intermediate_size", router="router",
+        norm="layer", window="optional", ignored=("original_max_position_embeddings",),
+    ),
+    "granitemoe": _GRANITE,
+    "minimax_m2": Variant(
+        "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size",
+        correction="e_score_correction_bias", qkv_bias=False, out_bias=False, qk_norm="full",
+        ignored=(
+            "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
+            "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
+        ),
+    ),
+    "ernie4_5_moe": Variant(
+        "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k",
+        correction="gate.moe_statics.e_score_correction_bias",
+        correction_parameter=True, shared="shared_experts", qkv_bias=("use_bias", False),
+        out_bias=("use_bias", False), tied=True, ignored=("moe_norm_min",),
+    ),
+    "glm4_moe": Variant(
+        "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
+        shared="shared_experts", out_bias=False,
+        ignored=("n_group", "topk_group", "num_nextn_predict_layers"), head_dim_default=128,
+    ),
+    "dots1": Variant(
+        "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
+        shared="shared_experts", qk_norm="head", window="qwen", ignored=("n_group", "topk_group"),
+    ),
+    "hunyuan_v1_moe": Variant(
+        "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size",
+        per_token_field="moe_topk", router="gate.wg",
+        router_linear=True, shared="shared_mlp", qk_norm="head",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+    ),
+}  # fmt: skip
+_VARIANTS["granitemoeshared"] = _GRANITE
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    v = _VARIANTS[model_type]
+    absent = "num_key_value_heads" not in fields.config
+    dims = common.heads_of(fields, kv_default=v.kv_default if absent else None, head_default=v.head_dim_default)
+    if model_type == "glm4_moe" and fields.raw("head_dim") is None:  # its config class rounds down
+        dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    if fields.raw("attn_type_list") not in (None, [1] * layers):
+        raise UnsupportedArchitecture("linear layers are not known here", field="attn_type_list")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = _experts(fields, v)
+    chosen = fields.optional_integer(v.per_token_field, limit="width") or 1
+    inner = fields.integer(v.inner_field, limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    sparse = sparse_layers(fields, model_type, layers)
+    shared = _shared_size(fields, model_type, v, inner)
+    fields.ignore(*v.ignored)
+    qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
+    mlp_bias = model_type == "ernie4_5_moe" and fields.boolean("use_bias", False)
+    if mlp_bias:
+        raise UnsupportedArchitecture("experts with biases are not planned", field="use_bias")
+    tied = fields.boolean("tie_word_embeddings", v.tied)
+    qk_norm = v.qk_norm
+    if model_type == "glm4_moe" and fields.boolean("use_qk_norm", False):
+        qk_norm = "head"
+    head_bias = model_type == "phimoe" and fields.boolean("lm_head_bias", False)
+    kinds, window = common.kinds_of(fields, v.window, layers)
+    rotary = Rotary(int(dims.head_size * _share(fields, model_type, dims)), 1)
+
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        t.attention(
+            f"{at}.self_attn", dims, bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm,
+            norm_names=v.qk_norm_names,
+        )  # fmt: skip
+        for name in v.norms:
+            t.norm(f"{at}.{name}", dims.hidden, v.norm)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.{v.mlp}", dims.hidden, dense)
+            continue
+        mlp = f"{at}.{v.mlp}"
+        t.router(f"{mlp}.{v.router}", count, dims.hidden, linear=v.router_linear, bias=v.router_bias)
+        t.experts(f"{mlp}.experts", count, dims.hidden, inner)
+        if v.correction_parameter:
+            t.add(f"{mlp}.{v.correction}", (1, count), "router", "Statics", dtype="float32")
+        elif v.correction is not None:
+            t.correction_bias(f"{mlp}.{v.correction}", (count,))
+        if not shared:
+            continue
+        if model_type == "granitemoeshared":
+            t.plain_mlp(
+                f"{at}.shared_mlp",
+                dims.hidden,
+                shared,
+                names=("input_linear", "output_linear"),
+                fused_gate=True,
+            )
+        else:
+            t.gated_mlp(f"{mlp}.{v.shared}", dims.hidden, shared)
+        if v.shared_gate:
+            t.linear(f"{mlp}.shared_expert_gate", 1, dims.hidden, "router")
+    t.layer = None
+    t.norm("model.norm", dims.hidden, v.norm)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None, head_bias)
+    t.rotary(rotary.dim, "model.rotary_emb.")
+    widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
+    return common.decoder(
+        fields, model_type, v.class_name, t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        layers=layers, inner=widest, vocab=vocab, rotary=rotary, experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _experts(fields: Fields, v: Variant) -> int:
+    value = fields.raw(v.experts_field)
+    if isinstance(value, list):
+        raise UnsupportedArchitecture("one number per layer is not planned", field=v.experts_field)
+    return fields.integer(v.experts_field, limit="width")
+
+
+def _share(fields: Fields, model_type: str, dims: Heads) -> float:
+    if model_type == "minimax_m2":
+        rotary_dim = fields.optional_integer("rotary_dim", limit="width")
+        if rotary_dim is not None:
+            fields.ignore("partial_rotary_factor")
+            return rotary_dim / dims.head_size
+        return common.rotary_share(fields)
+    return common.rotary_share(fields, 0.5 if model_type == "glm4_moe" else 1.0)
+
+
+def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int:
+    """Inner size of the shared expert; 0: none."""
+    if model_type == "granitemoeshared":
+        return fields.optional_integer("shared_intermediate_size", 0, limit="width", minimum=0) or 0
+    if v.shared is None:
+        return 0
+    if v.shared_size is not None:
+        return fields.integer(v.shared_size, limit="width")
+    if model_type == "hunyuan_v1_moe":
+        return inner
+    name = "moe_num_shared_experts" if model_type == "ernie4_5_moe" else "n_shared_experts"
+    return inner * (fields.optional_integer(name, 0, limit="width", minimum=0) or 0)
+
+
+def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
+    """Which layers route, by the family's own fields."""
+    if model_type in ("glm4_moe", "dots1"):
+        first = fields.integer(
+            "first_k_dense_replace", 1 if model_type == "glm4_moe" else 0, limit="layers", minimum=0
+        )
+        return tuple(i >= first for i in range(layers))
+    if model_type == "ernie4_5_moe":
+        start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
+        end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
+        step = fields.integer("moe_layer_interval", 1, limit="layers")
+        last = layers - 1 if end == -1 else end
+        return tuple((i + 1) % step == 0 and start <= i <= last for i in range(layers))
+    if model_type in ("qwen2_moe", "qwen3_moe"):
+        step = fields.integer("decoder_sparse_step", 1, limit="layers")
+        dense = fields.raw("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+            raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
+        return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    return (True,) * layers

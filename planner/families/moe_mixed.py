@@ -1,0 +1,508 @@
+"""MoE decoders whose layers differ in kind: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, Llama 4, DBRX,
+JetMoE. One function per family; shapes after transformers 5.19 / 5.23, models/<family>/.
+
+``prefix`` is where the language model sits: a multimodal wrapper (families/multimodal.py) puts it lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields, shown
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    return _BUILDERS[model_type](fields, "model", "lm_head")
+
+
+def gpt_oss(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Alternating windows; experts with biases, their matrices stored [experts, in, out]."""
+    dims = common.heads_of(fields, kv_default=8, head_default=64)
+    layers, vocab = _layers(fields), _vocab(fields)
+    count = fields.integer("num_local_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", 4, limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", True)
+    tied = fields.boolean("tie_word_embeddings", False)
+    fields.ignore("experts_per_token", "initial_context_length")
+    kinds = fields.layer_types(layers)
+    if kinds is None:  # beginning with a sliding layer (configuration_gpt_oss.py)
+        kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
+    window = fields.integer("sliding_window", 128, limit="positions")
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        t.add(f"{at}.self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard=0)
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+        t.router(f"{at}.mlp.router", count, dims.hidden, bias=True)
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner, transposed=True, bias=True)
+        _two_norms(t, at, dims)
+    _end(t, prefix, head, vocab, dims, tied)
+    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    return common.decoder(
+        fields, "gpt_oss", "GptOssForCausalLM", t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def laguna(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Query heads differ between full and sliding layers; a gate on the attention output."""
+    dims = common.heads_of(fields)
+    layers, vocab = _layers(fields), _vocab(fields)
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    shared = fields.integer("shared_expert_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
+    kinds = fields.layer_types(layers) or ("full_attention",) * layers
+    sparse = _listed_sparse(fields, layers)
+    gates = fields.raw("gating")
+    if gates not in (True, "per-head", "per_head"):
+        raise UnsupportedArchitecture(f"{shown(gates)} is not per-head", field="gating")
+    fields.ignore(
+        "gating_types", "moe_apply_router_weight_on_input", "use_bidirectional_attention",
+        "decoder_sparse_step",
+        "mlp_only_layers", "moe_router_logit_softcapping", "swa_attention_sink_enabled",
+    )  # fmt: skip
+    window = common.window_of(fields)
+    share = _kind_shares(fields, kinds)
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        own = Heads(dims.hidden, query_heads[i], dims.kv_heads, dims.head_size)
+        common.divisible(own.heads, own.kv_heads, "num_attention_heads_per_layer", "num_key_value_heads")
+        t.attention(f"{at}.self_attn", own, bias=bias, out_bias=bias, qk_norm="head")
+        t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
+        _two_norms(t, at, dims)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, dims.hidden)
+        t.add(f"{at}.mlp.gate.e_score_correction_bias", (count,), "router", "Router", dtype="float32")
+        t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
+    _end(t, prefix, head, vocab, dims, tied)
+    for kind in dict.fromkeys(kinds):
+        t.rotary(int(dims.head_size * share[kind]), f"{prefix}.rotary_emb.{kind}_")
+    return common.decoder(
+        fields, "laguna", "LagunaForCausalLM", t,
+        Heads(dims.hidden, max(query_heads), dims.kv_heads, dims.head_size),
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(share)),
+        experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def mimo_v2(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Sliding layers have their own KV heads and head sizes, and sinks; V is narrower than K."""
+    full = common.heads_of(fields)
+    full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
+    heads = fields.integer("swa_num_attention_heads", full.heads, limit="heads")
+    kv_heads = fields.integer("swa_num_key_value_heads", full.kv_heads, limit="heads")
+    size = fields.integer("swa_head_dim", full.head_size, limit="width")
+    value = fields.integer("swa_v_head_dim", full.value_size, limit="width")
+    sliding = Heads(full.hidden, heads, kv_heads, size, value)
+    common.divisible(sliding.heads, sliding.kv_heads, "swa_num_attention_heads", "swa_num_key_value_heads")
+    layers, vocab = _layers(fields), _vocab(fields)
+    pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
+    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    if pattern is None or sparse is None:
+        missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
+        raise ConfigError("missing", field=missing)
+    count = fields.integer("n_routed_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    window = fields.integer("sliding_window", limit="positions")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    sink_full = fields.boolean("add_full_attention_sink_bias", False)
+    sink_sliding = fields.boolean("add_swa_attention_sink_bias", True)
+    if fields.raw("n_shared_experts"):
+        raise UnsupportedArchitecture("shared experts are not known here", field="n_shared_experts")
+    fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
+    share = common.rotary_share(fields)
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, full.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        own = sliding if pattern[i] else full
+        t.attention(f"{at}.self_attn", own, bias=bias)
+        if sink_sliding if pattern[i] else sink_full:
+            t.add(f"{at}.self_attn.sinks", (own.heads,), "attention", "MiMoV2FlashAttention", shard=0)
+        _two_norms(t, at, full)
+        kind: Any = "sliding" if pattern[i] else "full"
+        cache.append(
+            CacheLayer(
+                i,
+                kind,
+                window if pattern[i] else None,
+                own.kv_heads,
+                own.head_size,
+                value_head_size=own.value_size,
+            )
+        )
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", full.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, full.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, full.hidden)
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+    _end(t, prefix, head, vocab, full, tied)
+    for name, own in (("full_attention", full), ("sliding_attention", sliding)):
+        t.rotary(int(own.head_size * share), f"{prefix}.rotary_emb.{name}_")
+    return common.decoder(
+        fields, "mimo_v2_flash", "MiMoV2FlashForCausalLM", t, full, tuple(cache), layers=layers,
+        inner=max(chosen * inner, dense), vocab=vocab, rotary=Rotary(int(full.head_size * share), 2),
+        experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def step3p7(fields: Fields, prefix: str, head: str) -> Architecture:
+    dims = common.heads_of(fields)
+    layers, vocab = _layers(fields), _vocab(fields)
+    kinds = fields.layer_types(layers) or tuple(
+        "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
+    )
+    sparse = _listed_sparse(fields, layers, first_dense=3)
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    shared = fields.integer("share_expert_dim", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    window = common.window_of(fields)
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        t.attention(f"{at}.self_attn", dims, qk_norm="head")
+        t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
+        _two_norms(t, at, dims)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+            continue
+        t.router(f"{at}.mlp.gate", count, dims.hidden)
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
+    _end(t, prefix, head, vocab, dims, tied)
+    return common.decoder(
+        fields, "step3p7", "Step3p7ForCausalLM", t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, 2), experts=count,
+        experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def minimax_m3(fields: Fields, prefix: str, head: str) -> Architecture:
+    """A block-sparse indexer beside grouped-query attention; its key is cached too."""
+    dims = common.heads_of(fields)
+    layers, vocab = _layers(fields), _vocab(fields)
+    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    if sparse is None:
+        raise ConfigError("missing", field="moe_layer_freq")
+    count = fields.integer("num_local_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    stated = fields.optional_integer("moe_intermediate_size", limit="width")
+    if stated not in (None, inner):
+        raise ConfigError(f"{stated} contradicts intermediate_size = {inner}", field="moe_intermediate_size")
+    dense = fields.integer("dense_intermediate_size", limit="width")
+    shared = fields.integer("shared_intermediate_size", inner, limit="width")
+    number = fields.optional_integer("n_shared_experts", 1, limit="width", minimum=0) or 0
+    tied = fields.boolean("tie_word_embeddings", False)
+    index_heads, index_size, indexed = _minimax_indexer(fields, layers, dims)
+    if fields.boolean("attention_output_gate", False):
+        raise UnsupportedArchitecture("is not known here", field="attention_output_gate")
+    fields.ignore(
+        "use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules",
+        "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",
+    )  # fmt: skip
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        t.attention(f"{at}.self_attn", dims, qk_norm="head")
+        _two_norms(t, at, dims)
+        if indexed[i]:
+            index = f"{at}.self_attn.indexer"
+            t.linear(f"{index}.q_proj", index_heads * index_size, dims.hidden)
+            t.linear(f"{index}.k_proj", index_size, dims.hidden)
+            t.norm(f"{index}.q_norm", index_size)
+            t.norm(f"{index}.k_norm", index_size)
+        cache.append(
+            CacheLayer(
+                i, "full", None, dims.kv_heads, dims.head_size, index_size=index_size if indexed[i] else 0
+            )
+        )
+        if not sparse[i]:
+            t.plain_mlp(f"{at}.mlp", dims.hidden, dense, names=("gate_up_proj", "down_proj"), fused_gate=True)
+            continue
+        t.router(f"{at}.mlp.gate", count, dims.hidden)
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        if number:
+            t.plain_mlp(
+                f"{at}.mlp.shared_experts", dims.hidden, shared * number, names=("gate_up_proj", "down_proj"),
+                fused_gate=True,
+            )  # fmt: skip
+    _end(t, prefix, head, vocab, dims, tied)
+    t.rotary(int(dims.head_size * common.rotary_share(fields, 0.5)), f"{prefix}.rotary_emb.")
+    return common.decoder(
+        fields, "minimax_m3", "MiniMaxM3ForCausalLM", t, dims, tuple(cache), layers=layers,
+        inner=max(chosen * inner + shared * number, dense), vocab=vocab, rotary=Rotary(dims.head_size // 2, 1),
+        experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
+    sparse = fields.mapping("sparse_attention_config")
+    if sparse is None or not sparse.get("use_sparse_attention", True):
+        return 0, 0, (False,) * layers
+    inner = Fields(sparse)
+    every = _numbers(inner, "sparse_attention_freq", layers, zero=True) or (1,) * layers
+    heads = inner.integer("sparse_num_index_heads", dims.kv_heads, limit="heads")
+    size = inner.integer("sparse_index_dim", dims.head_size, limit="width")
+    return heads, size, tuple(bool(flag) for flag in every)
+
+
+def llama4(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Chunked attention in three of four layers; experts stored [experts, in, out]."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers, vocab = _layers(fields), _vocab(fields)
+    count = fields.integer("num_local_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", 1, limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size_mlp", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    step = fields.integer("interleave_moe_layer_step", 1, limit="layers")
+    listed = fields.raw("moe_layers")
+    if listed is None:
+        listed = list(range(step - 1, layers, step))
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
+    kinds, chunk = _chunked(fields, layers)
+    fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+        _two_norms(t, at, dims)
+        mlp = f"{at}.feed_forward"
+        if i not in listed:
+            t.gated_mlp(mlp, dims.hidden, dense)
+            continue
+        t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
+        t.router(f"{mlp}.router", count, dims.hidden)  # a subclass of nn.Linear
+        t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
+    _end(t, prefix, head, vocab, dims, tied)
+    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    cache = tuple(
+        CacheLayer(i, "chunked", chunk, dims.kv_heads, dims.head_size) if kind == "chunked_attention"
+        else CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)
+        for i, kind in enumerate(kinds)
+    )  # fmt: skip
+    return common.decoder(
+        fields, "llama4_text", "Llama4ForCausalLM", t, dims, cache, layers=layers,
+        inner=max((chosen + 1) * inner, dense), vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
+        experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Layers without rotary embedding (every fourth) see everything, the others their chunk."""
+    chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
+    interval = fields.integer("no_rope_layer_interval", 4, limit="layers")
+    rope = fields.raw("no_rope_layers")
+    if not rope:
+        rope = [int((i + 1) % interval != 0) for i in range(layers)]
+    if not isinstance(rope, list) or len(rope) != layers:
+        raise ConfigError(f"{shown(rope)} does not name {layers} layers", field="no_rope_layers")
+    listed = fields.raw("layer_types")
+    if listed is None:
+        listed = ["chunked_attention" if flag else "full_attention" for flag in rope]
+    known = {"chunked_attention", "full_attention"}
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
+        raise ConfigError(f"{shown(listed)} does not name {layers} layers chunked or full", field="layer_types")
+    if chunk is None:
+        listed = ["full_attention"] * layers
+    return tuple(listed), chunk
+
+
+def dbrx(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Its own config fields, attention and experts in two sub-objects; experts [experts x inner, hidden]."""
+    attention, ffn = fields.mapping("attn_config"), fields.mapping("ffn_config")
+    if attention is None or ffn is None:
+        raise ConfigError("missing", field="attn_config" if attention is None else "ffn_config")
+    hidden = fields.integer("d_model", limit="width")
+    heads = fields.integer("n_heads", limit="heads")
+    common.divisible(hidden, heads, "d_model", "n_heads")
+    kv_heads = Fields(attention).integer("kv_n_heads", 1, limit="heads")
+    common.divisible(heads, kv_heads, "n_heads", "attn_config.kv_n_heads")
+    dims = Heads(hidden, heads, kv_heads, hidden // heads)
+    layers = fields.integer("n_layers", limit="layers")
+    vocab = _vocab(fields)
+    moe = Fields(ffn)
+    count = moe.integer("moe_num_experts", 4, limit="width")
+    chosen = moe.integer("moe_top_k", 1, limit="width")
+    inner = moe.integer("ffn_hidden_size", 3584, limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    fields.ignore("emb_pdrop", "rope_parameters", "max_position_embeddings", "num_key_value_heads")
+    t = Tensors()
+    t.vocabulary("transformer.wte", vocab, hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"transformer.blocks.{i}"
+        t.fused_attention(f"{at}.norm_attn_norm.attn", dims, qkv="Wqkv", out="out_proj")
+        for name in ("norm_1", "norm_2"):
+            t.norm(f"{at}.norm_attn_norm.{name}", hidden, "layer-weight")
+        t.router(f"{at}.ffn.router.layer", count, hidden, linear=True)
+        for name in ("w1", "v1", "w2"):
+            t.add(f"{at}.ffn.experts.mlp.{name}", (count * inner, hidden), "expert", "DbrxExpertGLU", shard=0)
+    t.layer = None
+    t.norm("transformer.norm_f", hidden, "layer-weight")
+    t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
+    t.rotary(dims.head_size, "transformer.rotary_emb.")
+    return common.decoder(
+        fields, "dbrx", "DbrxForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        inner=chosen * inner, vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
+        experts_per_token=chosen, max_model_len=fields.integer("max_seq_len", limit="positions"),
+        position_field="max_seq_len",
+    )  # fmt: skip
+
+
+def jetmoe(fields: Fields, prefix: str, head: str) -> Architecture:
+    """Experts in the attention too: each token's queries go through ``num_experts_per_tok`` of them."""
+    hidden = fields.integer("hidden_size", limit="width")
+    layers, vocab = _layers(fields), _vocab(fields)
+    kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
+    size = fields.integer("kv_channels", 128, limit="width")
+    chosen = fields.integer("num_experts_per_tok", 2, limit="width")
+    count = fields.integer("num_local_experts", 8, limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    tied = fields.boolean("tie_word_embeddings", True)
+    fields.ignore("num_attention_heads", "activation_function")
+    kv = kv_heads * size
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        for module, into, up, down in (
+            ("mlp", hidden, 2 * inner, inner), ("self_attention.experts", hidden, kv, kv),
+        ):  # fmt: skip
+            role: Any = "expert"
+            t.add(f"{at}.{module}.bias", (hidden,), role, "JetMoeMoE")
+            t.add(f"{at}.{module}.input_linear.weight", (count, up, into), role, "ParallelExperts", shard=1)
+            t.add(
+                f"{at}.{module}.output_linear.weight", (count, hidden, down), role, "ParallelExperts", shard=2
+            )
+            t.router(f"{at}.{module}.router.layer", count, hidden, linear=True)
+        t.linear(f"{at}.self_attention.kv_proj", 2 * kv, hidden, shard="column", kv=(2 * kv, kv_heads))
+        t.norm(f"{at}.input_layernorm", hidden)
+        t.norm(f"{at}.post_attention_layernorm", hidden)
+    dims = Heads(hidden, kv_heads * chosen, kv_heads, size)
+    _end(t, prefix, head, vocab, dims, tied)
+    t.rotary(size, "model.rotary_emb.")
+    cache = tuple(CacheLayer(i, "full", None, kv_heads, size, kv_heads * chosen) for i in range(layers))
+    return common.decoder(
+        fields, "jetmoe", "JetMoeForCausalLM", t, dims, cache, layers=layers, inner=chosen * inner, vocab=vocab,
+        rotary=Rotary(size, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", limit="layers")
+
+
+def _vocab(fields: Fields) -> int:
+    return fields.integer("vocab_size", limit="vocab")
+
+
+def _four(dims: Heads) -> tuple[int, int, int, int]:
+    return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
+
+
+def _two_norms(t: Tensors, at: str, dims: Heads) -> None:
+    t.norm(f"{at}.input_layernorm", dims.hidden)
+    t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+
+
+def _end(t: Tensors, prefix: str, head: str, vocab: int, dims: Heads, tied: bool) -> None:
+    t.layer = None
+    t.norm(f"{prefix}.norm", dims.hidden)
+    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+
+
+def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
+    """A list of one integer per layer."""
+    value = fields.raw(name)
+    if value is None:
+        return None
+    low = 0 if zero else 1
+    if (
+        not isinstance(value, list)
+        or len(value) != layers
+        or not all(type(v) is int and low <= v <= 1 << 20 for v in value)
+    ):
+        raise ConfigError(f"{shown(value)} is not a list of {layers} integers from {low}", field=name)
+    return tuple(value)
+
+
+def _listed_sparse(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bool, ...]:
+    """``mlp_layer_types`` (dense | sparse), else dense up to ``first_k_dense_replace``."""
+    listed = fields.raw("mlp_layer_types")
+    first = fields.integer("first_k_dense_replace", first_dense, limit="layers", minimum=0)
+    if listed is None:
+        return tuple(i >= first for i in range(layers))
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
+        )
+    return tuple(kind == "sparse" for kind in listed)
+
+
+def _kind_shares(fields: Fields, kinds: tuple[str, ...]) -> dict[str, float]:
+    """partial_rotary_factor of each layer kind: in ``rope_parameters`` by kind, else one for full layers."""
+    parameters = fields.raw("rope_parameters")
+    base = fields.number("partial_rotary_factor", 1.0)
+    out = {}
+    for kind in dict.fromkeys(kinds):
+        own = parameters.get(kind) if isinstance(parameters, dict) else None
+        share = own.get("partial_rotary_factor") if isinstance(own, dict) else None
+        out[kind] = float(share) if isinstance(share, int | float) else base
+    return out
+
+
+_BUILDERS: dict[str, Callable[[Fields, str, str], Architecture]] = {
+    "gpt_oss": gpt_oss,
+    "laguna": laguna,
+    "mimo_v2_flash": mimo_v2,
+    "step3p7_text": step3p7,
+    "minimax_m3": minimax_m3,
+    "llama4_text": llama4,
+    "dbrx": dbrx,
+    "jetmoe": jetmoe,
+}
