@@ -1,0 +1,103 @@
+"""vLLM's KV cache groups: which layers share a block table, and how large a block becomes.
+
+Rules of vllm/v1/core/kv_cache_utils.py and kv_cache_interface.py, 0.32.0 (get_kv_cache_groups,
+unify_kv_cache_spec_page_size, _get_kv_cache_groups_uniform_page_size); tests/planner/test_vllm_groups.py
+holds them against those functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tonnage.planner.engines.pool import ceil_div
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.layout import GroupKind
+
+# One kind may have up to so many times the layers of another before it is split into groups of the
+# smaller one's size (_get_kv_cache_groups_uniform_page_size).
+PADDING_LIMIT = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Cache of one layer as vLLM's KVCacheSpec describes it.
+
+    ``page_bytes``: bytes of ``block_size`` tokens (of one state) in this layer, padding included.
+    ``shape``: heads, head sizes, state shapes; layers share a group only if all of this is equal.
+    """
+
+    layer: int
+    kind: GroupKind
+    block_size: int
+    page_bytes: int
+    shape: tuple[object, ...]
+    window: int | None = None
+    fixed: int | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.kind, self.block_size, self.page_bytes, self.shape, self.window, self.fixed
+
+
+Groups = tuple[tuple[LayerPages, ...], ...]
+
+
+def group_pages(pages: list[LayerPages]) -> Groups:
+    """Groups in vLLM's order. Raises UnsupportedArchitecture where vLLM cannot unify the pages either."""
+    if len({page.key for page in pages}) <= 1 or _uniform_type(pages):
+        return (tuple(pages),) if pages else ()
+    return _equal_groups(_unify(pages))
+
+
+def _uniform_type(pages: list[LayerPages]) -> bool:
+    """All layers need the same token slots: one group, even if their bytes differ."""
+    first = pages[0]
+    if any(page.block_size != first.block_size for page in pages):
+        return False
+    if first.kind in ("full", "mla"):
+        return all(page.kind in ("full", "mla") for page in pages)
+    same = all(page.kind == first.kind and page.window == first.window for page in pages)
+    if first.kind == "state":
+        return same and all((p.page_bytes, p.fixed) == (first.page_bytes, first.fixed) for p in pages)
+    return same and first.kind in ("sliding", "chunked", "cross")
+
+
+def _unify(pages: list[LayerPages]) -> list[LayerPages]:
+    """Bring all pages to the largest one's bytes: longer blocks where it is a multiple, else padding."""
+    largest = max(page.page_bytes for page in pages)
+    out = []
+    for page in pages:
+        if page.page_bytes == largest:
+            out.append(page)
+        elif page.kind != "state" and largest % page.page_bytes == 0:
+            ratio = largest // page.page_bytes
+            out.append(replace(page, block_size=page.block_size * ratio, page_bytes=largest))
+        elif page.kind == "mla":
+            raise UnsupportedArchitecture(
+                f"MLA pages of {page.page_bytes:,} bytes beside pages of {largest:,} bytes: "
+                "vLLM cannot unify them",
+                field="kv_lora_rank",
+            )
+        else:
+            out.append(replace(page, page_bytes=largest))
+    return out
+
+
+def _equal_groups(pages: list[LayerPages]) -> Groups:
+    """Groups of (nearly) equal size, each of one kind: the smallest kind's layer count, or the largest's
+    when that is less than PADDING_LIMIT times as many; layer i of a kind goes to group i mod (its groups)."""
+    kinds: dict[tuple[object, ...], list[LayerPages]] = {}
+    for page in pages:
+        kinds.setdefault(page.key, []).append(page)
+    counts = [len(members) for members in kinds.values()]
+    size = max(counts) if max(counts) < min(counts) * PADDING_LIMIT else min(counts)
+    groups = []
+    for members in kinds.values():
+        number = ceil_div(len(members), size)
+        groups += [tuple(members[i::number]) for i in range(number)]
+    return tuple(groups)
+
+
+def block_bytes(groups: Groups) -> int:
+    """Bytes of one block: those of the widest group."""
+    return max(sum(page.page_bytes for page in group) for group in groups)

@@ -1,0 +1,275 @@
+"""vLLM's KV pool: pages per layer, block size, blocks per sequence and the two lines it prints, by version.
+
+Sources: vllm 0.32.0 (v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, platforms/cpu.py,
+platforms/interface.py, model_executor/layers/mamba/mamba_utils.py); older versions after their published
+start-up logs (tests/data/field_reports.jsonl) and the pull requests named below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
+from tonnage.planner.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
+from tonnage.planner.engines.pool import Capacity, Demand, Pool, ceil_div
+from tonnage.planner.engines.version import Version
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.layout import KVGroup, KVLayout
+
+CURRENT: Version = (0, 32, 0)
+"""The vLLM whose rules are followed when no version is given and none is installed."""
+
+# Smallest kernel block and default block size: CPU attention (v1/attention/backends/cpu_attn.py,
+# platforms/cpu.py) and FlashAttention on GPUs (config/cache.py DEFAULT_BLOCK_SIZE).
+KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
+DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
+CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
+HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
+
+# Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements (v1/attention/backends/mla/indexer.py)
+_INDEX_GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What differs between versions."""
+
+    token_line: str  # "blocks": num_blocks // groups x smallest block; "concurrency": concurrency x length
+    in_flight_batches: int  # batches whose tokens a sliding layer still holds, on a GPU
+    hybrid_groups: bool  # False: sliding layers keep every token beside full ones
+    hybrid_prefix_caching: bool  # prefix caching of hybrids with recurrent state is on by default
+    graphs_subtracted: bool  # the CUDA-graph estimate is taken off the KV budget
+
+
+def rules(version: Version) -> Rules:
+    """Token line: logs up to 0.19.1 and from 0.25.1 (pull request 38364). In-flight batches: pull request
+    47728 (July 2026; not yet in 0.25.1's logs). Hybrid groups: V1's hybrid manager. Prefix caching of
+    hybrids: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0). Graph estimate: 0.21."""
+    return Rules(
+        token_line="concurrency" if version >= (0, 20, 0) else "blocks",
+        in_flight_batches=2 if version >= (0, 26, 0) else 1,
+        hybrid_groups=version >= (0, 9, 2),
+        hybrid_prefix_caching=version >= (0, 28, 0),
+        graphs_subtracted=version >= (0, 21, 0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What of a deployment decides the pool. ``block_size`` None: the engine's default."""
+
+    device: str
+    version: Version
+    dtype_bytes: int
+    kv_dtype: str
+    block_size: int | None
+    max_num_batched_tokens: int
+    prefix_caching: bool | None
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    speculative_tokens: int = 0
+    amx: bool = False
+
+
+def build_pool(architecture: Architecture, request: Request) -> Pool:
+    """Pool of one rank. Raises UnsupportedArchitecture for a cache vLLM (or this planner) cannot lay out."""
+    if not architecture.cache_layers:
+        raise UnsupportedArchitecture(
+            f"{architecture.class_name} keeps no KV cache: there is no pool to size", field="model_type"
+        )
+    block, notes = _block_size(architecture, request)
+    pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
+    states = {page.page_bytes for page in pages if page.kind == "state"}
+    token = _attention_token_bytes(architecture, request)
+    if states and token:
+        block = _aligned_block(architecture, request, block, max(states), token)
+        pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
+        pages = [_padded(page, block * token) if page.kind == "state" else page for page in pages]
+    version = rules(request.version)
+    if not version.hybrid_groups:
+        pages = [_promoted(page) for page in pages]
+    groups = group_pages(pages)
+    return Pool(_layout(groups, block, request), _demands(groups, request, version), notes)
+
+
+def capacity(pool: Pool, num_blocks: int, max_model_len: int, version: Version) -> Capacity:
+    """The start-up lines. vLLM counts the null block (block 0) among the blocks."""
+    per_sequence = pool.sequence_blocks(max_model_len)
+    concurrency = num_blocks / per_sequence
+    if rules(version).token_line == "concurrency":
+        tokens = int(concurrency * max_model_len)
+    else:
+        smallest = min(demand.block_size for demand in pool.demands)
+        shards = max(demand.shards for demand in pool.demands)
+        tokens = num_blocks // len(pool.demands) * smallest * shards
+    return Capacity(num_blocks, max(0, num_blocks - 1), per_sequence, tokens, concurrency)
+
+
+def heads_per_rank(heads: int, ranks: int) -> int:
+    """KV heads of one rank: replicated when there are fewer heads than ranks."""
+    if heads >= ranks and heads % ranks:
+        raise DeploymentError(
+            f"{ranks} does not divide {heads} KV heads",
+            field="--tensor-parallel-size",
+            hint=f"a divisor of {heads}",
+        )
+    if heads < ranks and ranks % heads:
+        raise DeploymentError(f"{ranks} is no multiple of {heads} KV heads", field="--tensor-parallel-size")
+    return max(1, heads // ranks)
+
+
+def _block_size(architecture: Architecture, request: Request) -> tuple[int, tuple[str, ...]]:
+    """Tokens per block before hybrids are aligned."""
+    mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
+    if mla and request.device == "cpu" and not request.amx:
+        note = ()
+        if request.block_size not in (None, CPU_MLA_BLOCK):
+            note = (f"vLLM's MLA kernel on a CPU without AMX has blocks of {CPU_MLA_BLOCK} tokens only",)
+        return CPU_MLA_BLOCK, note
+    if request.block_size is not None:
+        return request.block_size, ()
+    if mla and request.device == "cuda":
+        # FlashMLA's block (platforms/cuda.py; v1/attention/backends/mla/flashmla.py)
+        return 64, ()
+    return DEFAULT_BLOCK[request.device], ()
+
+
+def _attention_token_bytes(architecture: Architecture, request: Request) -> int:
+    """Bytes per token of one attention layer, by which hybrids with state are aligned; 0 without one."""
+    for layer in architecture.cache_layers:
+        if layer.kind in ("full", "sliding", "mla"):
+            return _entry_bytes(layer, request)
+    return 0
+
+
+def _aligned_block(architecture: Architecture, request: Request, block: int, state: int, token: int) -> int:
+    """The smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
+    step = KERNEL_BLOCK[request.device]
+    if request.device == "cpu" or request.block_size is not None:
+        step = max(step, block)
+    if any(layer.kind == "mla" for layer in architecture.cache_layers):
+        step = max(step, HYBRID_MLA_BLOCK)
+    return max(block, step * ceil_div(state, step * token))
+
+
+def _entry_bytes(layer: CacheLayer, request: Request) -> int:
+    """Bytes of one token in one layer on one rank."""
+    size = KV_DTYPE_BYTES[request.kv_dtype]
+    if layer.kind == "mla":
+        return layer.head_size * size  # the latent is the same on every rank
+    value = layer.head_size if layer.value_head_size is None else layer.value_head_size
+    return heads_per_rank(layer.kv_heads, request.tensor_parallel) * (layer.head_size + value) * size
+
+
+def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
+    """The specs one layer registers: none when it reads another layer's cache."""
+    if layer.shares is not None:
+        return []
+    if layer.compression > 1:
+        raise UnsupportedArchitecture(
+            f"layer {layer.layer} compresses {layer.compression} tokens into one entry: vLLM's pool for it "
+            "is not planned",
+            field="compress_ratios",
+        )
+    if layer.kind == "state":
+        size = sum(_state_bytes(state, request) for state in layer.states)
+        shape = tuple(state.shape for state in layer.states)
+        return [LayerPages(layer.layer, "state", block, size, shape, None, _state_blocks(layer, request))]
+    entry = _entry_bytes(layer, request)
+    shape = (layer.kv_heads, layer.head_size, layer.value_head_size)
+    fixed = None
+    if layer.kind == "cross":
+        fixed = ceil_div(layer.source_tokens or 1, block)
+    pages = [LayerPages(layer.layer, layer.kind, block, block * entry, shape, layer.window, fixed)]
+    if layer.index_size:
+        key = layer.index_size + 4 * (layer.index_size // _INDEX_GROUP)
+        pages.append(LayerPages(layer.layer, "mla", block, block * key, ("indexer", layer.index_size)))
+    return pages
+
+
+def _state_bytes(state: StateTensor, request: Request) -> int:
+    """A recurrent state on one rank. The convolution keeps one column less than its kernel, and one more
+    per speculative token (mamba_utils.py: conv_kernel - 1 + num_spec)."""
+    shape = list(state.shape)
+    if state.name == "conv":
+        shape[-1] += request.speculative_tokens - 1
+    elements = prod(shape)
+    if state.shard_dim is not None:
+        elements = ceil_div(elements, request.tensor_parallel)
+    return elements * (KV_DTYPE_BYTES[state.dtype] if state.dtype else request.dtype_bytes)
+
+
+def _state_blocks(layer: CacheLayer, request: Request) -> int:
+    """State blocks of one sequence: one, or with prefix caching ("align" mode) the running one and the
+    last whole block's, and for Mamba-2 a checkpoint of the prefill; one more per speculative token."""
+    wanted = request.prefix_caching
+    if wanted is None:
+        wanted = rules(request.version).hybrid_prefix_caching
+    if not wanted:
+        return 1 + request.speculative_tokens
+    checkpoint = any(state.name == "ssm" and len(state.shape) == 3 for state in layer.states)
+    return 2 + request.speculative_tokens + int(checkpoint and request.version >= (0, 28, 0))
+
+
+def _padded(page: LayerPages, size: int) -> LayerPages:
+    if page.page_bytes > size:
+        return page
+    return LayerPages(page.layer, page.kind, page.block_size, size, page.shape, page.window, page.fixed)
+
+
+def _promoted(page: LayerPages) -> LayerPages:
+    """Before hybrid groups, sliding layers kept every token beside full ones (unify_hybrid_kv_cache_specs)."""
+    if page.kind not in ("sliding", "chunked"):
+        return page
+    return LayerPages(page.layer, "full", page.block_size, page.page_bytes, page.shape)
+
+
+def _layout(groups: Groups, block: int, request: Request) -> KVLayout:
+    """Pages of one size lie slot by slot; one group of layers of different bytes is a single slot."""
+    sizes = {page.page_bytes for group in groups for page in group}
+    slots, size = max(len(group) for group in groups), max(sizes)
+    if len(sizes) > 1:
+        slots, size = 1, block_bytes(groups)
+    first = groups[0][0]
+    plain = next((p for group in groups for p in group if p.kind in ("full", "sliding", "chunked")), first)
+    heads, head = (
+        (plain.shape[0], plain.shape[1]) if plain.kind in ("full", "sliding", "chunked", "mla") else (0, 0)
+    )
+    return KVLayout(
+        groups=tuple(
+            KVGroup(
+                group[0].kind,
+                tuple(page.layer for page in group),
+                group[0].window,
+                group[0].block_size if group[0].block_size != block else None,
+            )
+            for group in groups
+        ),
+        block_size=block,
+        layer_slots=slots,
+        kv_heads=heads if isinstance(heads, int) else 0,
+        head_size=head if isinstance(head, int) else 0,
+        dtype=request.kv_dtype,
+        dtype_bytes=KV_DTYPE_BYTES[request.kv_dtype],
+        page_bytes=size,
+    )
+
+
+def _demands(groups: Groups, request: Request, version: Rules) -> tuple[Demand, ...]:
+    batches = version.in_flight_batches if request.device != "cpu" else 1
+    in_flight = request.max_num_batched_tokens * batches
+    out = []
+    for group in groups:
+        page = group[0]
+        if page.fixed is not None:
+            out.append(Demand(page.block_size, fixed=page.fixed))
+        elif page.kind == "sliding":
+            # one more because the window may begin inside a block (SlidingWindowSpec)
+            out.append(Demand(page.block_size, most=(page.window or 1) - 1 + in_flight, extra=1))
+        elif page.kind == "chunked":
+            out.append(Demand(page.block_size, most=(page.window or 1) + in_flight))
+        else:
+            out.append(Demand(page.block_size, shards=request.context_parallel))
+    return tuple(out)
