@@ -86,6 +86,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         reasons=reasons,
         intervals=_intervals(loaded, rank, estimates),
         terms=tuple(terms),
+        weight_formats=loaded.formats,
     )
 
 

@@ -97,6 +97,15 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """Bytes of the weights of one rank that are stored in one dtype under one quantization (none: as trained)."""
+
+    dtype: str
+    quantization: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The whole answer. ``deployment`` has every None replaced by the value chosen."""
 
@@ -111,6 +120,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     intervals: dict[str, tuple[int, int]] = field(default_factory=dict)
     terms: tuple[Term, ...] = ()
+    weight_formats: tuple[WeightFormat, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -9,12 +9,15 @@ from math import prod
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.engine_tensors import tensors_of
-from tonnage.planner.plan import Deployment, Term
+from tonnage.planner.plan import Deployment, Term, WeightFormat
 from tonnage.planner.quantization import Quantization
 
 # The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
 # linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
 _TILE = 64
+
+# dtype of the packed storage; scales and code books are counted with it (bitsandbytes 0.50, gptqmodel 7.7)
+_STORED_AS = {"int8": "int8", "nf4": "uint8", "nf4-double": "uint8", "gptq": "int32"}
 
 _FIELDS = {
     "embedding": "vocab_size, hidden_size",
@@ -33,6 +36,7 @@ class Weights:
     total: int
     high: int
     terms: tuple[Term, ...]
+    formats: tuple[WeightFormat, ...] = ()
 
 
 def sum_weights(
@@ -50,14 +54,24 @@ def sum_weights(
     total = 0
     slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
     kinds: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+    formats: dict[tuple[str, str], int] = {}
     for tensor in tensors_of(architecture, deployment):
         held = quantization.bytes_after_load(tensor, dtype)
         total += held
+        if held:
+            converted = quantization.converts(tensor)
+            stored = (
+                _STORED_AS.get(quantization.scheme, quantization.scheme) if converted else tensor.dtype or dtype
+            )
+            key = (stored, quantization.scheme if converted else "none")
+            formats[key] = formats.get(key, 0) + held
         if deployment.engine == "vllm" and tensor.module_class.endswith("Linear") and len(tensor.shape) == 2:
             slack += _tiled(tensor.shape, held) - held
         kinds.setdefault((re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.shape), []).append(tensor)
     terms = tuple(_term(pattern, tensors, quantization, dtype) for (pattern, _), tensors in kinds.items())
-    return Weights(total, total + slack, terms)
+    return Weights(
+        total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
+    )
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.plan import Plan
+from tonnage.planner.plan import Plan, RankPlan
 from tonnage.planner.render import plan_to_dict
 from tonnage.server.engines.base import MeasuredMemory, PoolStats
 from tonnage.server.state import ServerState
@@ -27,7 +27,11 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 def planned_components(plan: Plan) -> dict[str, int]:
     """Bytes of the deciding rank by component; they add up to the device."""
-    rank = plan.rank
+    return rank_components(plan.rank)
+
+
+def rank_components(rank: RankPlan) -> dict[str, int]:
+    """Bytes of one rank by component; they add up to its device."""
     return {
         "weights": rank.weights_bytes,
         "kv_pool": rank.kv_pool_bytes,

@@ -5,10 +5,18 @@ Field names are vLLM's flags where vLLM has one. ``tonnage serve`` makes its com
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, ValidationInfo
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
@@ -20,7 +28,15 @@ def _size(value: Any, info: ValidationInfo) -> Any:
     return parse_size(value, info.field_name or "size") if isinstance(value, str) else value
 
 
+def _words(value: Any) -> Any:
+    """``a,b`` from the environment or a flag; a list from code or a file."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
 Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1)]
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
+# Printed as their number only.
+Secrets = Annotated[Words, PlainSerializer(lambda keys: f"{len(keys)} given")]
 
 
 class Settings(BaseSettings):
@@ -32,8 +48,8 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(None, min_length=1, description="name in the API; default: MODEL")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    backend: Literal["hf", "vllm", "fake"] = Field(
-        "hf", description="engine; fake counts blocks, runs no model"
+    backend: Literal["auto", "hf", "vllm", "fake"] = Field(
+        "auto", description="engine; auto: vllm where it runs the model, else hf; fake runs no model"
     )
 
     device: str = Field("cpu", description="device the engine runs on")
@@ -59,6 +75,9 @@ class Settings(BaseSettings):
     )
     lenient: bool = Field(False, description="ignore unknown request fields and list them in x-ignored-fields")
 
+    metrics_compat: Literal["none", "vllm"] = Field(
+        "none", description="vllm: also export vLLM's names on /metrics, for gateways and autoscalers"
+    )
     # A million token ids as JSON, more than any context served here, are under 8 MiB.
     max_request_body_bytes: Bytes = Field(8 * 2**20, description="largest accepted request body")
 
@@ -66,6 +85,33 @@ class Settings(BaseSettings):
     request_timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")
     sse_keep_alive: float = Field(15.0, gt=0, description="seconds of silence before a stream's comment")
     drain_seconds: float = Field(30.0, ge=0, description="seconds a stopping server gives running requests")
+
+    api_key: Secrets = Field((), description="keys, comma-separated; each is a tenant (default: open to all)")
+    api_key_file: Path | None = Field(None, description="TOML file of keys with quotas")
+    metrics_public: bool = Field(False, description="serve /metrics without a key")
+    allowed_origins: Words = Field((), description="CORS origins, comma-separated (default: none)")
+    ssl_certfile: Path | None = Field(None, description="TLS certificate chain (PEM)")
+    ssl_keyfile: Path | None = Field(None, description="TLS private key (PEM)")
+
+    max_engine_restarts: int = Field(10, ge=0, description="restarts of a dead engine in an hour; 0: none")
+    log_format: Literal["text", "json"] = Field("text", description="form of the log lines on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
+    access_log: bool = Field(False, description="log a line for each request, without its text")
+    request_log: Path | None = Field(None, description="file for the requests' sizes, for tonnage replay")
+
+    # Set by load_settings for one construction: the tables of the TOML file.
+    _file: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, cls._file)
 
     @property
     def model_name(self) -> str:
@@ -91,11 +137,12 @@ class Settings(BaseSettings):
         )
 
 
-def load_settings(**given: Any) -> Settings:
-    """Settings from ``given`` (flags, which win) and the environment.
+def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
+    """Settings from ``given`` (flags, which win), the environment and the TOML file ``config``.
 
     Raises DeploymentError naming the first bad field, its value and what would be right.
     """
+    Settings._file = {} if config is None else read_config(Path(config))
     try:
         return Settings(**given)
     except ValidationError as error:
@@ -105,4 +152,21 @@ def load_settings(**given: Any) -> Settings:
             raise DeploymentError("is required", field=field, hint=f"or set TONNAGE_{field.upper()}") from None
         if first["type"] == "extra_forbidden":
             raise DeploymentError("is not a setting", field=field) from None
-        raise DeploymentError(f"{first['msg']}, not {str(first['input'])[:100]!r}", field=field) from None
+        shown = "" if field == "api_key" else f", not {str(first['input'])[:100]!r}"
+        raise DeploymentError(f"{first['msg']}{shown}", field=field) from None
+    finally:
+        Settings._file = {}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file; a name may be written as the flag (max-model-len). Raises DeploymentError."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise DeploymentError(f"cannot read {path}: {error.strerror}", field="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{path} is not TOML: {error}", field="config") from None
+    settings = {name.replace("-", "_"): value for name, value in document.items()}
+    if unknown := settings.keys() - Settings.model_fields.keys():
+        raise DeploymentError(f"{path}: {min(unknown)} is not a setting", field="config")
+    return settings
