@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import random
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -27,9 +28,9 @@ from tonnage.server.engines.base import (
     GenerationRequest,
     MeasuredMemory,
     NeverFits,
-    PoolStats,
     QueueFull,
 )
+from tonnage.server.engines.pool_stats import pool_stats
 
 # (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
@@ -58,6 +59,8 @@ class _Request:
 
     request: GenerationRequest
     inbox: asyncio.Queue[Chunk | TonnageError]
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+    queued: float | None = None  # seconds until admission
     waited: bool = False
     sequences: list[_Sequence] = dataclasses.field(default_factory=list)
 
@@ -181,25 +184,16 @@ class FakeEngine:
         self._forget(request_id)
 
     def stats(self) -> EngineStats:
-        pool = self._manager.stats()
         return EngineStats(
             ready=self._ready and self._dead is None,
             running=len(self._running),
             waiting=len(self._waiting),
-            pool=PoolStats(
-                num_blocks=pool.num_blocks,
-                usable=pool.usable,
-                used=pool.used,
-                cached=pool.cached,
-                free=pool.free,
-                promised=pool.promised,
-                evictions=pool.evictions,
-            ),
+            pool=pool_stats(self._manager),
             memory=self._memory,
             admissions=tuple((*key, count) for key, count in self._admissions.items()),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            prefix_hit_tokens=pool.hit_tokens,
+            prefix_hit_tokens=self._manager.stats().hit_tokens,
         )
 
     def capacity(self) -> Capacity:
@@ -273,6 +267,7 @@ class FakeEngine:
             return None
         assert not isinstance(answer, Never)  # refused at the door, and limits do not change
         self._waiting.popleft()
+        entry.queued = time.monotonic() - entry.arrived
         self._admissions["admit", "fits"] += 1
         self._prompt_tokens += len(request.prompt_token_ids)
         tokens = self._reply(request, 0)
@@ -338,6 +333,7 @@ class FakeEngine:
                 token_ids,
                 reason,  # type: ignore[arg-type]
                 sequence.cached,
+                queued_seconds=owner.queued,
             )
         )
 
