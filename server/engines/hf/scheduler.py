@@ -7,6 +7,7 @@ chunked prefill and the rest of a prompt after a prefix hit are all that one rul
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ import numpy as np
 from tonnage.cache.admission import Never, Wait
 from tonnage.cache.manager import BlockCopy, KVCacheManager
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest, PoolStats, limits_of
+from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest, limits_of
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.pool_stats import pool_stats
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Sequence:
     cached_tokens: int
     random: np.random.Generator
     chunk: int = 0  # tokens computed in the step under way
+    queued: float | None = None  # seconds from its arrival here to admission
 
     @property
     def generated(self) -> int:
@@ -56,6 +59,7 @@ class Waiting:
 
     request: GenerationRequest
     tokens: np.ndarray  # int32 [prompt]
+    arrived: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -138,7 +142,7 @@ class Scheduler:
     def _admit(self, refused: list[Chunk]) -> Sequence | None:
         """Admit the head of the queue (first come, first served); None when it has to wait."""
         while self.waiting:
-            request, tokens = self.waiting[0].request, self.waiting[0].tokens
+            request, tokens, arrived = self.waiting[0].request, self.waiting[0].tokens, self.waiting[0].arrived
             sequence_id = next(self._ids)
             answer = self.manager.admit(
                 sequence_id,
@@ -171,6 +175,7 @@ class Scheduler:
                 answer.cached_tokens,
                 answer.cached_tokens,
                 generator(request.params.seed, 0),
+                queued=time.monotonic() - arrived,
             )
             self.running[sequence.id] = sequence
             return sequence
@@ -275,6 +280,7 @@ class Scheduler:
             token_ids,
             reason,  # type: ignore[arg-type]
             sequence.cached_tokens,
+            queued_seconds=sequence.queued,
         )
 
     def _end(self, sequence: Sequence, token_ids: tuple[int, ...], reason: str) -> Chunk:
@@ -290,21 +296,12 @@ class Scheduler:
         self.counters.admissions[key] = self.counters.admissions.get(key, 0) + 1
 
     def stats(self) -> EngineStats:
-        pool = self.manager.stats()
         counters = self.counters
         return EngineStats(
             ready=True,
             running=len(self.running),
             waiting=len(self.waiting),
-            pool=PoolStats(
-                num_blocks=self.plan.kv_cache.num_blocks,
-                usable=self.plan.kv_cache.usable_blocks,
-                used=pool.used,
-                cached=pool.cached,
-                free=pool.free,
-                promised=pool.promised,
-                evictions=pool.evictions,
-            ),
+            pool=pool_stats(self.manager),
             admissions=tuple((*key, count) for key, count in counters.admissions.items()),
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
