@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -160,14 +161,16 @@ class VLLMEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         self._refuse()
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
+        arrived = time.monotonic()
         await self._ledger.enter(request.request_id, wish)
+        queued = time.monotonic() - arrived
         try:
             if self._dead is not None:
                 raise self._dead
             self._prompt_tokens += len(request.prompt_token_ids)
             async with contextlib.aclosing(self._chunks(request)) as chunks:
                 async for chunk in chunks:
-                    yield chunk
+                    yield replace(chunk, queued_seconds=queued)
         finally:
             # vLLM reads aborts and new requests from one queue in order: whoever is let in now comes after
             # the blocks were freed.
