@@ -181,7 +181,7 @@ def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
     fields.ignore(
-        "layer_types", "index_topk", "index_topk_freq", "index_topk_pattern", "index_share_for_mtp_iteration",
+        "layer_types", "num_experts", "index_topk", "index_topk_freq", "index_topk_pattern", "index_share_for_mtp_iteration",
         "index_skip_topk_offset", "indexer_rope_interleave",
     )  # fmt: skip
     listed = fields.raw("indexer_types")

@@ -26,6 +26,8 @@ _MODULES = {
         "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 minicpm3 longcat_flash"
     ),
     "moe_mixed": "gpt_oss laguna mimo_v2_flash minimax_m3 llama4_text dbrx jetmoe",
+    "linear": "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear minimax lfm2 lfm2_moe",
+    "mamba": "mamba mamba2 falcon_mamba bamba granitemoehybrid falcon_h1 jamba nemotron_h zamba zamba2",
     "gemma": "gemma gemma2 gemma3_text",
     "gpt_neox": "gpt_neox",
     "falcon": "falcon RefinedWeb RefinedWebModel",
@@ -56,6 +58,7 @@ _OTHER_CLASSES = {
     "RefinedWeb": "RWForCausalLM",
     "RefinedWebModel": "RWForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model
 }
 
 

@@ -1,0 +1,472 @@
+"""Hybrids of full and linear attention: Qwen3-Next, Qwen3.5 (gated delta net), Kimi Linear (KDA), MiniMax-01
+(lightning attention), LFM2 (short convolution). Shapes after transformers 5.19 / 5.23, models/<family>/.
+
+A linear layer keeps a state per sequence, whatever its length: a convolution's last inputs and one matrix
+per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the same shapes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, mla
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields, shown
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    return _BUILDERS[model_type](fields, model_type, "model", "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Geometry of a gated delta net."""
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_size
+
+
+_QWEN_CLASSES = {
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+
+
+def qwen(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+    """Qwen3-Next and Qwen3.5, dense or with experts; the query projection carries an output gate."""
+    moe = model_type != "qwen3_5_text"
+    next_ = model_type == "qwen3_next"
+    dims = common.heads_of(fields, kv_default=2 if moe else 4, head_default=256)
+    d = Delta(
+        dims.hidden,
+        fields.integer("linear_num_key_heads", 16, limit="heads"),
+        fields.integer("linear_num_value_heads", 32, limit="heads"),
+        fields.integer("linear_key_head_dim", 128, limit="width"),
+        fields.integer("linear_value_head_dim", 128, limit="width"),
+        fields.integer("linear_conv_kernel_dim", 4, limit="width"),
+    )
+    common.divisible(d.value_heads, d.key_heads, "linear_num_value_heads", "linear_num_key_heads")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
+    if fields.boolean("attn_output_gate", True) is False:
+        raise UnsupportedArchitecture("false is not known", field="attn_output_gate")
+    state_dtype = _state_dtype(fields)
+    experts = _QwenExperts.read(fields, layers) if moe else None
+    inner = fields.integer("intermediate_size", 5632 if moe else None, limit="width")
+    fields.ignore(
+        "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers", "output_gate_type"
+    )
+    fields.ignore("partial_rotary_factor")
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        if full[i]:
+            kv = dims.kv_heads * dims.head_size
+            q = dims.heads * dims.head_size
+            for name, rows, own in (
+                ("q_proj", 2 * q, (0, 0)),
+                ("k_proj", kv, (kv, dims.kv_heads)),
+                ("v_proj", kv, (kv, dims.kv_heads)),
+            ):  # fmt: skip
+                t.linear(f"{at}.self_attn.{name}", rows, dims.hidden, bias=bias, shard="column", kv=own)
+            t.linear(f"{at}.self_attn.o_proj", dims.hidden, q, bias=bias, shard="row")
+            t.norm(f"{at}.self_attn.q_norm", dims.head_size)
+            t.norm(f"{at}.self_attn.k_norm", dims.head_size)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        else:
+            delta_net(t, f"{at}.linear_attn", d, fused=next_)
+            cache.append(delta_cache(i, d, state_dtype))
+        if experts is not None and experts.sparse[i]:
+            experts.add(t, f"{at}.mlp", dims.hidden)
+        else:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+    t.layer = None
+    t.norm(f"{prefix}.norm", dims.hidden)
+    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25)), 1)
+    t.rotary(rotary.dim, f"{prefix}.rotary_emb.")
+    return common.decoder(
+        fields, model_type, _QWEN_CLASSES[model_type], t, dims, tuple(cache), layers=layers,
+        inner=experts.widest if experts is not None else inner, vocab=vocab, rotary=rotary,
+        experts=experts.count if experts is not None else 0,
+        experts_per_token=experts.chosen if experts is not None else 0,
+    )  # fmt: skip
+
+
+def _state_dtype(fields: Fields) -> str | None:
+    value = fields.raw("mamba_ssm_dtype")
+    if value not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"{shown(value)} is not float32, bfloat16 or float16", field="mamba_ssm_dtype")
+    return value if isinstance(value, str) else None
+
+
+def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
+    """``fused``: Qwen3-Next's two input projections; Qwen3.5 has four."""
+    for name in ("dt_bias", "A_log"):
+        t.add(f"{at}.{name}", (d.value_heads,), "mixer", "GatedDeltaNet", shard=0)
+    channels = 2 * d.keys + d.values
+    t.add(f"{at}.conv1d.weight", (channels, 1, d.kernel), "mixer", "Conv1d", shard=0)
+    if fused:
+        t.linear(f"{at}.in_proj_qkvz", channels + d.values, d.hidden, "mixer", shard="column")
+        t.linear(f"{at}.in_proj_ba", 2 * d.value_heads, d.hidden, "mixer", shard="column")
+    else:
+        t.linear(f"{at}.in_proj_qkv", channels, d.hidden, "mixer", shard="column")
+        t.linear(f"{at}.in_proj_z", d.values, d.hidden, "mixer", shard="column")
+        t.linear(f"{at}.in_proj_b", d.value_heads, d.hidden, "mixer", shard="column")
+        t.linear(f"{at}.in_proj_a", d.value_heads, d.hidden, "mixer", shard="column")
+    t.norm(f"{at}.norm", d.value_size)
+    t.linear(f"{at}.out_proj", d.hidden, d.values, "mixer", shard="row")
+
+
+def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
+    states = (
+        StateTensor("conv", (d.kernel - 1, 2 * d.keys + d.values), shard_dim=1),
+        StateTensor("recurrent", (d.value_heads, d.value_size, d.key_size), dtype),
+    )
+    return CacheLayer(layer, "state", None, 0, 0, states=states)
+
+
+@dataclass(frozen=True, slots=True)
+class _QwenExperts:
+    count: int
+    chosen: int
+    inner: int
+    shared: int
+    sparse: tuple[bool, ...]
+
+    @classmethod
+    def read(cls, fields: Fields, layers: int) -> _QwenExperts:
+        step = fields.integer("decoder_sparse_step", 1, limit="layers")
+        dense = fields.raw("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
+        return cls(
+            fields.integer("num_experts", limit="width"),
+            fields.integer("num_experts_per_tok", limit="width"),
+            fields.integer("moe_intermediate_size", limit="width"),
+            fields.integer("shared_expert_intermediate_size", limit="width"),
+            tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        )
+
+    @property
+    def widest(self) -> int:
+        return self.chosen * self.inner + self.shared
+
+    def add(self, t: Tensors, at: str, hidden: int) -> None:
+        t.router(f"{at}.gate", self.count, hidden)
+        t.experts(f"{at}.experts", self.count, hidden, self.inner)
+        t.gated_mlp(f"{at}.shared_expert", hidden, self.shared)
+        t.linear(f"{at}.shared_expert_gate", 1, hidden, "router")
+
+
+def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
+    """Which layers attend to everything: ``layer_types``, else every ``interval``-th."""
+    listed = fields.raw("layer_types")
+    if listed is None:
+        return tuple((i + 1) % interval == 0 for i in range(layers))
+    if (
+        not isinstance(listed, list)
+        or len(listed) != layers
+        or not set(listed) <= {"linear_attention", "full_attention"}
+    ):
+        raise ConfigError(f"{shown(listed)} does not name {layers} layers linear or full", field="layer_types")
+    return tuple(kind == "full_attention" for kind in listed)
+
+
+def kimi(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+    """Kimi delta attention in most layers, latent attention in the others; the first layer is dense."""
+    d = mla.read_latent(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    heads, size, kernel, full = _kimi_linear(fields, layers)
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_token", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    shared = inner * (fields.optional_integer("num_shared_experts", 0, limit="width", minimum=0) or 0)
+    tied = fields.boolean("tie_word_embeddings", False)
+    sparse = _dense_first(fields, layers)
+    for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
+        if fields.raw(name):
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw(name))} is not known: its code is not public", field=name
+            )
+    fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "attention_bias", "head_dim")
+    fields.ignore("linear_attn_config", "moe_router_activation_func", "use_grouped_topk", "mla_use_nope")
+    fields.ignore("num_nextn_predict_layers", "max_position_embeddings")
+    proj = heads * size
+    states = tuple(
+        [StateTensor(f"conv_{name}", (kernel - 1, proj), shard_dim=1) for name in "qkv"]
+        + [StateTensor("recurrent", (heads, size, size), "float32")]
+    )
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, d.hidden)
+    cache: list[CacheLayer] = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        if full[i]:
+            mla.attention(t, f"{at}.self_attn", d, False)
+            cache += mla.cache((i,), d)
+        else:
+            _kda(t, f"{at}.self_attn", d.hidden, heads, size, kernel)
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
+        t.norm(f"{at}.input_layernorm", d.hidden)
+        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", d.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, d.hidden)
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
+    t.layer = None
+    t.norm(f"{prefix}.norm", d.hidden)
+    t.head(head, vocab, d.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    positions = (
+        "model_max_length"
+        if fields.config.get("max_position_embeddings") is None
+        else "max_position_embeddings"
+    )
+    return common.decoder(
+        fields, "kimi_linear", "KimiLinearForCausalLM", t,
+        Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        tuple(cache), layers=layers, inner=max(chosen * inner + shared, dense), vocab=vocab, experts=count,
+        experts_per_token=chosen, max_model_len=fields.integer(positions, limit="positions"),
+        position_field=positions,
+    )  # fmt: skip
+
+
+def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
+    proj = heads * size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")
+    t.add(f"{at}.conv1d.weight", (3 * proj, 1, kernel), "mixer", "Conv1d", shard=0)
+    t.add(f"{at}.forget_gate.dt_bias", (proj,), "mixer", "KimiLinearForgetGate", shard=0)
+    t.add(f"{at}.forget_gate.A_log", (1, 1, heads, 1), "mixer", "KimiLinearForgetGate", shard=2)
+    t.linear(f"{at}.forget_gate.f_a_proj", size, hidden, "mixer")
+    t.linear(f"{at}.forget_gate.f_b_proj", proj, size, "mixer", shard="column")
+    t.linear(f"{at}.b_proj", heads, hidden, "mixer", shard="column")
+    t.linear(f"{at}.g_a_proj", size, hidden, "mixer")
+    t.linear(f"{at}.g_b_proj", proj, size, "mixer", shard="column")
+    t.norm(f"{at}.o_norm", size)
+    t.linear(f"{at}.o_proj", hidden, proj, "mixer", shard="row")
+
+
+def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool, ...]]:
+    """(heads, head size, kernel, which layers attend fully): ``linear_attn_config`` of the hub's files, whose
+    layers count from 1, or transformers' own flat fields."""
+    nested = fields.mapping("linear_attn_config")
+    if nested is None:
+        # the config class puts full attention behind four linear layers, then every fourth
+        return (
+            fields.integer("linear_num_heads", limit="heads"),
+            fields.integer("linear_head_dim", limit="width"),
+            fields.integer("linear_conv_kernel_dim", 4, limit="width"),
+            full_of(fields, layers, 4),
+        )
+    inner = Fields(nested)
+    full = inner.raw("full_attn_layers")
+    if not isinstance(full, list) or not all(type(i) is int and 1 <= i <= layers for i in full):
+        raise ConfigError(
+            f"{shown(full)} is not a list of layers from 1", field="linear_attn_config.full_attn_layers"
+        )
+    return (
+        inner.integer("num_heads", limit="heads"),
+        inner.integer("head_dim", limit="width"),
+        inner.integer("short_conv_kernel_size", 4, limit="width"),
+        tuple(i + 1 in full for i in range(layers)),
+    )
+
+
+def _dense_first(fields: Fields, layers: int) -> tuple[bool, ...]:
+    first = fields.integer("first_k_dense_replace", 1, limit="layers", minimum=0)
+    if fields.raw("moe_layer_freq") not in (None, 1):
+        raise UnsupportedArchitecture("is not 1", field="moe_layer_freq")
+    listed = fields.raw("mlp_layer_types")
+    if listed is None:
+        return tuple(i >= first for i in range(layers))
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
+        )
+    return tuple(kind == "sparse" for kind in listed)
+
+
+def minimax(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+    """MiniMax-01: lightning attention keeps one fp32 matrix per head."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_local_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", 2, limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    block = fields.integer("block_size", 256, limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    listed = fields.raw("attn_type_list")  # the hub's own spelling: 1 is full
+    if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
+        full = tuple(bool(kind) for kind in listed)
+    else:
+        full = full_of(fields, layers, 2)
+    fields.ignore(
+        "sliding_window", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
+        "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor",
+    )  # fmt: skip
+    width = dims.heads * dims.head_size
+    state = StateTensor("linear", (dims.heads, dims.head_size, dims.head_size), "float32")
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        if full[i]:
+            t.attention(f"{at}.self_attn", dims)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        else:
+            here = f"{at}.self_attn"
+            t.norm(f"{here}.norm", width)
+            t.linear(f"{here}.qkv_proj", 3 * width, dims.hidden, "mixer", shard="column")
+            t.linear(f"{here}.out_proj", dims.hidden, width, "mixer", shard="row")
+            t.linear(f"{here}.output_gate", width, dims.hidden, "mixer", shard="column")
+            for name, shape in (
+                ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
+                ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
+            ):  # fmt: skip
+                t.buffer(f"{here}.{name}", shape, "LightningAttention", "float32")
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
+        t.router(f"{at}.mlp.gate", count, dims.hidden)
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+    t.layer = None
+    t.norm(f"{prefix}.norm", dims.hidden)
+    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "MiniMaxForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def lfm2(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+    """Gated short convolutions and a few full layers; LFM2-MoE routes from ``num_dense_layers`` on."""
+    moe = model_type == "lfm2_moe"
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    kernel = fields.integer("conv_L_cache", 3, limit="width")
+    conv_bias = fields.boolean("conv_bias", False)
+    tied = fields.boolean(
+        "tie_word_embeddings" if "tie_embedding" not in fields.config else "tie_embedding", True
+    )
+    full = _lfm2_full(fields, layers)
+    inner = fields.integer("intermediate_size", limit="width") if moe else _lfm2_inner(fields)
+    fields.ignore(
+        "block_dim", "block_norm_eps", "block_use_swiglu", "conv_dim", "conv_dim_out", "num_heads", "use_pos_enc",
+        "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
+        "use_expert_bias",
+    )  # fmt: skip
+    count = fields.integer("num_experts", limit="width") if moe else 0
+    chosen = fields.integer("num_experts_per_tok", limit="width") if moe else 0
+    expert = fields.integer("moe_intermediate_size", limit="width") if moe else 0
+    dense = fields.integer("num_dense_layers", 2, limit="layers", minimum=0) if moe else layers
+    state = StateTensor("conv", (kernel - 1, dims.hidden), shard_dim=1)
+    t = Tensors()
+    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"{prefix}.layers.{i}"
+        if full[i]:
+            names = ("q_layernorm", "k_layernorm")
+            t.attention(f"{at}.self_attn", dims, out="out_proj", qk_norm="head", norm_names=names)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        else:
+            t.add(f"{at}.conv.conv.weight", (dims.hidden, 1, kernel), "mixer", "Conv1d", shard=0)
+            if conv_bias:
+                t.add(f"{at}.conv.conv.bias", (dims.hidden,), "mixer", "Conv1d", shard=0)
+            t.linear(
+                f"{at}.conv.in_proj", 3 * dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="column"
+            )
+            t.linear(f"{at}.conv.out_proj", dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="row")
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
+        if i < dense:
+            t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
+        else:
+            t.router(f"{at}.feed_forward.gate", count, dims.hidden, linear=True)
+            t.experts(f"{at}.feed_forward.experts", count, dims.hidden, expert)
+            t.correction_bias(f"{at}.feed_forward.expert_bias", (count,))
+        t.norm(f"{at}.operator_norm", dims.hidden)
+        t.norm(f"{at}.ffn_norm", dims.hidden)
+    t.layer = None
+    t.norm(f"{prefix}.embedding_norm", dims.hidden)
+    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    name = "Lfm2MoeForCausalLM" if moe else "Lfm2ForCausalLM"
+    return common.decoder(
+        fields, model_type, name, t, dims, tuple(cache), layers=layers, inner=max(inner, chosen * expert),
+        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
+    listed = fields.raw("layer_types")
+    known = {"conv", "full_attention"}
+    indices = fields.raw("full_attn_idxs")
+    if listed is None and isinstance(indices, list):
+        return tuple(i in indices for i in range(layers))
+    if listed is None:
+        return (True,) * layers  # the config class's default: no convolution
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
+        raise ConfigError(f"{shown(listed)} does not name {layers} layers conv or full", field="layer_types")
+    return tuple(kind == "full_attention" for kind in listed)
+
+
+def _lfm2_inner(fields: Fields) -> int:
+    """Two thirds of the stated width, scaled and rounded up (configuration_lfm2.py, modeling_lfm2.py)."""
+    name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
+    width = fields.integer(name, 12288, limit="width")
+    fields.ignore("intermediate_size")
+    if not fields.boolean("block_auto_adjust_ff_dim", True):
+        return width
+    multiple = fields.integer("block_multiple_of", 256, limit="width")
+    factor = fields.number("block_ffn_dim_multiplier", 1.0)
+    width = int(factor * int(2 * width / 3))
+    return multiple * -(-width // multiple)
+
+
+_BUILDERS: dict[str, Callable[[Fields, str, str, str], Architecture]] = {
+    "qwen3_next": qwen,
+    "qwen3_5_text": qwen,
+    "qwen3_5_moe_text": qwen,
+    "kimi_linear": kimi,
+    "minimax": minimax,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2,
+}
