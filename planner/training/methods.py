@@ -1,0 +1,203 @@
+"""What a method trains: every tensor of the model with its adapters, trainable or frozen.
+
+LoRA and IA3 shapes as PEFT 0.21 builds them; default target modules are PEFT's own for each family
+(peft/utils/constants.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.dtypes import ELEMENT_BYTES
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.quantization import Quantization
+from tonnage.planner.training.precision import frozen_bytes
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.tape import IA3_FEED_FORWARD
+
+_QV = ("q_proj", "v_proj")
+LORA_TARGETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _QV),
+    **dict.fromkeys(("gpt_neox", "falcon", "RefinedWeb", "RefinedWebModel", "bloom"), ("query_key_value",)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    "opt": _QV,
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+}
+IA3_TARGETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
+    **dict.fromkeys(("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), ("q_proj", "v_proj", "down_proj")),
+    **dict.fromkeys(
+        ("gpt_neox", "falcon", "RefinedWeb", "RefinedWebModel"), ("query_key_value", "dense_4h_to_h")
+    ),
+    "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn", "mlp.c_proj")),
+    "opt": ("q_proj", "k_proj", "fc2"),
+}
+_LINEARS = ("Linear", "FalconLinear", "Conv1D")
+_ADAPTER_DTYPE = 4  # PEFT casts adapters of a 16-bit base to fp32 (autocast_adapter_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """``count`` equal tensors. ``layers``: the layer of each (None outside the layers). ``frozen_bytes``:
+    what one of them takes where it is not trained; ``adapter``: added by PEFT."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    module_class: str
+    layers: tuple[int | None, ...]
+    trainable: bool
+    adapter: bool = False
+    frozen_bytes: int = 0
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model under a method. ``targets``: the module names adapters sit on, empty without adapters."""
+
+    held: tuple[Held, ...]
+    targets: frozenset[str]
+    buffer_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the base model, tied ones once."""
+        return sum(h.elements * h.count for h in self.held if not h.adapter)
+
+    @property
+    def trainable(self) -> int:
+        return sum(h.elements * h.count for h in self.held if h.trainable)
+
+    @property
+    def adapters(self) -> int:
+        return sum(h.elements * h.count for h in self.held if h.adapter)
+
+
+def pattern(name: str) -> str:
+    """``model.layers.3.self_attn.q_proj.weight`` -> ``model.layers.*.self_attn.q_proj.weight``."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
+    """Apply the method. Raises DeploymentError for target modules the model does not have."""
+    own = [t for t in architecture.tensors if t.is_parameter and t.tied_to is None]
+    buffers = sum(
+        t.elements * ELEMENT_BYTES[t.dtype or "bfloat16"] for t in architecture.tensors if t.role == "buffer"
+    )
+    quantization = Quantization(setup.base_quantization) if setup.method == "qlora" else Quantization()  # type: ignore[arg-type]
+    if setup.method == "qlora" and not any(quantization.converts(t) for t in own):
+        raise UnsupportedArchitecture(
+            f"bitsandbytes replaces no module of {architecture.class_name}: its linear layers are not of the "
+            "class nn.Linear",
+            field="--method",
+            hint="use --method lora",
+        )
+    first_trained = architecture.layers - setup.trainable_layers
+    base = frozen_bytes(setup)
+    dtype = {4: "float32", 2: "bfloat16"}[base]
+    groups: dict[tuple[str, tuple[int, ...], bool], list[TensorSpec]] = {}
+    for tensor in own:
+        trainable = setup.method == "full" or (
+            setup.method == "freeze" and tensor.layer is not None and tensor.layer >= first_trained
+        )
+        groups.setdefault((pattern(tensor.name), tensor.shape, trainable), []).append(tensor)
+    held = [
+        Held(
+            name, shape, tensors[0].role, tensors[0].module_class, tuple(t.layer for t in tensors), trainable,
+            frozen_bytes=quantization.bytes_after_load(tensors[0], dtype),
+        )
+        for (name, shape, trainable), tensors in groups.items()
+    ]  # fmt: skip
+    if setup.method == "freeze" and setup.trainable_layers > architecture.layers:
+        raise DeploymentError(
+            f"{setup.trainable_layers} is more than the model's {architecture.layers} layers",
+            field="--trainable-layers",
+        )
+    targets: frozenset[str] = frozenset()
+    if setup.method in ("lora", "qlora", "ia3"):
+        adapters, targets = _adapters(architecture, own, setup)
+        held += adapters
+    return Trained(tuple(held), targets, buffers)
+
+
+def target_names(architecture: Architecture) -> tuple[str, ...]:
+    """Names PEFT could match: the last part of every linear module, in the model's order."""
+    names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in _LINEARS)
+    return tuple(dict.fromkeys(names))
+
+
+def _adapters(
+    architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
+) -> tuple[list[Held], frozenset[str]]:
+    wanted = setup.target_modules
+    if wanted is None:
+        wanted = (IA3_TARGETS if setup.method == "ia3" else LORA_TARGETS).get(architecture.model_type)
+        if wanted is None:
+            raise DeploymentError(
+                f"PEFT has no default for {architecture.model_type}",
+                field="--target-modules",
+                hint="all-linear, or some of: " + ", ".join(target_names(architecture)),
+            )
+    head = {t.module for t in architecture.tensors if t.role == "head"}
+    weights = [
+        t for t in own
+        if t.name.endswith(".weight") and len(t.shape) == 2 and t.module_class in (*_LINEARS, "Embedding")
+    ]  # fmt: skip
+    found: Counter[str] = Counter()
+    matched: list[TensorSpec] = []
+    for tensor in weights:
+        if wanted == ("all-linear",):
+            hit = tensor.module_class in _LINEARS and tensor.module not in head
+        else:
+            name = next((w for w in wanted if tensor.module == w or tensor.module.endswith("." + w)), None)
+            hit = name is not None
+            if name is not None:
+                found[name] += 1
+        if hit:
+            matched.append(tensor)
+    for name in wanted:
+        if wanted != ("all-linear",) and not found[name]:
+            raise DeploymentError(
+                f"{architecture.class_name} has no module {name!r}",
+                field="--target-modules",
+                hint="it has " + ", ".join(target_names(architecture)),
+            )
+    out: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+    for tensor in matched:
+        for suffix, shape in _adapter_shapes(tensor, setup):
+            out.setdefault((f"{pattern(tensor.module)}.{suffix}", shape), []).append(tensor)
+    held = [
+        Held(name, shape, "adapter", "Adapter", tuple(t.layer for t in tensors), True, True)
+        for (name, shape), tensors in out.items()
+    ]
+    return held, frozenset(pattern(t.module) for t in matched)
+
+
+def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str, tuple[int, ...]]]:
+    """LoRA: A [rank, in], B [out, rank]. IA3: one scale per input of a feed-forward module, per output of
+    the others (peft/tuners/ia3/layer.py)."""
+    out, into = tensor.shape if tensor.module_class != "Conv1D" else tensor.shape[::-1]
+    if setup.method == "ia3":
+        feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)
+        return [("ia3_l", (1, into) if feed_forward else (out, 1))]
+    if tensor.module_class == "Embedding":  # rows x width: A [rank, rows], B [width, rank]
+        out, into = into, out
+    return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]
+
+
+def adapter_bytes() -> int:
+    """Bytes per adapter weight, gradient and state value: fp32 unless DeepSpeed casts the whole model."""
+    return _ADAPTER_DTYPE

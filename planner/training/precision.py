@@ -1,0 +1,84 @@
+"""Bytes per parameter of weights, master weights and gradients, under each named convention.
+
+The conventions differ in where the fp32 copy is counted and in the gradients' type; which framework does
+which is part of the answer. Worked totals for AdamW: 16 (zero, master-with-weights), 18 (huggingface),
+16 and up to 2 more (autocast), 16 (fp32), 8 (bf16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tonnage.planner.training.setup import DTYPE_BYTES, TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """Bytes per trainable parameter. ``weights`` is what the forward pass reads, ``master`` an fp32 copy
+    (``master_with_weights``: printed with the weights, else with the optimizer states), ``cast`` the 16-bit
+    casts a forward pass may keep. ``compute`` is the element size of matrix products, ``stream`` of the
+    residual stream; ``state`` of one optimizer state."""
+
+    name: str
+    weights: int
+    master: int
+    gradients: int
+    state: int
+    compute: int
+    stream: int
+    autocast: bool
+    master_with_weights: bool
+    used_by: str
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Weights, master, gradients and two optimizer states: the usual headline of AdamW."""
+        return self.weights + self.master + self.gradients + 2 * self.state
+
+
+_MIXED = {
+    "zero": Convention(
+        "zero", 2, 4, 2, 4, 2, 2, False, False,
+        "ZeRO paper 3.1 (2 + 2 + 12): DeepSpeed fp16 and bf16, Megatron-LM with 16-bit gradients",
+    ),
+    "master-with-weights": Convention(
+        "master-with-weights", 2, 4, 2, 4, 2, 2, False, True,
+        "the same 16 bytes, master weights printed with the weights (6 + 2 + 8)",
+    ),
+    "huggingface": Convention(
+        "huggingface", 2, 4, 4, 4, 2, 2, False, True,
+        "Hugging Face's guide (6 + 4 + 8) and Megatron-LM with fp32 gradients",
+    ),
+    "autocast": Convention(
+        "autocast", 4, 0, 4, 4, 2, 4, True, False,
+        "torch.autocast: HF Trainer and Accelerate with bf16=True (4 + 4 + 8, and casts while they live)",
+    ),
+}  # fmt: skip
+_PURE = {
+    "fp32": Convention("fp32", 4, 0, 4, 4, 4, 4, False, False, "everything in fp32"),
+    "bf16": Convention("bf16", 2, 0, 2, 2, 2, 2, False, False, "model.to(bfloat16), no master weights"),
+}
+
+
+def convention_of(setup: TrainingSetup) -> Convention:
+    """The convention asked for, else the one the strategy's framework uses."""
+    if not setup.mixed:
+        chosen = _PURE[setup.precision]
+    else:
+        deepspeed = setup.strategy.startswith("zero")
+        chosen = _MIXED[setup.convention or ("zero" if deepspeed else "autocast")]
+    if setup.is_fsdp and chosen.autocast:
+        # MixedPrecision(Policy) casts each unit when it is gathered: sharded fp32 weights, 16-bit stream
+        chosen = replace(
+            chosen, stream=2, autocast=False, used_by="FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
+        )
+    if setup.gradient_dtype is not None:
+        chosen = replace(chosen, gradients=DTYPE_BYTES[setup.gradient_dtype])
+    return chosen
+
+
+def frozen_bytes(setup: TrainingSetup) -> int:
+    """Bytes per weight that is not trained: 16-bit unless asked otherwise or everything is fp32."""
+    if setup.base_dtype is not None:
+        return DTYPE_BYTES[setup.base_dtype]
+    return 4 if setup.precision == "fp32" else 2

@@ -1,0 +1,110 @@
+"""Which part of each tensor one rank holds: tensor and pipeline parallel split the model, ZeRO and FSDP
+share out what is left among ranks that would hold the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.methods import Held
+from tonnage.planner.training.setup import TrainingSetup, hybrid_group
+
+# DeepSpeed 0.17, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
+PERSISTENT_ELEMENTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Ranks among which weights, gradients and optimizer states are shared out (1: replicated)."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def shards(setup: TrainingSetup) -> Shards:
+    ranks = setup.shard_ranks
+    if setup.strategy == "fsdp-hybrid":
+        group = hybrid_group(setup)
+        return Shards(group, group, group)
+    stage = setup.zero_stage
+    return Shards(ranks if stage == 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1)
+
+
+def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
+    """What the model must divide into. Raises DeploymentError naming the flag and the config's figure."""
+    tp, pp = setup.tensor_parallel, setup.pipeline_parallel
+    if architecture.heads % tp:
+        raise DeploymentError(
+            f"{tp} does not divide the {architecture.heads} attention heads", field="--tensor-parallel",
+            hint="divisors: " + ", ".join(str(d) for d in range(1, 17) if architecture.heads % d == 0),
+        )  # fmt: skip
+    if architecture.kv_heads % tp and tp % architecture.kv_heads:
+        raise DeploymentError(
+            f"{tp} neither divides nor is a multiple of the {architecture.kv_heads} KV heads",
+            field="--tensor-parallel",
+        )
+    if architecture.intermediate_size % tp:
+        raise DeploymentError(
+            f"{tp} does not divide the MLP width {architecture.intermediate_size}", field="--tensor-parallel"
+        )
+    if pp > architecture.layers:
+        raise DeploymentError(
+            f"{pp} stages for {architecture.layers} layers leave some empty", field="--pipeline-parallel"
+        )
+    if setup.expert_parallel > 1 and not any(t.role == "expert" for t in architecture.tensors):  # type: ignore[comparison-overlap]
+        raise DeploymentError(f"{architecture.class_name} has no experts", field="--expert-parallel")
+
+
+def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> range:
+    """Layers of one pipeline stage: as equal as can be, the first ones longer."""
+    layers, stages = architecture.layers, setup.pipeline_parallel
+    base, more = divmod(layers, stages)
+    start = stage * base + min(stage, more)
+    return range(start, start + base + (1 if stage < more else 0))
+
+
+def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> int:
+    """How many of these tensors the stage holds. Embedding on the first stage, final norm and head on the
+    last; a tied embedding on both."""
+    if stages == 1:
+        return held.count
+    if held.layers[0] is not None:
+        return sum(1 for layer in held.layers if layer in layers)
+    if held.role == "embedding":
+        return held.count if stage == 0 or (tied and stage == stages - 1) else 0
+    return held.count if stage == stages - 1 else 0
+
+
+def split(held: Held, architecture: Architecture, setup: TrainingSetup) -> tuple[int, ...]:
+    """Shape one tensor-parallel rank holds. Matrices of attention, MLP and experts, the embedding and the
+    head are split along one side (padded up); norms and small vectors are replicated; K and V are repeated
+    where there are fewer KV heads than ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
+    tp = setup.tensor_parallel
+    shape = held.shape
+    if tp == 1 or held.role in ("norm", "buffer") or len(shape) < 2:
+        return shape
+    divisor = tp
+    last = held.name.removesuffix(".weight").rpartition(".")[2]
+    if last in ("k_proj", "v_proj"):
+        divisor = min(tp, architecture.kv_heads)
+    if held.adapter:
+        # the factor next to the split side is split with it; the other one is replicated
+        column = "lora_B" in held.name and not any(w in held.name for w in ("o_proj", "down_proj", "dense."))
+        if not column:
+            return shape
+        return (ceil_div(shape[0], divisor), *shape[1:])
+    return (ceil_div(shape[0], divisor), *shape[1:])
+
+
+def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
+    """Elements of the largest shard of one tensor: whole rows for FSDP2 (torch.chunk along dim 0), equal
+    runs with padding for the flat buffers of DeepSpeed and FSDP1."""
+    if ranks == 1:
+        return prod(shape)
+    if by_row and shape:
+        return ceil_div(shape[0], ranks) * prod(shape[1:])
+    return ceil_div(prod(shape), ranks)

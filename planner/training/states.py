@@ -1,0 +1,196 @@
+"""Model states of one rank: weights, master weights, gradients, optimizer states; and what the sharing-out
+strategies gather and buffer beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.methods import Held, Trained, adapter_bytes
+from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes
+from tonnage.planner.training.precision import Convention, convention_of
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.sharding import (
+    PERSISTENT_ELEMENTS,
+    Shards,
+    in_stage,
+    shard_elements,
+    shards,
+    split,
+    stage_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes one rank keeps, wherever they are placed, and the elements behind them.
+
+    ``frozen``: weights that are not trained; ``casts``: 16-bit copies autocast may keep; ``counters``:
+    step counters on the host. ``full_weights``: the rank's weights before sharing out (what is gathered);
+    ``layer``, ``outer``: elements of the largest decoder layer and of what is outside the layers.
+    ``persistent``: bytes of small parameters ZeRO-3 keeps whole.
+    """
+
+    weights: int
+    frozen: int
+    master: int
+    gradients: int
+    optimizer: int
+    counters: int
+    casts: int
+    persistent: int
+    parameters: int  # of the rank's part of the model, before sharing out
+    trainable: int
+    layer: int
+    outer: int
+    largest: int
+    full_gradients: int
+    full_frozen: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.frozen + self.master + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One group on one rank: ``elements`` before, ``shard_*`` after sharing out, for ``count`` tensors."""
+
+    held: Held
+    shape: tuple[int, ...]
+    count: int
+    ranks: Shards
+
+    @property
+    def elements(self) -> int:
+        n = 1
+        for side in self.shape:
+            n *= side
+        return n
+
+
+def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int) -> list[_Piece]:
+    layers = stage_of(architecture, setup, stage)
+    tied = any(t.tied_to for t in architecture.tensors)
+    everywhere = shards(setup)
+    out = []
+    for held in trained.held:
+        count = in_stage(held, layers, stage, setup.pipeline_parallel, tied)
+        if not count:
+            continue
+        shape, ranks = split(held, architecture, setup), everywhere
+        if held.role == "expert" and setup.expert_parallel > 1:
+            ep = setup.expert_parallel
+            if len(shape) > 2:  # all experts of a layer in one tensor
+                shape = (ceil_div(shape[0], ep), *shape[1:])
+            else:
+                count = ceil_div(count, ep)
+            ranks = Shards(*(max(1, n // ep) for n in (ranks.weights, ranks.gradients, ranks.optimizer)))
+        out.append(_Piece(held, shape, count, ranks))
+    return out
+
+
+def _sharded(piece: _Piece, ranks: int, setup: TrainingSetup) -> int:
+    """Elements of one tensor of the group after sharing out among ``ranks``."""
+    return shard_elements(piece.shape, ranks, setup.is_fsdp and setup.fsdp_version == 2)
+
+
+def states_on_rank(
+    trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int = 0
+) -> States:
+    """Bytes of the states of the fullest rank of a pipeline stage (0 without a pipeline).
+
+    DeepSpeed's stages 1 and 2 share out one flat buffer of all gradients and states; stage 3 and FSDP share
+    out each tensor, padded to equal shards (FSDP2: whole rows). Measured against torch's FSDP by
+    tests/planner/test_training_fsdp.py.
+    """
+    convention = convention_of(setup)
+    pieces = _pieces(trained, architecture, setup, stage)
+    weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
+    parameters = trainable = full_gradients = full_frozen = outer = largest = 0
+    per_layer: dict[int, int] = {}
+    flat_trainable = 0
+    for piece in pieces:
+        held, count, n = piece.held, piece.count, piece.elements
+        total = n * count
+        parameters += total
+        largest = max(largest, n)
+        if held.layers[0] is None:
+            outer += total
+        else:
+            each = n * held.count // len(set(held.layers))
+            per_layer[0] = per_layer.get(0, 0) + each
+        w = _sharded(piece, piece.ranks.weights, setup) * count
+        if not held.trainable:
+            # packed bytes of a quantized tensor are shared out with it
+            bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
+            frozen += ceil_div(bytes_whole * w, n) if w != total else bytes_whole * count
+            full_frozen += bytes_whole * count
+            casts += _cast(held, total, convention)
+            continue
+        trainable += total
+        each_w, each_m, each_g, each_s = _trained_bytes(held, convention)
+        g = _sharded(piece, piece.ranks.gradients, setup) * count
+        s = _sharded(piece, piece.ranks.optimizer, setup) * count
+        if piece.ranks.weights > 1 and not setup.is_fsdp and n < PERSISTENT_ELEMENTS and not held.adapter:
+            persistent += each_w * (total - w)
+        weights += each_w * w
+        master += each_m * s
+        gradients += each_g * g
+        full_gradients += each_g * total
+        states = state_bytes(setup.optimizer, piece.shape, held.role, each_s) * count
+        optimizer += states if s == total else ceil_div(states * s, total)
+        counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
+        casts += _cast(held, total, convention)
+        flat_trainable += total
+    if setup.strategy in ("zero1", "zero2") and flat_trainable:
+        # one flat buffer, one padding
+        ranks = pieces[0].ranks
+        optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
+    if setup.method == "muon":
+        counters = 0
+    return States(
+        weights, frozen, master, gradients, optimizer + shared_bytes(setup.optimizer), counters, casts,
+        persistent, parameters, trainable, max(per_layer.values(), default=0), outer, largest,
+        full_gradients, full_frozen,
+    )  # fmt: skip
+
+
+def _trained_bytes(held: Held, convention: Convention) -> tuple[int, int, int, int]:
+    """(weight, master, gradient, one state value) of a trainable tensor: adapters are fp32 throughout."""
+    if held.adapter:
+        size = adapter_bytes()
+        return size, 0, size, size
+    return convention.weights, convention.master, convention.gradients, convention.state
+
+
+def _cast(held: Held, elements: int, convention: Convention) -> int:
+    """16-bit copies of fp32 matrices under autocast; norms and embeddings are not cast."""
+    if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
+        return 0
+    if not held.trainable and held.frozen_bytes != 4 * held.elements:
+        return 0
+    return convention.compute * elements
+
+
+def _flat(
+    pieces: list[_Piece], convention: Convention, setup: TrainingSetup, ranks: Shards,
+    optimizer: int, master: int, gradients: int,
+) -> tuple[int, int, int]:  # fmt: skip
+    """Stages 1 and 2: one partition of the flat buffer, rounded up once."""
+    if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
+        return optimizer, master, gradients
+    sums = [0, 0, 0]
+    for piece in pieces:
+        if piece.held.trainable:
+            _, m, g, s = _trained_bytes(piece.held, convention)
+            total = piece.elements * piece.count
+            sums[0] += state_bytes(setup.optimizer, piece.shape, piece.held.role, s) * piece.count
+            sums[1] += m * total
+            sums[2] += g * total
+    return (
+        ceil_div(sums[0], ranks.optimizer),
+        ceil_div(sums[1], ranks.optimizer),
+        ceil_div(sums[2], ranks.gradients),
+    )
