@@ -18,6 +18,7 @@ For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
 from tonnage.planner.layout import KVGroup
@@ -58,8 +59,8 @@ def split_promise(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
     return full, promised_blocks(request, limits) - full
 
 
-def refusal(request: AdmissionRequest, limits: Limits) -> Never | None:
-    """Why the request does not fit even an empty pool; None when it does."""
+def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None = None) -> Never | None:
+    """Why the request does not fit even an empty pool (or its tenant's quota of it); None when it does."""
     needed = promised_blocks(request, limits)
     if request.n > limits.max_num_seqs:
         reason = NeverReason.SEQUENCES
@@ -67,6 +68,8 @@ def refusal(request: AdmissionRequest, limits: Limits) -> Never | None:
         reason = NeverReason.MAX_MODEL_LEN
     elif needed > limits.usable_blocks:
         reason = NeverReason.BLOCKS
+    elif tenant_blocks is not None and needed > tenant_blocks:
+        reason, limits = NeverReason.TENANT_QUOTA, replace(limits, usable_blocks=tenant_blocks)
     else:
         return None
     return Never(

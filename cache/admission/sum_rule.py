@@ -1,12 +1,11 @@
 """The sum rule: a request is admitted while the sum of all promises stays within the usable blocks.
 
 **Why an allocation inside a promise cannot fail.** Call *held* the number of distinct blocks in the block
-tables of a request's sequences. `promised_blocks` bounds *held* at every moment of every schedule (argued
-in `tonnage.cache.admission.promise`). Blocks in use are the union over requests, so ``used <= sum(held) <=
+tables of a request's sequences. `promised_blocks` bounds *held* at every moment of every schedule (argued in
+`tonnage.cache.admission.promise`). Blocks in use are the union over requests, so ``used <= sum(held) <=
 sum(promised) <= usable``. Whoever is about to allocate holds strictly less than its promise, so ``used <
-usable`` at that moment and a block is free or cached and unreferenced, hence evictable. Nothing speaks of an order:
-prefill chunks of any size, decodes and stalls may interleave as they like. (A rule that foretells a peak over
-time from lockstep decoding and whole-prompt prefill does depend on the order, and chunked prefill breaks it.)
+usable`` at that moment and a block is free or cached and unreferenced, hence evictable. Nothing here speaks of
+an order: prefill chunks of any size, decodes and stalls may interleave as they like.
 
 **Why no credit for prefix hits.** A hit on a block in use saves an allocation, but the other owner may leave
 and the block then lives on this request's promise alone; a hit on an unreferenced cached block turns an

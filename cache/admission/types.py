@@ -14,6 +14,7 @@ class WaitReason(StrEnum):
 
     BLOCKS = "blocks"
     SEQUENCES = "sequences"
+    TENANT_QUOTA = "tenant_quota"
 
 
 class NeverReason(StrEnum):
@@ -22,6 +23,7 @@ class NeverReason(StrEnum):
     MAX_MODEL_LEN = "max_model_len"
     BLOCKS = "blocks"
     SEQUENCES = "sequences"
+    TENANT_QUOTA = "tenant_quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,15 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It fits, but not now: so many blocks or sequences must be given back first."""
+    """It fits, but not now: so many blocks or sequences must be given back first.
+
+    ``steps``: engine steps until then if the running requests end as foretold; None where nothing is foretold.
+    """
 
     reason: WaitReason
     blocks_short: int = 0
     sequences_short: int = 0
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,8 @@ class Never:
                 f"prompt and max_tokens need {self.needed_tokens} tokens, max_model_len is {self.max_model_len}"
             )
         else:
-            need = f"the request needs {self.needed_blocks} KV blocks, the pool has {self.usable_blocks}"
+            holder = "a tenant may have" if self.reason is NeverReason.TENANT_QUOTA else "the pool has"
+            need = f"the request needs {self.needed_blocks} KV blocks, {holder} {self.usable_blocks}"
         if self.largest_prompt_tokens:
             return f"{need}; with this max_tokens a prompt of {self.largest_prompt_tokens} tokens fits"
         return f"{need}; with this max_tokens no prompt fits, lower max_tokens"
