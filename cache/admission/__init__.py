@@ -11,6 +11,16 @@
 =============== ==================================================================================
 """
 
+from tonnage.cache.admission.forecast import LengthForecast
+from tonnage.cache.admission.policy import (
+    AdmissionMode,
+    Head,
+    Newcomer,
+    Policy,
+    decide_running,
+    head_start,
+    victim,
+)
 from tonnage.cache.admission.promise import (
     ceil_div,
     first_needed_block,
@@ -20,6 +30,7 @@ from tonnage.cache.admission.promise import (
     refusal,
     split_promise,
 )
+from tonnage.cache.admission.safety import committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.sum_rule import decide
 from tonnage.cache.admission.types import (
     AdmissionRequest,
@@ -34,21 +45,33 @@ from tonnage.cache.admission.types import (
 )
 
 __all__ = [
+    "AdmissionMode",
     "AdmissionRequest",
     "Admit",
     "Decision",
+    "Head",
+    "LengthForecast",
     "Limits",
     "Never",
     "NeverReason",
+    "Newcomer",
+    "Policy",
     "Snapshot",
     "Wait",
     "WaitReason",
     "ceil_div",
+    "committed_peak",
     "decide",
+    "decide_running",
     "first_needed_block",
+    "grant",
     "group_promise",
+    "head_start",
+    "is_safe",
     "largest_prompt",
+    "last_owners",
     "promised_blocks",
     "refusal",
     "split_promise",
+    "victim",
 ]

@@ -247,10 +247,8 @@ def head_start(
     while low < high:
         middle = (low + high) // 2
         head = Head(new.request, new.output_left, int(starts[middle]))
-        fits = (
-            common + groups * peak_of(_with_head(growth, head, block_size), block_size, head.start) <= capacity
-        )
-        low, high = (low, middle) if fits else (middle + 1, high)
+        peak = peak_of(_with_head(growth, head, block_size), block_size, head.start)
+        low, high = (low, middle) if common + groups * peak <= capacity else (middle + 1, high)
     return Head(new.request, new.output_left, int(starts[low]) if len(starts) else 0)
 
 

@@ -6,9 +6,9 @@ when its turn comes, finds its whole need available::
 
     capacity - |blocks held by it and by those after it| >= need        for each, in that order
 
-**Two rules keep every state safe.** A request is admitted only if the state with it is safe. A block is granted
-to a running sequence only if the state after it is safe; otherwise the sequence *stalls* for this step: it keeps
-its blocks, computes nothing and loses nothing. Nobody is ever preempted to make room.
+**Two rules keep every state safe.** A request is admitted only if the state with it is safe. A block is
+granted to a running sequence only if the state after it is safe; otherwise the sequence *stalls* for this step:
+it keeps its blocks, computes nothing and loses nothing. Nobody is ever preempted to make room.
 
 **Why nothing else can make a safe state unsafe.** With an order that shows safety, look at the inequality of
 each request:
