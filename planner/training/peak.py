@@ -92,7 +92,9 @@ def _chunked_loss(setup: TrainingSetup, acts: Activations, tokens: int, head_tra
     rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))
     rows = 1 << max(0, rows - 1).bit_length()
     head = acts.vocab * acts.hidden * acts.logit_width if head_trained else 0
-    return min(rows, tokens) * acts.vocab * (acts.logit_width + 4) + tokens * acts.hidden * acts.logit_width + head
+    return (
+        min(rows, tokens) * acts.vocab * (acts.logit_width + 4) + tokens * acts.hidden * acts.logit_width + head
+    )
 
 
 @lru_cache(maxsize=65536)

@@ -1,0 +1,163 @@
+"""Bytes a step sends, by collective, and the time they take on a given network.
+
+Volumes are per rank and optimizer step, in the ZeRO paper's convention (section 7): an all-reduce of n
+elements moves 2n, an all-gather or reduce-scatter n. Worked figures: DDP 2 P elements, ZeRO-1 and ZeRO-2
+2 P, stage 3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.setup import TrainingSetup, hybrid_group
+from tonnage.planner.training.states import States
+
+# Bytes per second and direction and GPU unless said. NVIDIA's data sheets state both directions of NVLink.
+NETWORKS = {
+    "nvlink3": 300 * 10**9,  # A100 data sheet: 600 GB/s both directions
+    "nvlink4": 450 * 10**9,  # H100 data sheet: 900 GB/s both directions
+    "nvlink5": 900 * 10**9,  # B200 data sheet: 1,800 GB/s both directions
+    "pcie3": 16 * 10**9,  # x16, PCI-SIG
+    "pcie4": 32 * 10**9,
+    "pcie5": 64 * 10**9,
+}
+"""Inside a node."""
+
+LINKS = {
+    "10gbe": 10, "25gbe": 25, "100gbe": 100, "hdr": 200, "ndr": 400, "xdr": 800, "efa": 400,
+}  # fmt: skip
+"""Between nodes, Gbit/s per port (IEEE 802.3, InfiniBand trade association's roadmap, AWS EFA)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One kind of traffic of a rank: ``elements`` of one round in the paper's convention (16-bit values: int8
+    counts half, int4 a quarter), ``bytes`` over one optimizer step; ``inter_node_bytes``: the part of one node's ranks together that crosses its network port."""
+
+    name: str
+    what: str
+    elements: int
+    bytes: int
+    inter_node_bytes: int
+    per: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    collectives: tuple[Collective, ...]
+    elements: int
+    bytes: int
+    inter_node_bytes: int
+    seconds: float | None
+    high_bytes: int  # when stages 2 and 3 of DeepSpeed reduce after every micro-batch
+    note: str
+
+
+def zero3_inter_node_bits(parameters: int, nodes: int) -> int:
+    """48 M / nodes: bits each node sends per step under stage 3 with 16-bit values (two gathers, one
+    reduction, 3 x 16 bits a parameter, of which a node sends its 1/nodes part)."""
+    return 48 * parameters // nodes
+
+
+def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
+    """Bytes of a collective over ``ranks`` that cross one node's port: with r nodes in it, each node sends
+    its 1/r part to the others (r = 2: half)."""
+    nodes = setup.nodes if ranks > setup.gpus // setup.tensor_parallel else 1
+    return 0 if nodes == 1 else size // nodes
+
+
+def communication_of(setup: TrainingSetup, states: States, activation_bytes: int) -> Communication:
+    """``activation_bytes``: one micro-batch's residual stream of one layer, which TP and PP exchange."""
+    ranks = setup.shard_ranks
+    p, trained = states.parameters, states.trainable
+    weight = 2 if setup.precision != "fp32" else 4
+    grad = max(1, ceil_div(states.full_gradients, max(1, trained)))
+    # the paper's volumes are of 16-bit gradients; fp32 ones (autocast, DDP) move twice as much
+    out: list[Collective] = []
+    steps = setup.gradient_accumulation
+    high = 0
+
+    def add(
+        name: str, what: str, elements: int, size: int, group: int, times: int = 1, per: str = "step"
+    ) -> None:
+        if not size or group == 1:
+            return
+        total = size * times
+        crossing = _crossing(total, setup, group)
+        out.append(Collective(name, what, elements, total, crossing, per, _seconds(setup, total, crossing)))
+
+    stage = setup.zero_stage
+    if setup.strategy == "fsdp-hybrid":
+        group = hybrid_group(setup)
+        add("all-gather", "weights, forward", p, weight * p, group, steps, "micro-batch")
+        add("all-gather", "weights, backward", p, weight * p, group, steps, "micro-batch")
+        add("reduce-scatter", "gradients in the group", trained, grad * trained, group)
+        replicas = ranks // group
+        if replicas > 1:
+            add("all-reduce", "gradient shards between groups", ceil_div(2 * trained, group),
+                ceil_div(2 * grad * trained, group), ranks)  # fmt: skip
+    elif stage == 3:
+        hpz = setup.hpz_partition_size
+        each = 1 if setup.quantized_weights else weight
+        add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
+        if hpz > 1:  # a second copy inside the node: counted as no volume between nodes
+            add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
+        else:
+            add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")
+        if setup.quantized_gradients:
+            # int4 all-to-all instead of a reduce-scatter (arXiv 2306.10209 section 3.3)
+            add("all-to-all", "gradients, int4", trained // 4, ceil_div(trained, 2), ranks)
+            high = ceil_div(trained, 2) * (steps - 1)
+        else:
+            add("reduce-scatter", "gradients", trained, grad * trained, ranks)
+            high = grad * trained * (steps - 1)
+    elif stage in (1, 2):
+        add("reduce-scatter", "gradients", trained, grad * trained, ranks)
+        add("all-gather", "updated weights", trained, weight * trained, ranks)
+        high = grad * trained * (steps - 1) if stage == 2 else 0
+    elif ranks > 1:
+        add("all-reduce", "gradients", 2 * trained, 2 * grad * trained, ranks)
+    layers_here = max(1, setup.pipeline_parallel)
+    if setup.tensor_parallel > 1:
+        # two all-reduces forward, two backward in each layer (arXiv 1909.08053); sequence parallelism
+        # replaces each by an all-gather and a reduce-scatter of the same volume
+        size = 2 * 4 * activation_bytes
+        add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel, steps,
+            "micro-batch")  # fmt: skip
+    if setup.pipeline_parallel > 1:
+        size = 2 * activation_bytes // layers_here
+        add("send-receive", "activations and their gradients between stages", size // 2, size, ranks + 1, steps,
+            "micro-batch")  # fmt: skip
+    elements = sum(c.elements for c in out)
+    size, crossing = sum(c.bytes for c in out), sum(c.inter_node_bytes for c in out)
+    seconds = [c.seconds for c in out]
+    known = [s for s in seconds if s is not None]
+    note = "" if not out else "gradients are reduced once per accumulation window"
+    if high:
+        note += "; DeepSpeed's stages 2 and 3 reduce them after every micro-batch (the upper bound)"
+    return Communication(
+        tuple(out),
+        elements,
+        size,
+        crossing,
+        sum(known) if len(known) == len(seconds) else None,
+        size + high,
+        note,
+    )
+
+
+def _seconds(setup: TrainingSetup, size: int, crossing: int) -> float | None:
+    """At ``network_share`` of the specification: what stays inside a node and what crosses, one after the
+    other; None where a needed speed was not given."""
+    total = 0.0
+    if size:
+        if setup.intra_node is None:
+            return None
+        total += size / (setup.intra_node * setup.network_share)
+    if crossing:
+        if setup.inter_node is None:
+            return None
+        total = max(total, crossing / (setup.inter_node * setup.network_share))
+    return total

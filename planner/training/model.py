@@ -1,0 +1,63 @@
+"""The model as the training planner reads it: the serving planner's Architecture and the config's switches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.source import resolve_model
+from tonnage.planner.training.activations import Block, block_of
+
+
+@dataclass(frozen=True)
+class TrainingModel:
+    """``block``: the layer's switches, None where the family's activations are not known."""
+
+    id: str
+    architecture: Architecture
+    block: Block | None
+
+    @cached_property
+    def tied(self) -> bool:
+        return any(t.tied_to is not None for t in self.architecture.tensors)
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Per layer the window of sliding attention, 0 for full."""
+        out = [0] * self.architecture.layers
+        for layer in self.architecture.cache_layers:
+            if layer.window:
+                out[layer.layer] = layer.window
+        return tuple(out)
+
+    def masked(self, length: int) -> tuple[bool, ...]:
+        """Layers that are given an explicit mask at this length: windows shorter than the sequence."""
+        return tuple(0 < window < length for window in self.windows)
+
+
+def model_from(id: str, config: dict[str, object], architecture: Architecture) -> TrainingModel:
+    from tonnage.planner.training.activations import known_families
+
+    block = block_of(architecture, config) if architecture.model_type in known_families() else None
+    return TrainingModel(id, architecture, block)
+
+
+def load_training_model(name: str) -> TrainingModel:
+    """A name as ``tonnage plan`` takes it. Raises the planner's errors; a checkpoint that is quantized already
+    cannot be trained in place and is refused."""
+    source = resolve_model(name)
+    if source.kind == "gguf":
+        raise UnsupportedArchitecture(
+            "a GGUF file holds weights for inference only", field="model", hint="give the original checkpoint"
+        )
+    found = source.config.get("quantization_config")
+    if isinstance(found, dict):
+        raise UnsupportedArchitecture(
+            f"the checkpoint is quantized already ({found.get('quant_method', 'unknown method')})",
+            field="quantization_config",
+            hint="plan the unquantized checkpoint; --method qlora quantizes it on loading",
+        )
+    return model_from(name, source.config, build_architecture(source.config))

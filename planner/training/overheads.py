@@ -1,0 +1,74 @@
+"""What is neither state nor activation: communication buckets, library workspaces, the CUDA context. Each with
+an interval and a source; none is folded into another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.states import States
+from tonnage.planner.units import GiB, MiB
+
+# ATen/cuda/CUDABlas.cpp and CublasHandlePool.cpp (2.13): ":4096:2:16:8" before Hopper, ":4096:8" on it; one
+# workspace for the forward thread, one for autograd's.
+CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
+CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
+
+# Start-up logs of vLLM on H100 and B200 (tests/data/training/measured_receipts.tsv): non-torch memory 0.07 to
+# 0.14 GiB on one GPU, 0.55 with two (NCCL); vramcalc measures 0.75 GB on an A6000 under CUDA 13.
+CONTEXT, CONTEXT_LOW, CONTEXT_HIGH = GiB // 2, int(0.07 * GiB), 750 * 10**6
+NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    name: str
+    bytes: int
+    low: int
+    high: int
+    formula: str
+    source: str
+
+
+def overheads_of(setup: TrainingSetup, states: States) -> list[Overhead]:
+    out = [
+        Overhead(
+            "cuBLAS workspaces", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,
+            "2 x 8,519,680 (forward and backward thread)", "ATen/cuda/CublasHandlePool.cpp",
+        ),
+        Overhead(
+            "CUDA context", CONTEXT, CONTEXT_LOW, CONTEXT_HIGH, "measured elsewhere, outside the allocator",
+            "vLLM start-up logs (0.07 to 0.14 GiB), vramcalc (0.75 GB on an A6000)",
+        ),
+    ]  # fmt: skip
+    if setup.world == 1:
+        return out
+    out.append(
+        Overhead("NCCL buffers", NCCL, NCCL_LOW, NCCL_HIGH, "channels of one communicator",
+                 "vLLM start-up logs: 0.55 GiB non-torch with 2 GPUs, 0.14 with 1")
+    )  # fmt: skip
+    each = 2 if (setup.mixed and setup.strategy.startswith("zero")) or setup.precision == "bf16" else 4
+    if setup.strategy in ("zero1", "zero2", "zero3"):
+        bucket = setup.bucket_elements * each
+        out.append(
+            Overhead("reduce bucket", bucket, bucket, 2 * bucket,
+                     f"{setup.bucket_elements:,} elements x {each} bytes (twice with overlap_comm)",
+                     "DeepSpeed reduce_bucket_size, contiguous_gradients")
+        )  # fmt: skip
+    elif setup.strategy in ("ddp", "fsdp-no-shard") and setup.shard_ranks > 1:
+        size = 0 if setup.gradient_as_bucket_view else states.full_gradients
+        out.append(
+            Overhead("DDP buckets", size, 0, size, "a copy of all gradients unless gradient_as_bucket_view",
+                     "torch/csrc/distributed/c10d/reducer.cpp")
+        )  # fmt: skip
+    elif setup.is_fsdp:
+        unit = states.layer * each
+        out.append(
+            Overhead("unsharded gradients", 2 * unit, unit, 2 * unit + states.outer * each,
+                     "gradients of one unit before, and of one in, the reduce-scatter",
+                     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")
+        )  # fmt: skip
+    return [o for o in out if o.high]
+
+
+__all__ = ["CUBLAS_WORKSPACE", "CUBLAS_WORKSPACE_HOPPER", "MiB", "Overhead", "overheads_of"]

@@ -1,0 +1,115 @@
+"""Where states live under offload: GPU, CPU memory of the node, NVMe; and what stage 3 and FSDP gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tonnage.planner.training.methods import Trained
+from tonnage.planner.training.precision import Convention
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.states import States
+
+if TYPE_CHECKING:
+    from tonnage.planner.training.plan import Line
+
+# DeepSpeed 0.17 defaults: runtime/zero/config.py, offload_config.py
+PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
+MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
+NVME_OPTIMIZER_BUFFERS = 4  # offload_optimizer buffer_count, each of the largest tensor's states
+INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # additional_buffer_factor 1.5 of its estimators
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """What is not on the GPU. ``lines``: per node; ``gathered``: the GPU line of gathered weights; ``init``:
+    CPU bytes of a node while every rank builds the model."""
+
+    weights_off: bool
+    gradients_off: bool
+    optimizer_off: bool
+    lines: tuple[Line, ...]
+    gathered: Line
+    init: int
+
+
+def init_bytes(parameters: int, gpus: int) -> int:
+    """CPU bytes of a node when each of its ranks builds the whole model in fp32 first: parameters x 4 x ranks
+    x 1.5 (DeepSpeed's additional_buffer_factor)."""
+    return parameters * 4 * gpus * INIT_FACTOR_NUMERATOR // INIT_FACTOR_DENOMINATOR
+
+
+def place(setup: TrainingSetup, states: States, convention: Convention, trained: Trained) -> HostBytes:
+    """Offload moves optimizer states with their master weights and gradients (ZeRO-Offload), and with
+    ``offload_param`` the weights too (ZeRO-Infinity)."""
+    from tonnage.planner.training.plan import Line
+
+    node = setup.gpus
+    weights_off = setup.offload_param != "none"
+    optimizer_off = setup.offload_optimizer != "none"
+    gradients_off = optimizer_off and setup.zero_stage >= 2
+    lines: list[Line] = []
+
+    def line(name: str, place: str, size: int, formula: str, source: str) -> None:
+        lines.append(Line(name, place, size, size, size, formula, source))  # type: ignore[arg-type]
+
+    if optimizer_off:
+        where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
+        size = states.optimizer + states.master
+        if not setup.is_fsdp and not states.master and convention.weights != 4:
+            size += 4 * size // max(1, 2 * convention.state)  # the CPU optimizer works on an fp32 copy
+        line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
+        share = states.trainable * states.gradients // max(1, states.full_gradients)
+        line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
+             "DeepSpeed ZeRO-Offload: fp32 gradients of the partition")  # fmt: skip
+        if where == "nvme":
+            line("NVMe buffers (optimizer)", "cpu", NVME_OPTIMIZER_BUFFERS * states.largest * 4 * node,
+                 "4 buffers of the largest tensor in fp32", "DeepSpeed offload_optimizer.buffer_count")  # fmt: skip
+    if weights_off:
+        where = "nvme" if setup.offload_param == "nvme" else "cpu"
+        size = states.weights + states.frozen
+        line("weights", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-param")
+        if where == "nvme":
+            line("NVMe buffers (weights)", "cpu", NVME_PARAM_BUFFERS * node, "5 x 1e8 elements of 2 bytes",
+                 "DeepSpeed offload_param.buffer_count x buffer_size")  # fmt: skip
+    if setup.optimizer == "paged-adamw-8bit" and not optimizer_off:
+        line("pageable optimizer states", "cpu", states.optimizer * node,
+             "what is paged out when the GPU is full, at most", "bitsandbytes paged optimizers")  # fmt: skip
+    return HostBytes(
+        weights_off,
+        gradients_off,
+        optimizer_off,
+        tuple(lines),
+        _gathered(setup, states, convention),
+        _init(setup, trained),
+    )
+
+
+def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> Line:
+    """Whole weights that are alive at once. DeepSpeed: the module at work and the prefetch bucket, at most
+    max_live_parameters. FSDP: the unit at work, the next one prefetched, and the root's embedding and head,
+    which stay gathered through the forward pass."""
+    from tonnage.planner.training.plan import Line
+
+    each = convention.compute
+    if setup.method in ("lora", "qlora", "ia3") and states.parameters:
+        each = max(1, -(-states.full_frozen // states.parameters))
+    if setup.is_fsdp:
+        size = (2 * states.layer + states.outer) * each
+        low, high = (states.layer + states.outer) * each, size
+        formula = f"{each} bytes x (2 x {states.layer:,} of a layer + {states.outer:,} of the root unit)"
+        return Line("gathered weights", "gpu", size, low, high, formula, "FSDP, one unit prefetched")
+    prefetch = min(PREFETCH_ELEMENTS, states.parameters)
+    live = min(states.parameters, states.layer + prefetch)
+    size = max(live, states.largest) * each
+    high = min(states.parameters, MAX_LIVE_ELEMENTS) * each
+    formula = f"{each} bytes x ({states.layer:,} of a layer + {prefetch:,} prefetched)"
+    return Line("gathered weights", "gpu", size, states.largest * each, max(size, high), formula,
+                "DeepSpeed stage3_prefetch_bucket_size, stage3_max_live_parameters")  # fmt: skip
+
+
+def _init(setup: TrainingSetup, trained: Trained) -> int:
+    if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
+        return init_bytes(trained.parameters, setup.gpus)
+    return 0

@@ -1,0 +1,368 @@
+"""TrainingPlan: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Literal
+
+from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.activations import Activations, activations_of
+from tonnage.planner.training.communication import Communication, communication_of
+from tonnage.planner.training.methods import Trained, train_under
+from tonnage.planner.training.model import TrainingModel
+from tonnage.planner.training.optimizers import OPTIMIZER, step_workspace
+from tonnage.planner.training.overheads import overheads_of
+from tonnage.planner.training.peak import Peak, StageShape, peak_of
+from tonnage.planner.training.placement import HostBytes, place
+from tonnage.planner.training.precision import Convention, convention_of, frozen_bytes
+from tonnage.planner.training.setup import TrainingSetup, check_setup
+from tonnage.planner.training.sharding import check_parallel, stage_of
+from tonnage.planner.training.states import States, states_on_rank
+from tonnage.planner.units import gib
+
+SCHEMA_VERSION = 1
+DEFAULT_LENGTH = 2048  # when the flag is absent, or the model's own length if shorter
+
+Place = Literal["gpu", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One component: ``bytes`` on one rank (cpu and nvme: on one node), within [low, high]."""
+
+    name: str
+    place: Place
+    bytes: int
+    low: int
+    high: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """The answer. ``lines`` belong to the fullest rank (pipeline stage ``stage``); ``moment``: when its peak
+    is reached. Sums are over ``lines``; node totals count all ranks of a node."""
+
+    model: str
+    architecture: str
+    setup: TrainingSetup
+    length: int
+    convention: Convention
+    parameters: int
+    trainable: int
+    adapters: int
+    lines: tuple[Line, ...]
+    moment: str
+    stage: int
+    communication: Communication
+    fits: bool | None
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    cpu_init_bytes: int
+
+    def total(self, place: Place = "gpu") -> int:
+        return sum(line.bytes for line in self.lines if line.place == place)
+
+    def bounds(self, place: Place = "gpu") -> tuple[int, int]:
+        lines = [line for line in self.lines if line.place == place]
+        return sum(line.low for line in lines), sum(line.high for line in lines)
+
+    def line(self, name: str, place: Place = "gpu") -> int:
+        """Bytes of a component by name; 0 when it does not occur."""
+        return sum(line.bytes for line in self.lines if line.name == name and line.place == place)
+
+
+_METHOD = attrgetter(
+    "method", "rank", "target_modules", "trainable_layers", "base_quantization", "base_dtype", "precision"
+)
+_STATES = attrgetter(
+    "convention", "gradient_dtype", "optimizer", "strategy", "gpus", "nodes", "shard_size", "fsdp_version",
+    "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel",
+)  # fmt: skip
+
+
+class Planner:
+    """Plans many setups of one model: what only depends on part of the setup is computed once."""
+
+    def __init__(self, model: TrainingModel) -> None:
+        self.model = model
+        self._trained: dict[object, Trained] = {}
+        self._states: dict[object, States] = {}
+        self._checked: set[object] = set()
+
+    def trained(self, setup: TrainingSetup) -> Trained:
+        key = _METHOD(setup)
+        if key not in self._trained:
+            self._trained[key] = train_under(self.model.architecture, setup)
+        return self._trained[key]
+
+    def states(self, setup: TrainingSetup, stage: int) -> States:
+        key = (_METHOD(setup), _STATES(setup), stage)
+        found = self._states.get(key)
+        if found is None:
+            check_parallel(self.model.architecture, setup)
+            found = states_on_rank(self.trained(setup), self.model.architecture, setup, stage)
+            self._states[key] = found
+        return found
+
+    def length(self, setup: TrainingSetup) -> int:
+        return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
+
+    def activations(self, setup: TrainingSetup) -> Activations | None:
+        block = self.model.block
+        if block is None:
+            return None
+        architecture = self.model.architecture
+        targets = self.trained(setup).targets
+        key = (
+            setup.attention,
+            setup.method,
+            setup.rank,
+            targets,
+            setup.trainable_layers,
+            setup.precision == "fp8",
+        )
+        return activations_of(
+            architecture.model_type, block, architecture.layers, self.model.masked(self.length(setup)),
+            convention_of(setup), frozen_bytes(setup), key,
+            explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
+        )  # fmt: skip
+
+    def peak(self, setup: TrainingSetup, stage: int, states: States) -> Peak | None:
+        acts = self.activations(setup)
+        if acts is None:
+            return None
+        stages = setup.pipeline_parallel
+        architecture = self.model.architecture
+        flight = 1
+        if stages > 1:
+            # one forward, one backward in turn: a stage keeps as many micro-batches as stages follow it
+            flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
+        shape = StageShape(
+            len(stage_of(architecture, setup, stage)),
+            architecture.layers,
+            stage == 0,
+            stage == stages - 1,
+            flight,
+        )
+        convention = convention_of(setup)
+        workspace = 0
+        if setup.offload_optimizer == "none":
+            part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
+            size = 4 if setup.method in ("lora", "qlora", "ia3") else convention.state
+            workspace = step_workspace(setup.optimizer, setup.optimizer_kernel, part, size)
+        return peak_of(
+            setup, acts, shape, self.length(setup), architecture.intermediate_size, workspace,
+            setup.method == "full", self.model.tied,
+        )  # fmt: skip
+
+    def plan(self, setup: TrainingSetup) -> TrainingPlan:
+        """The whole answer for one setup. Raises DeploymentError or UnsupportedArchitecture."""
+        if setup not in self._checked:
+            check_setup(setup)
+            self._checked.add(setup)
+        stages = {0, setup.pipeline_parallel - 1}
+        plans = [self._stage(setup, stage) for stage in sorted(stages)]
+        return max(plans, key=TrainingPlan.total)
+
+    def _stage(self, setup: TrainingSetup, stage: int) -> TrainingPlan:
+        model, trained = self.model, self.trained(setup)
+        states = self.states(setup, stage)
+        convention = convention_of(setup)
+        peak = self.peak(setup, stage, states)
+        length = self.length(setup)
+        placed = place(setup, states, convention, trained)
+        lines = _state_lines(setup, states, convention, placed, trained)
+        lines += _peak_lines(setup, peak, length)
+        lines += [
+            Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
+            for o in overheads_of(setup, states)
+        ]
+        lines += _host_lines(setup, placed, peak, states)
+        lines = [line for line in lines if line.bytes or line.high]
+        stream = setup.micro_batch * ceil_div(length, setup.context_parallel)
+        stream *= model.architecture.hidden_size * 2 * len(stage_of(model.architecture, setup, stage))
+        traffic = communication_of(setup, states, stream)
+        plan = TrainingPlan(
+            model.id, model.architecture.class_name, setup, length, convention, trained.parameters,
+            trained.trainable, trained.adapters, tuple(lines), peak.moment if peak else "not planned", stage,
+            traffic, None, (), _notes(self, setup, trained, peak), placed.init,
+        )  # fmt: skip
+        fits, reasons = judge(plan)
+        return replace(plan, fits=fits, reasons=reasons)
+
+
+def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
+    return Line(name, place, size, size, size, formula, source)
+
+
+def _state_lines(
+    setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained
+) -> list[Line]:
+    ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
+    master = states.master if c.master_with_weights else 0
+    per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)
+    adapters = " (adapters fp32)" if trained.adapters else ""
+    out = []
+    if not placed.weights_off:
+        shared = ranks if setup.zero_stage == 3 else ""
+        out += [
+            _exact("weights", states.weights + (0 if placed.optimizer_off else master),
+                   f"{per} bytes x {states.trainable:,} trained parameters{shared}{adapters}", c.used_by),
+            _exact("frozen weights", states.frozen,
+                   f"{states.parameters - states.trainable:,} parameters, {_frozen(setup)}{shared}",
+                   "--base-quantization" if setup.method == "qlora" else "--base-dtype"),
+        ]  # fmt: skip
+    out.append(
+        _exact("persistent parameters", states.persistent,
+               "parameters below 100,000 elements stay whole on every rank",
+               "DeepSpeed stage3_param_persistence_threshold")
+    )  # fmt: skip
+    if not placed.gradients_off:
+        shared = ranks if setup.zero_stage >= 2 else ""
+        out.append(
+            _exact("gradients", states.gradients, f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}",
+                   "--gradient-dtype")
+        )  # fmt: skip
+    if not placed.optimizer_off:
+        inner = states.optimizer + (0 if c.master_with_weights else states.master)
+        held = f"{c.master} (fp32 master) + " if states.master and not c.master_with_weights else ""
+        out.append(
+            _exact("optimizer states", inner,
+                   f"{held}{OPTIMIZER[setup.optimizer].formula} of {c.state} bytes x {states.trainable:,}{ranks}",
+                   f"--optimizer {setup.optimizer}")
+        )  # fmt: skip
+    if (setup.zero_stage == 3 and setup.shard_ranks > 1) or placed.weights_off:
+        out.append(placed.gathered)
+    return out
+
+
+def _frozen(setup: TrainingSetup) -> str:
+    if setup.method == "qlora":
+        return f"linear weights in {setup.base_quantization}, the rest {frozen_bytes(setup)} bytes"
+    return f"{frozen_bytes(setup)} bytes each"
+
+
+def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int) -> list[Line]:
+    if peak is None:
+        return []
+    at = f"b = {setup.micro_batch}, s = {length:,}, {setup.attention}, checkpointing {setup.checkpointing}"
+    source = "saved tensors of the forward pass (planner/training/activations.py)"
+    out = [_exact("activations", peak.activations, at, source)]
+    if peak.logits:
+        low = peak.logits
+        formula = "logits, log_softmax and their gradients: 14 bytes each (16 in fp32)"
+        if setup.loss == "fused":
+            formula = "logits of one chunk of rows"
+        out.append(
+            Line(
+                "logits and loss",
+                "gpu",
+                peak.logits,
+                low * 12 // 14,
+                low,
+                formula,
+                "cross-entropy, moment: " + peak.moment,
+            )
+        )
+    out.append(
+        _exact(
+            "weight casts",
+            peak.casts,
+            "16-bit copies of fp32 matrices that autograd or the cache keep",
+            "torch.autocast",
+        )
+    )
+    t = peak.temporary
+    out.append(Line("temporary", "gpu", t, t // 2, t, f"moment: {peak.moment}", "planner/training/peak.py"))
+    r = peak.rounding
+    out.append(
+        Line(
+            "allocator rounding",
+            "gpu",
+            r,
+            0,
+            2 * r,
+            "segments of 10 MiB and more in steps of 2 MiB",
+            "c10/cuda/CUDACachingAllocator.cpp",
+        )
+    )  # noqa: E501
+    return out
+
+
+def _host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, states: States) -> list[Line]:
+    node = setup.gpus
+    out = list(placed.lines)
+    if peak is not None and peak.cpu:
+        out.append(
+            _exact("offloaded activations", peak.cpu * node, f"{node} ranks", "--offload-activations", "cpu")
+        )
+    if states.counters:
+        out.append(_exact("step counters", states.counters * node, "4 bytes per tensor", "torch.optim", "cpu"))
+    return out
+
+
+def judge(plan: TrainingPlan) -> tuple[bool | None, tuple[str, ...]]:
+    """Fits into what was given? None when nothing was given to fit into."""
+    setup, reasons = plan.setup, []
+    given = False
+    for place, limit, name in (
+        ("gpu", setup.device_memory, "--device-memory"),
+        ("cpu", setup.cpu_memory, "--cpu-memory"),
+        ("nvme", setup.nvme, "--nvme"),
+    ):
+        if limit is None:
+            continue
+        given = True
+        need = plan.total(place)  # type: ignore[arg-type]
+        what = ""
+        if place == "cpu" and plan.cpu_init_bytes > need:
+            need, what = plan.cpu_init_bytes, " while the model is built"
+        if need > limit:
+            lines = sorted((x for x in plan.lines if x.place == place), key=lambda x: -x.bytes)[:3]
+            largest = ", ".join(f"{x.name} {gib(x.bytes)}" for x in lines)
+            reasons.append(
+                f"{place}: {gib(need)} ({need:,} bytes) are needed{what}, {gib(need - limit)} more than "
+                f"{name} {gib(limit)}; largest: {largest}"
+            )
+    return (not reasons if given else None), tuple(reasons)
+
+
+def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak | None) -> tuple[str, ...]:
+    out = []
+    if peak is None:
+        out.append(
+            f"activations of {planner.model.architecture.model_type} are not planned: the figures are model states "
+            "and overheads only"
+        )
+    if setup.precision == "fp16-mixed":
+        out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
+    if setup.method == "qlora":
+        out.append(
+            "QLoRA works with ZeRO 1 and 2, where the quantized base is replicated, and with FSDP for NF4"
+        )
+        out.append("QLoRA runs about 30 % slower than LoRA: each matrix is dequantized for each use")
+        upcast = sum(
+            h.elements * h.count * 2
+            for h in trained.held
+            if not h.trainable and h.frozen_bytes == 2 * h.elements
+        )
+        out.append(f"prepare_model_for_kbit_training casts what is not quantized to fp32: {gib(upcast)} more")
+    if setup.optimizer in ("adamw-8bit", "paged-adamw-8bit"):
+        rows = [h for h in trained.held if h.trainable and h.role == "embedding"]
+        more = sum(6 * h.elements * h.count for h in rows)
+        if more:
+            out.append(f"HF Trainer keeps 32-bit states for nn.Embedding: {gib(more)} more")
+    if setup.checkpointing == "selective" and setup.attention != "eager":
+        out.append(f"selective checkpointing recomputes attention scores; {setup.attention} keeps none")
+    if (
+        setup.strategy in ("ddp", "fsdp-no-shard")
+        and setup.shard_ranks > 1
+        and not setup.gradient_as_bucket_view
+    ):
+        out.append("DDP's buckets hold a second copy of the gradients; gradient_as_bucket_view=True drops it")
+    if setup.gradient_accumulation > 1:
+        out.append("gradient accumulation changes neither the model states nor one micro-batch's activations")
+    return tuple(out)
