@@ -8,9 +8,11 @@
 ``peak``        the most blocks the running requests will hold over time, for given remaining lengths
 ``forecast``    output lengths still to come, learned from those that have ended
 ``policy``      guaranteed, predictive, greedy: `decide_running`
+``controller``  the policy together with what it has learned: what a manager asks
 =============== ==================================================================================
 """
 
+from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.policy import (
     AdmissionMode,
@@ -45,6 +47,7 @@ from tonnage.cache.admission.types import (
 )
 
 __all__ = [
+    "Admission",
     "AdmissionMode",
     "AdmissionRequest",
     "Admit",

@@ -31,7 +31,8 @@ class AdmissionRequest:
     """All that is known at submit; the true output length is not.
 
     ``n`` sequences of ``max_tokens`` each from one prompt. ``tenant`` and ``priority`` order the queue and do
-    not change the promise. Raises InvalidRequest where a count is below 1.
+    not change the promise. ``produced``: how much of the prompt is its own output, computed again after a
+    preemption. Raises InvalidRequest where a count is below 1.
     """
 
     prompt_tokens: int
@@ -39,6 +40,7 @@ class AdmissionRequest:
     n: int = 1
     tenant: str = ""
     priority: int = 0
+    produced: int = 0
 
     def __post_init__(self) -> None:
         for field, value in (
