@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.tenants import ANYBODY, Tenant
+from tonnage.server.security.tenants import ANYBODY, Tenant
 
 if TYPE_CHECKING:
     from tonnage.server.api.generation import Submission, TokenCounts

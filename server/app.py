@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
 
 from tonnage.planner.errors import TonnageError
 from tonnage.server import errors
@@ -20,7 +23,10 @@ from tonnage.server.api.operations import operations_router
 from tonnage.server.api.tokenize import embeddings_router, tokenize_router
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
+from tonnage.server.logs import log_access
 from tonnage.server.metrics import Metrics
+from tonnage.server.security.keys import KeyRing, load_keys
+from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text import Tokenizer
@@ -65,6 +71,7 @@ def create_app(
         redirect_slashes=False,  # a redirect would leave the error envelope
     )
     app.state.tonnage = state
+    keys = load_keys(settings.api_key, settings.api_key_file)
     errors.install(app)
     generator = Generator(state)
     app.include_router(completions_router(state, CompletionService(state, generator)))
@@ -73,4 +80,37 @@ def create_app(
     app.include_router(tokenize_router(state, generator))
     app.include_router(embeddings_router(state))
     app.include_router(operations_router(state, Metrics(state), generator))
+    if settings.access_log:
+        state.accounts.on_finish.append(log_access)
+    _add_middleware(app, settings, keys)
     return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
+    """The last one added is the outermost: a refusal without a key has its request id and CORS headers too."""
+    if keys:
+        public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())
+        app.add_middleware(Authentication, keys=keys, public_paths=frozenset(public))
+        app.openapi = lambda: secured_openapi(app, public)  # type: ignore[method-assign]
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestId)
+
+
+def secured_openapi(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
+    """The OpenAPI document with the bearer key on every operation that asks for one."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        document.setdefault("components", {})["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer", "description": "an API key of this server"}
+        }
+        for path, operations in document["paths"].items():
+            if path not in public:
+                for operation in operations.values():
+                    operation["security"] = [{"key": []}]
+        app.openapi_schema = document
+    return app.openapi_schema

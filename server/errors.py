@@ -31,6 +31,7 @@ MAX_MESSAGE = 1000  # characters; an error never grows with the body that caused
 class ErrorCode(StrEnum):
     """Every ``error.code`` a client can meet."""
 
+    MALFORMED_HTTP = "malformed_http_request"
     INVALID_JSON = "invalid_json"
     INVALID_ENCODING = "invalid_encoding"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
@@ -74,6 +75,7 @@ class _Rule:
 
 
 RULES: dict[ErrorCode, _Rule] = {
+    ErrorCode.MALFORMED_HTTP: _Rule(400),
     ErrorCode.INVALID_JSON: _Rule(400),
     ErrorCode.INVALID_ENCODING: _Rule(400),
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: _Rule(415),

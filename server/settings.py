@@ -49,7 +49,7 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     backend: Literal["auto", "hf", "vllm", "fake"] = Field(
-        "auto", description="engine; auto: vllm where it runs the model, else hf; fake runs no model"
+        "hf", description="engine; auto: vllm where it runs the model, else hf; fake runs no model"
     )
 
     device: str = Field("cpu", description="device the engine runs on")
@@ -137,6 +137,15 @@ class Settings(BaseSettings):
         )
 
 
+# Settings of the API alone: a command that only loads a model has no use for them.
+API_SETTINGS = (
+    "served_model_name", "host", "port", "max_num_queued_reqs", "default_max_tokens", "default_chat_max_tokens",
+    "lenient", "max_request_body_bytes", "body_timeout", "request_timeout", "sse_keep_alive", "drain_seconds",
+    "api_key", "api_key_file", "metrics_public", "allowed_origins", "ssl_certfile", "ssl_keyfile",
+    "max_engine_restarts", "log_format", "log_level", "access_log", "request_log", "metrics_compat",
+)  # fmt: skip
+
+
 def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
     """Settings from ``given`` (flags, which win), the environment and the TOML file ``config``.
 
@@ -159,7 +168,7 @@ def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file; a name may be written as the flag (max-model-len). Raises DeploymentError."""
+    """The settings of a TOML file; a name may be written as the flag. Raises DeploymentError."""
     try:
         document = tomllib.loads(path.read_text())
     except OSError as error:

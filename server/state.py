@@ -15,8 +15,8 @@ from tonnage.server.accounts import Accounts
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import BASIC_PARAMS, Engine
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
-from tonnage.server.tenants import Quotas
 from tonnage.server.text import Tokenizer
 
 # A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
@@ -106,6 +106,12 @@ class ServerState:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.accounts.idle.wait(), _CUT_OFF_SECONDS)
         await self.engine.stop()
+
+    async def drain(self, seconds: float) -> None:
+        """Send new requests away; return when those in flight have ended or the time is up."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.accounts.idle.wait(), seconds)
 
     def check_ready(self) -> None:
         """Raises ApiError (503) with the reason while the engine cannot serve."""

@@ -7,6 +7,7 @@ fields all end in the same small OpenAI error, never in a copy of the input.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import reprlib
 from collections.abc import Mapping
@@ -202,7 +203,10 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields) -
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        value = value[part] if isinstance(value, dict | list) else value
+        if isinstance(value, dict | list):
+            # In a union the name of its member is in the location, and not in the value.
+            with contextlib.suppress(KeyError, IndexError, TypeError):
+                value = value[part]
         if part in fields.expected:
             # A union: pydantic lists one error for each member, so say what the field takes as a whole.
             param = ".".join(map(str, location[: at + 1]))

@@ -7,8 +7,6 @@ responses; what differs is a :class:`Service`.
 from __future__ import annotations
 
 import asyncio
-import re
-import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
@@ -20,13 +18,11 @@ from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.errors import ApiError, from_exception, render, stopping
+from tonnage.server.security.tenants import ANYBODY
 from tonnage.server.state import ServerState
-from tonnage.server.tenants import ANYBODY
 
 # nginx's status for a client that closed the connection; nobody reads it, the access log shows it.
 CLIENT_CLOSED_REQUEST = 499
-
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Service(Protocol):
@@ -79,7 +75,7 @@ class Endpoint:
 
     async def __call__(self, request: Request) -> Response:
         tenant = request.scope.get("tonnage.tenant", ANYBODY)
-        ticket = self._state.accounts.receive(self._path, request_id_of(request), tenant)
+        ticket = self._state.accounts.receive(self._path, request.scope["tonnage.request_id"], tenant)
         try:
             return await self._answer(request, ticket)
         except ClientDisconnected:
@@ -119,13 +115,3 @@ class Endpoint:
         except TimeoutError:
             raise ticket.timed_out(timeout) from None
         return Response(answer, media_type="application/json", headers=headers)
-
-
-def request_id_of(request: Request) -> str:
-    """The id of this request, made by the middleware or the caller's own X-Request-Id."""
-    known = request.scope.get("tonnage.request_id")
-    if known is None:
-        given = request.headers.get("x-request-id", "")
-        known = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        request.scope["tonnage.request_id"] = known
-    return str(known)

@@ -22,7 +22,8 @@ class Standing(StrEnum):
 @dataclass(frozen=True, slots=True)
 class FieldRule:
     """``neutral``: values that ask for nothing and pass anywhere (null always does). ``needs``: the field of
-    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: for a refusal."""
+    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: for a
+    refusal."""
 
     standing: Standing
     neutral: tuple[Any, ...] = ()

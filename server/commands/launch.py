@@ -16,6 +16,7 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.plan import Plan
 from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
+from tonnage.server.engines.choice import choose_backend
 from tonnage.server.settings import Settings, load_settings
 
 
@@ -47,11 +48,22 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
             options["metavar"] = "N" if _is_int(field.annotation) else name.rsplit("_", 1)[-1].upper()
         parser.add_argument("--" + name.replace("_", "-"), **options)
 
+    parser.add_argument("--config", metavar="FILE", help="TOML file of these settings")
+
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Settings of the flags given and of the environment. Raises DeploymentError."""
+    """Settings of the flags given, of the environment and of the file. Raises DeploymentError."""
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
-    return load_settings(**given)
+    return load_settings(arguments.config, **given)
+
+
+def resolved(settings: Settings, file: TextIO) -> Settings:
+    """``settings`` with the backend that ``auto`` stands for, printed to ``file``."""
+    if settings.backend != "auto":
+        return settings
+    choice = choose_backend(settings.model)
+    print(f"backend {choice.backend}: {choice.reason}", file=file, flush=True)
+    return settings.model_copy(update={"backend": choice.backend})
 
 
 def planned(settings: Settings, file: TextIO) -> Plan:

@@ -9,9 +9,10 @@ import errno
 import signal
 import socket
 import sys
-from types import FrameType
+from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.app import create_app
@@ -21,19 +22,28 @@ from tonnage.server.commands.launch import (
     add_settings,
     make_engine,
     planned,
+    resolved,
     settings_from,
     stoppable,
 )
 from tonnage.server.engines.base import EngineDead
+from tonnage.server.http_protocol import BoundedHttpProtocol
+from tonnage.server.logs import configure
+from tonnage.server.security.keys import load_keys
+from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
+from tonnage.server.supervisor import SupervisedEngine
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-# Seconds that requests in flight are given at a stop before they are cut off.
+# Seconds that connections are given to close once the requests are drained or cut off.
 _GRACE_SECONDS = 5
 
 _EPILOG = """
-Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len.
+Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
+file (--config): max_model_len = 8192. A flag wins over the environment, that over the file.
+
+SIGTERM: /ready turns false and new requests are sent away; what runs has --drain-seconds to end.
 
 The lines "listening on URL" and "ready on URL" on stdout are for scripts; --port 0 takes a free port.
 exit codes: 0 stopped by SIGTERM, 1 the engine failed, 2 bad input or it does not fit, 130 Ctrl-C.
@@ -53,25 +63,54 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_settings(p)
+    p.add_argument("--print-config", action="store_true", help="print the settings as JSON and exit")
     return p
 
 
 def run(argv: list[str]) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit code; raises TonnageError before anything started."""
-    settings = settings_from(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
+    settings = settings_from(arguments)
+    if arguments.print_config:
+        print(settings.model_dump_json(indent=2))
+        return OK
+    load_keys(settings.api_key, settings.api_key_file)  # before the model is loaded, not after
+    configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
+        settings = resolved(settings, sys.stdout)
         plan = planned(settings, sys.stdout)
-        engine = make_engine(settings, plan)
-        stop = _Stop()
-        app = create_app(settings, engine, on_startup_error=stop.on_error)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS
+        stop = _Stop(settings.drain_seconds)
+        engine = SupervisedEngine(
+            lambda: make_engine(settings, plan),
+            max_restarts=settings.max_engine_restarts,
+            on_give_up=stop.on_error,
         )
-        stop.server = uvicorn.Server(config)
-        address = _url(sock)
+        app = create_app(settings, engine, on_startup_error=stop.on_error)
+        stop.state = app.state.tonnage
+        config = uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )
+        stop.server = Server(config)
+        address = _url(sock, settings)
         print(f"listening on {address}", flush=True)
-        asyncio.run(_serve(stop, sock, app.state.tonnage, address))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(stop, sock, app.state.tonnage, address))
         return _exit_code(stop)
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -105,30 +144,43 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Stop:
-    """Why and how the server ends: signals and a failed start."""
+    """Why and how the server ends: signals, a failed start, an engine that died too often."""
 
-    def __init__(self) -> None:
+    def __init__(self, drain_seconds: float) -> None:
         self.server: uvicorn.Server | None = None
+        self.state: ServerState | None = None
         self.error: TonnageError | None = None
         self.signal: int | None = None
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
 
     def on_error(self, error: TonnageError) -> None:
         self.error = error
-        if self.server is not None:
-            self.server.should_exit = True
+        self._exit()
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        # uvicorn has its own handlers while it serves and raises the signal again when it is done; then
-        # this one is in place and keeps the exit code ours.
+    def on_signal(self, number: int) -> None:
+        """The first signal drains, a second one ends the server now."""
+        if self._draining is not None:
+            self._exit()
+            return
         self.signal = number
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        assert self.state is not None
+        await self.state.drain(self._drain_seconds)
+        self._exit()
+
+    def _exit(self) -> None:
         if self.server is not None:
             self.server.should_exit = True
 
 
 async def _serve(stop: _Stop, sock: socket.socket, state: ServerState, address: str) -> None:
     assert stop.server is not None
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop.on_signal)
+        loop.add_signal_handler(number, stop.on_signal, number)
     watcher = asyncio.create_task(_announce(state, address))
     await stop.server.serve(sockets=[sock])
     watcher.cancel()
@@ -153,6 +205,7 @@ def _exit_code(stop: _Stop) -> int:
     return INTERRUPTED if stop.signal == signal.SIGINT else OK
 
 
-def _url(sock: socket.socket) -> str:
+def _url(sock: socket.socket, settings: Settings) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{scheme}://{host}:{port}"

@@ -17,11 +17,12 @@ from tonnage.server.commands.launch import (
     add_settings,
     make_engine,
     planned,
+    resolved,
     settings_from,
     stoppable,
 )
 from tonnage.server.engines.base import Engine, EngineDead, GenerationRequest, SamplingParams
-from tonnage.server.settings import Settings
+from tonnage.server.settings import API_SETTINGS, Settings
 
 WITHIN, OUTSIDE = 0, 1
 
@@ -40,8 +41,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_settings(p, leave_out=("host", "port", "served_model_name", "max_num_queued_reqs",
-                               "default_max_tokens", "max_request_body_bytes"))  # fmt: skip
+    add_settings(p, leave_out=API_SETTINGS)
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
@@ -51,6 +51,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     settings = settings_from(arguments)
     with stoppable():
+        settings = resolved(settings, sys.stderr if arguments.json else sys.stdout)
         plan = planned(settings, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
         try:

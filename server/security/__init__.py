@@ -1,0 +1,1 @@
+"""Who may ask: API keys, the tenants they stand for, what each tenant may use, and the middleware that asks."""

@@ -1,0 +1,115 @@
+"""API keys: each stands for a tenant. Only their SHA-256 is kept, compared in constant time.
+
+A plain hash is enough: API keys are long random strings, not passwords, so there is nothing to guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.security.tenants import Tenant
+
+_MIN_KEY_LENGTH = 8
+
+
+class _Entry(BaseModel):
+    """One ``[[key]]`` of a key file. ``key`` in plain text, or its ``sha256`` in hexadecimal."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # No slash: the name and a request's own salt are joined by one (generation.py).
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    key: Annotated[str, Field(min_length=_MIN_KEY_LENGTH, max_length=1024)] | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    max_num_seqs: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    share_prefixes: bool = False
+
+
+class KeyRing:
+    """The keys of one server; empty: everybody may ask."""
+
+    def __init__(self, tenants: Iterable[tuple[bytes, Tenant]] = ()) -> None:
+        self._tenants = tuple(tenants)  # (SHA-256 of the key, tenant)
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def tenant(self, key: str) -> Tenant | None:
+        """Whose key it is. Every key is compared, so the time says nothing about which came close."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
+    """Keys of ``--api-key`` and of ``--api-key-file`` together. Raises DeploymentError that names the entry,
+    never the key."""
+    tenants: list[tuple[bytes, Tenant]] = []
+    for number, key in enumerate(plain, 1):
+        if len(key) < _MIN_KEY_LENGTH:
+            raise DeploymentError(
+                f"key {number} has fewer than {_MIN_KEY_LENGTH} characters",
+                field="api_key",
+                hint="python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one",
+            )
+        name = f"key-{number}"
+        tenants.append((_digest(key), Tenant(name, cache_salt=name)))
+    if file is not None:
+        tenants += [_tenant(entry, number, file) for number, entry in enumerate(_entries(file), 1)]
+    names = [tenant.name for _, tenant in tenants]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise DeploymentError(f"two keys are called {min(doubled)!r}", field="api_key_file")
+    if len({digest for digest, _ in tenants}) < len(tenants):
+        raise DeploymentError("the same key is given twice", field="api_key_file")
+    return KeyRing(tenants)
+
+
+def _entries(file: Path) -> list[Any]:
+    try:
+        document = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise DeploymentError(f"cannot read {file}: {error.strerror}", field="api_key_file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{file} is not TOML: {error}", field="api_key_file") from None
+    entries = document.get("key")
+    if set(document) != {"key"} or not isinstance(entries, list) or not entries:
+        raise DeploymentError(f"{file} must hold [[key]] tables and nothing else", field="api_key_file")
+    return entries
+
+
+def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
+    where = f"{file}, key {number}"
+    try:
+        parsed = _Entry.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file") from None
+    if (parsed.key is None) == (parsed.sha256 is None):
+        raise DeploymentError(f"{where}: give key or sha256, one of them", field="api_key_file")
+    digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")
+    tenant = Tenant(
+        name=parsed.name,
+        priority=parsed.priority,
+        cache_salt="" if parsed.share_prefixes else parsed.name,
+        max_num_seqs=parsed.max_num_seqs,
+        tokens_per_minute=parsed.tokens_per_minute,
+    )
+    return digest, tenant
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,65 @@
+"""Around the app: a request id on every answer, and API keys.
+
+Pure ASGI: Starlette's BaseHTTPMiddleware buffers streams and hides disconnects.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tonnage.server.errors import ApiError, ErrorCode, render
+from tonnage.server.security.keys import KeyRing
+
+# Open without a key: an orchestrator's probes have none.
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Takes the caller's X-Request-Id, or makes one, and sends it back with the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request_id = scope["tonnage.request_id"].encode("latin-1")
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, named)
+
+
+class Authentication:
+    """``Authorization: Bearer KEY`` on every route but the public ones; its tenant goes into the scope."""
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
+        self._app = app
+        self._keys = keys
+        self._public = public_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._public:
+            await self._app(scope, receive, send)
+            return
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" and key.strip() else None
+        if tenant is None:
+            message = "incorrect API key" if scheme else "you did not provide an API key"
+            error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
+            await render(error)(scope, receive, send)
+            return
+        scope["tonnage.tenant"] = tenant
+        await self._app(scope, receive, send)

@@ -1,0 +1,177 @@
+"""An engine that is started again when its process dies; the API process and its clients' connections stay.
+
+What was in flight ends with EngineDead (the engine's own doing). Between two engines nothing is admitted and
+/ready says 503. Counters go on across engines: a Prometheus counter must not fall back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import (
+    BASIC_PARAMS,
+    Capacity,
+    Chunk,
+    Engine,
+    EngineDead,
+    EngineStats,
+    GenerationRequest,
+)
+
+log = logging.getLogger("tonnage.server")
+
+_POLL_SECONDS = 0.1  # reading a snapshot costs microseconds
+_WINDOW_SECONDS = 3600.0
+# Seconds before the first, second, ... restart of a series; the last one repeats. A series ends once an engine
+# has lived for a minute.
+BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
+_HEALTHY_SECONDS = 60.0
+_STOP_SECONDS = 20.0  # a dead engine's remains get that long to go
+
+# Fields of EngineStats (and of its pool) that only grow.
+_COUNTERS = ("preemptions", "prompt_tokens", "generation_tokens", "prefix_hit_tokens", "invariant_violations")
+_POOL_COUNTERS = ("evictions",)
+
+
+class SupervisedEngine:
+    """Engine protocol over the engines that ``make`` gives, one after the other.
+
+    ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        *,
+        max_restarts: int = 10,
+        back_off: tuple[float, ...] = BACK_OFF,
+        on_give_up: Callable[[TonnageError], None] | None = None,
+    ) -> None:
+        self._make = make
+        self._engine = make()
+        self._max_restarts = max_restarts
+        self._back_off = back_off
+        self._on_give_up = on_give_up
+        self._restarted: deque[float] = deque()  # times of the restarts within the window
+        self._restarts = 0
+        self._before: EngineStats | None = None  # counters of the engines that are gone
+        self._watch: asyncio.Task[None] | None = None
+        self._between = False
+        self._stopping = False
+
+    @property
+    def plan(self) -> Plan:
+        return self._engine.plan
+
+    @property
+    def honours(self) -> frozenset[str]:
+        return getattr(self._engine, "honours", BASIC_PARAMS)
+
+    @property
+    def engine(self) -> Engine:
+        """The one that runs now."""
+        return self._engine
+
+    async def start(self) -> None:
+        await self._engine.start()
+        self._watch = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        if self._between:
+            raise EngineDead("the engine is being started again")
+        return self._engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        if self._before is not None:
+            stats = _sum(stats, self._before)
+        return dataclasses.replace(stats, ready=stats.ready and not self._between, restarts=self._restarts)
+
+    def capacity(self) -> Capacity:
+        return self._engine.capacity()
+
+    async def drain(self, seconds: float) -> None:
+        self._stopping = True
+        await self._engine.drain(seconds)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._engine.stop()
+
+    async def _supervise(self) -> None:
+        attempt, since = 0, time.monotonic()
+        while not self._stopping:
+            await asyncio.sleep(_POLL_SECONDS)
+            if self._engine.stats().ready or self._stopping:
+                continue
+            if time.monotonic() - since > _HEALTHY_SECONDS:
+                attempt = 0
+            while not await self._restart(attempt):
+                attempt += 1
+            attempt, since = attempt + 1, time.monotonic()
+
+    async def _restart(self, attempt: int) -> bool:
+        """One try. True: an engine runs (or the supervisor gave up and waits for its end)."""
+        self._between = True
+        now = time.monotonic()
+        while self._restarted and now - self._restarted[0] > _WINDOW_SECONDS:
+            self._restarted.popleft()
+        if len(self._restarted) >= self._max_restarts:
+            await self._give_up()
+        pause = self._back_off[min(attempt, len(self._back_off) - 1)]
+        log.error("the engine is gone; starting another in %g s", pause)
+        self._before = self.stats()
+        with contextlib.suppress(Exception):  # whatever is left of it; the next one is what counts
+            await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
+        await asyncio.sleep(pause)
+        self._restarted.append(now)
+        self._restarts += 1
+        self._engine = self._make()
+        try:
+            await self._engine.start()
+        except Exception as error:
+            log.error("the engine did not start: %s", error)
+            return False
+        self._between = False
+        log.warning("the engine runs again (restart %d)", self._restarts)
+        return True
+
+    async def _give_up(self) -> None:
+        error = EngineDead(
+            f"the engine died again after {len(self._restarted)} restarts within an hour",
+            hint="see its output; --max-engine-restarts sets the limit",
+        )
+        log.error("%s", error)
+        if self._on_give_up is not None:
+            self._on_give_up(error)
+        await asyncio.Event().wait()
+
+
+def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
+    """``stats`` with the counters of ``before`` added."""
+    decisions: dict[tuple[str, str], int] = {}
+    for outcome, reason, count in (*before.admissions, *stats.admissions):
+        key = (str(outcome), str(reason))
+        decisions[key] = decisions.get(key, 0) + count
+    counters = {name: getattr(stats, name) + getattr(before, name) for name in _COUNTERS}
+    pool = dataclasses.replace(
+        stats.pool,
+        **{name: getattr(stats.pool, name) + getattr(before.pool, name) for name in _POOL_COUNTERS},
+    )
+    return dataclasses.replace(
+        stats, pool=pool, admissions=tuple((*key, count) for key, count in decisions.items()), **counters
+    )
