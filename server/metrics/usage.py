@@ -50,13 +50,13 @@ class TenantUsage:
 class Usage:
     """Listens to the accounts of one app.
 
-    The first MAX_TENANTS names each have their own TenantUsage, all others share one. Requests that are
+    The first MAX_TENANTS labels each have their own TenantUsage, all others share one. Requests that are
     refused before they go to the engine count for their tenant as outcomes only.
     """
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        self.tenants: dict[str, TenantUsage] = {}
+        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}  # there at zero from the start
         self._limits = limits
         self._asked: dict[int, int] = {}  # id of a ticket on its way -> blocks
         accounts.on_submit.append(self._submitted)

@@ -10,9 +10,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.planner.render import plan_to_dict
-from tonnage.server.engines.base import MeasuredMemory
+from tonnage.server.accounts import Accounts
+from tonnage.server.engines.base import MeasuredMemory, limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.metrics import ADMISSIONS
+from tonnage.server.metrics.headroom import FOREVER_SECONDS, Trend
+from tonnage.server.metrics.usage import MAX_TENANTS, OTHER_TENANTS, Usage
+from tonnage.server.security.tenants import Tenant
 
 MEASURED = MeasuredMemory(
     weights=269_030_016,
@@ -24,31 +28,63 @@ MEASURED = MeasuredMemory(
 
 # The contract with dashboards, rules and gateways: names, types and label names (``model`` is on all).
 FAMILIES = {
-    "tonnage_memory_planned_bytes": ("gauge", {"component"}),
-    "tonnage_memory_measured_bytes": ("gauge", {"component"}),
+    "tonnage_memory_planned_bytes": ("gauge", {"device", "component"}),
+    "tonnage_memory_measured_bytes": ("gauge", {"device", "component"}),
+    "tonnage_memory_measured_to_planned_ratio": ("gauge", {"device", "component"}),
+    "tonnage_weights_planned_bytes": ("gauge", {"dtype", "quantization"}),
     "tonnage_process_memory_bytes": ("gauge", set()),
     "tonnage_process_memory_peak_bytes": ("gauge", set()),
     "tonnage_plan_info": ("gauge", {"plan_id", "revision", "engine", "architecture", "quantization"}),
     "tonnage_engine_ready": ("gauge", set()),
+    "tonnage_engine_restarts_total": ("counter", set()),
+    "tonnage_invariant_violations_total": ("counter", set()),
+    "tonnage_config_device_memory_bytes": ("gauge", set()),
+    "tonnage_config_gpu_memory_utilization_ratio": ("gauge", set()),
+    "tonnage_config_kv_cache_memory_bytes": ("gauge", set()),
+    "tonnage_config_num_blocks": ("gauge", set()),
+    "tonnage_config_block_size_tokens": ("gauge", set()),
+    "tonnage_config_block_bytes": ("gauge", set()),
+    "tonnage_config_max_model_len_tokens": ("gauge", set()),
+    "tonnage_config_max_num_seqs": ("gauge", set()),
+    "tonnage_config_max_num_batched_tokens": ("gauge", set()),
+    "tonnage_config_max_num_queued_reqs": ("gauge", set()),
     "tonnage_pool_blocks": ("gauge", {"state"}),
     "tonnage_pool_bytes": ("gauge", {"state"}),
+    "tonnage_pool_tokens": ("gauge", {"state"}),
+    "tonnage_pool_usable_blocks": ("gauge", set()),
+    "tonnage_pool_usage_ratio": ("gauge", set()),
     "tonnage_pool_promised_unused_blocks": ("gauge", set()),
     "tonnage_pool_promised_unused_bytes": ("gauge", set()),
-    "tonnage_pool_usable_blocks": ("gauge", set()),
-    "tonnage_pool_block_size_tokens": ("gauge", set()),
-    "tonnage_evictions_total": ("counter", set()),
-    "tonnage_requests": ("gauge", {"state"}),
+    "tonnage_pool_tail_waste_tokens": ("gauge", set()),
+    "tonnage_pool_tail_waste_bytes": ("gauge", set()),
+    "tonnage_evictions_total": ("counter", {"cause"}),
+    "tonnage_preemptions_total": ("counter", set()),
+    "tonnage_preempted_tokens_total": ("counter", set()),
+    "tonnage_prefix_query_tokens_total": ("counter", set()),
+    "tonnage_prefix_hit_tokens_total": ("counter", {"source"}),
+    "tonnage_headroom_blocks": ("gauge", set()),
+    "tonnage_headroom_bytes": ("gauge", set()),
+    "tonnage_headroom_requests": ("gauge", set()),
+    "tonnage_headroom_prompt_tokens": ("gauge", set()),
+    "tonnage_time_to_full_seconds": ("gauge", set()),
+    "tonnage_drain_seconds": ("gauge", set()),
+    "tonnage_engine_requests": ("gauge", {"state"}),
     "tonnage_admission_decisions_total": ("counter", {"outcome", "reason"}),
+    "tonnage_admission_refused_blocks_total": ("counter", {"outcome", "reason"}),
     "tonnage_requests_received_total": ("counter", set()),
     "tonnage_requests_in_flight": ("gauge", set()),
     "tonnage_requests_total": ("counter", {"outcome"}),
     "tonnage_prompt_tokens_total": ("counter", set()),
     "tonnage_generation_tokens_total": ("counter", set()),
-    "tonnage_prefix_hit_tokens_total": ("counter", set()),
-    "tonnage_preemptions_total": ("counter", set()),
+    "tonnage_queue_wait_seconds": ("histogram", set()),
     "tonnage_time_to_first_token_seconds": ("histogram", set()),
     "tonnage_inter_token_latency_seconds": ("histogram", set()),
     "tonnage_request_duration_seconds": ("histogram", set()),
+    "tonnage_tenant_requests_total": ("counter", {"tenant", "outcome"}),
+    "tonnage_tenant_requests_in_flight": ("gauge", {"tenant"}),
+    "tonnage_tenant_asked_bytes": ("gauge", {"tenant"}),
+    "tonnage_tenant_prompt_tokens_total": ("counter", {"tenant"}),
+    "tonnage_tenant_generation_tokens_total": ("counter", {"tenant"}),
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -108,7 +144,7 @@ async def test_every_label_value_is_there_at_zero_from_the_start(server) -> None
     for outcome in ("stop", "length", "aborted", "rejected", "error"):
         assert value(samples, "tonnage_requests_total", outcome=outcome) == 0
     for state in ("running", "waiting"):
-        assert value(samples, "tonnage_requests", state=state) == 0
+        assert value(samples, "tonnage_engine_requests", state=state) == 0
     series = set(samples)
     await server.complete(max_tokens=3)
     await server.complete(temperature=9)
@@ -132,8 +168,20 @@ async def test_memory_adds_up_to_the_device(run_server, small_plan) -> None:
         _, samples = await scrape(server)
         for name in ("planned", "measured"):
             assert total(samples, f"tonnage_memory_{name}_bytes") == plan.rank.total_bytes
-        assert value(samples, "tonnage_memory_planned_bytes", component="weights") == plan.rank.weights_bytes
-        assert value(samples, "tonnage_memory_measured_bytes", component="kv_pool") == MEASURED.kv_pool
+        assert (
+            value(samples, "tonnage_memory_planned_bytes", device="cpu", component="weights")
+            == plan.rank.weights_bytes
+        )
+        assert (
+            value(samples, "tonnage_memory_measured_bytes", device="cpu", component="kv_pool")
+            == MEASURED.kv_pool
+        )
+        ratio = "tonnage_memory_measured_to_planned_ratio"
+        assert value(samples, ratio, device="cpu", component="kv_pool") == 1
+        assert value(samples, ratio, device="cpu", component="process") == pytest.approx(
+            MEASURED.process_peak / plan.rank.used_bytes
+        )
+        assert total(samples, "tonnage_weights_planned_bytes") == plan.rank.weights_bytes
         assert value(samples, "tonnage_process_memory_peak_bytes") == MEASURED.process_peak
         report = (await server.http.get("/memory")).json()
         assert report["plan"] == plan_to_dict(plan)
@@ -151,14 +199,25 @@ async def test_the_pool_in_use(run_server, small_plan) -> None:
         _, samples = await scrape(server)
         stats = engine.stats()
         bytes_per_block = server.state.plan.kv_cache.layout.bytes_per_block
-        assert value(samples, "tonnage_requests", state="running") == 2
-        assert total(samples, "tonnage_pool_blocks") == value(samples, "tonnage_pool_usable_blocks") == 255
-        assert total(samples, "tonnage_pool_bytes") == 255 * bytes_per_block
+        assert value(samples, "tonnage_engine_requests", state="running") == 2
+        assert value(samples, "tonnage_pool_usable_blocks") == 255
+        assert value(samples, "tonnage_pool_blocks", state="reserved") == 1
+        assert total(samples, "tonnage_pool_blocks") == 256
+        assert total(samples, "tonnage_pool_bytes") == 256 * bytes_per_block
+        assert total(samples, "tonnage_pool_tokens") == 256 * 16
         used = value(samples, "tonnage_pool_blocks", state="used")
         assert used >= 3
+        assert value(samples, "tonnage_pool_usage_ratio") == pytest.approx(used / 255)
+        assert 0 <= value(samples, "tonnage_pool_tail_waste_tokens") <= 2 * 15
         # 140 tokens are promised to each: 9 blocks
         assert value(samples, "tonnage_pool_promised_unused_blocks") == 18 - used
         assert value(samples, "tonnage_pool_promised_unused_bytes") == (18 - used) * bytes_per_block
+        assert value(samples, "tonnage_headroom_blocks") == 255 - 18
+        assert value(samples, "tonnage_headroom_requests") == (255 - 18) // 9
+        # the largest prompt and 16 tokens, default_max_tokens, in what is left: 2,048 tokens at the most
+        assert value(samples, "tonnage_headroom_prompt_tokens") == 2048 - 16
+        assert value(samples, "tonnage_tenant_asked_bytes", tenant="none") == 18 * bytes_per_block
+        assert value(samples, "tonnage_tenant_requests_in_flight", tenant="none") == 2
         report = (await server.http.get("/memory")).json()
         assert report["pool"]["blocks"]["promised"] == 18
         assert report["headroom"]["blocks"] == 255 - 18
@@ -195,7 +254,15 @@ async def test_counts_are_conserved(run_server, small_plan) -> None:
         assert value(samples, "tonnage_time_to_first_token_seconds_count") == done
         assert value(samples, "tonnage_request_duration_seconds_count") == done
         assert value(samples, "tonnage_inter_token_latency_seconds_count") == 18 * done
-        assert value(samples, "tonnage_prefix_hit_tokens_total") > 0
+        assert 0 < total(samples, "tonnage_prefix_hit_tokens_total") < 32 * done
+        assert value(samples, "tonnage_prefix_query_tokens_total") == 32 * done
+        assert value(samples, "tonnage_queue_wait_seconds_count") == done
+        assert value(samples, "tonnage_tenant_requests_total", tenant="none", outcome="length") == done
+        assert value(samples, "tonnage_tenant_requests_total", tenant="none", outcome="rejected") == full + 2
+        assert value(samples, "tonnage_tenant_prompt_tokens_total", tenant="none") == 32 * done
+        assert value(samples, "tonnage_tenant_generation_tokens_total", tenant="none") == 20 * done
+        assert value(samples, "tonnage_tenant_asked_bytes", tenant="none") == 0
+        assert value(samples, "tonnage_headroom_requests") == 64 // 2  # the batch is tighter than the pool
 
 
 async def test_evictions(run_server, small_plan) -> None:
@@ -203,4 +270,84 @@ async def test_evictions(run_server, small_plan) -> None:
         for number in range(4):
             await server.complete(prompt=[number + 1] * 256, max_tokens=2)
         _, samples = await scrape(server)
-        assert value(samples, "tonnage_evictions_total") > 0
+        assert value(samples, "tonnage_evictions_total", cause="allocation") > 0
+
+
+async def test_plan_info_tells_both_revisions(server) -> None:
+    _, samples = await scrape(server)
+    infos = [dict(labels) for name, labels in samples if name == "tonnage_plan_info"]
+    assert [info["revision"] for info in infos] == ["0", "1"]
+    assert {info["plan_id"] for info in infos} == {server.state.plan.plan_id}
+
+
+def test_tenants_are_bounded(small_plan) -> None:
+    accounts = Accounts()
+    usage = Usage(accounts, limits_of(small_plan()))
+    for number in range(1000):
+        accounts.receive("/v1/completions", str(number), Tenant(f"tenant-{number}")).finish("rejected")
+    assert len(usage.tenants) == MAX_TENANTS + 1
+    assert usage.tenants[OTHER_TENANTS].outcomes["rejected"] == 1000 - (MAX_TENANTS - 1)
+    assert sum(one.outcomes.total() for one in usage.tenants.values()) == 1000
+
+
+def test_time_to_full_follows_the_growth() -> None:
+    trend = Trend()
+    assert trend.seconds_to(100) == FOREVER_SECONDS
+    for second in range(0, 60, 5):
+        trend.observe(second, 2 * second)
+    assert trend.seconds_to(100) == pytest.approx(50)
+    assert trend.seconds_to(0) == 0
+    for second in range(60, 300, 5):  # older than the window, the growth is forgotten
+        trend.observe(second, 120)
+    assert trend.seconds_to(100) == FOREVER_SECONDS
+
+
+async def test_names_of_vllm(run_server, small_plan) -> None:
+    """Those that KEDA, gateways and dashboards for vLLM 0.32 read, with its labels, types and values."""
+    async with run_server(FakeEngine(small_plan()), metrics_compat="vllm") as server:
+        await server.complete(prompt=[3] * 32, max_tokens=10)
+        text = (await server.http.get("/metrics")).text
+    families = {f.name: f for f in text_string_to_metric_families(text) if f.name.startswith("vllm:")}
+    expected = {
+        "vllm:num_requests_running": ("gauge", set(), 0),
+        "vllm:num_requests_waiting": ("gauge", set(), 0),
+        "vllm:num_requests_waiting_by_reason": ("gauge", {"reason"}, 0),
+        "vllm:kv_cache_usage_perc": ("gauge", set(), 0),
+        "vllm:cache_config_info": (
+            "gauge",
+            {
+                "block_size",
+                "num_gpu_blocks",
+                "cache_dtype",
+                "enable_prefix_caching",
+                "gpu_memory_utilization",
+                "kv_cache_memory_bytes",
+            },
+            1,
+        ),
+        "vllm:prefix_cache_queries": ("counter", set(), 32),
+        "vllm:prefix_cache_hits": ("counter", set(), 0),
+        "vllm:num_preemptions": ("counter", set(), 0),
+        "vllm:prompt_tokens": ("counter", set(), 32),
+        "vllm:generation_tokens": ("counter", set(), 10),
+        "vllm:request_success": ("counter", {"finished_reason"}, 1),
+        "vllm:time_to_first_token_seconds": ("histogram", set(), None),
+        "vllm:inter_token_latency_seconds": ("histogram", set(), None),
+        "vllm:e2e_request_latency_seconds": ("histogram", set(), None),
+        "vllm:request_queue_time_seconds": ("histogram", set(), None),
+    }
+    assert set(families) == set(expected)
+    for name, (kind, labels, amount) in expected.items():
+        family = families[name]
+        assert family.type == kind
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == {"model_name", "engine"} | labels
+        if amount is not None:
+            assert sum(sample.value for sample in family.samples) == amount
+        else:
+            count = next(s.value for s in family.samples if s.name.endswith("_count"))
+            assert count == (9 if "inter_token" in name else 1)
+
+
+async def test_vllm_names_are_off_by_default(server) -> None:
+    assert "vllm:" not in (await server.http.get("/metrics")).text
