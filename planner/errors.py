@@ -27,7 +27,7 @@ class TonnageError(Exception):
         return f"{where}{self.message}{hint}"
 
     def __reduce__(self) -> tuple[object, ...]:  # crosses the engine's process border
-        return (_rebuild, (type(self), self.message, self.field, self.hint))
+        return (_rebuild, (type(self), self.message, self.field, self.hint), self.__dict__)
 
 
 def _rebuild(kind: type[TonnageError], message: str, field: str | None, hint: str | None) -> TonnageError:

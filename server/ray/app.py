@@ -1,0 +1,155 @@
+"""The Ray Serve application: ``serve run tonnage.server.ray.app:build model=demo replicas=2``.
+
+Two deployments: the API (tokenizer, OpenAI protocol, accounts; no torch) and N engine replicas, which it asks
+by handle. The plan is made once, here, before anything is placed: it says what a replica needs, so it is what
+the placement is written from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.plan import Plan
+from tonnage.server.app import create_app
+from tonnage.server.ray.engine import RayEngine
+from tonnage.server.ray.replica import EngineReplica
+from tonnage.server.ray.router import PrefixHeadroomRouter
+from tonnage.server.settings import Settings, load_settings
+
+# Requests that wait for room, per replica, above which one more replica is started.
+_WAITING_PER_REPLICA = 4.0
+# Share of the pools that stays free when a replica is taken away.
+_SPARE_SHARE = 0.3
+
+
+class ClusterOptions(BaseModel):
+    """What a cluster has beyond Settings. ``max_replicas`` above ``replicas`` turns autoscaling on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    replicas: int = Field(1, ge=1, description="engine replicas; with autoscaling the least")
+    max_replicas: int | None = Field(None, ge=1, description="most replicas autoscaling may start")
+    cpus_per_replica: float | None = Field(None, gt=0, description="CPU cores of a replica on a CPU host")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Settings by name (``model=demo kv_cache_memory_bytes=512MiB``) and ClusterOptions -> the application.
+
+    Raises DeploymentError for an unknown or bad value and DoesNotFit before anything is placed.
+    """
+    own = {name: args[name] for name in ClusterOptions.model_fields if name in args}
+    settings = load_settings(**{name: value for name, value in args.items() if name not in own})
+    try:
+        options = ClusterOptions(**own)
+    except ValueError as error:
+        raise DeploymentError(str(error).splitlines()[-1].strip(), field="/".join(own)) from None
+    if options.max_replicas is not None and options.max_replicas < options.replicas:
+        raise DeploymentError(f"{options.max_replicas} is below replicas", field="max_replicas")
+    plan = _planned(settings)
+    engine = serve.deployment(
+        EngineReplica,
+        name="engine",
+        # A replica's own admission lets requests wait; Ray's default of 5 would hide them from it.
+        max_ongoing_requests=settings.max_num_queued_reqs,
+        health_check_period_s=2.0,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixHeadroomRouter, request_routing_stats_period_s=1.0
+        ),
+        **placement(plan, options),
+        **_scaling(options),
+    )
+    api = serve.deployment(
+        Ingress,
+        name="api",
+        max_ongoing_requests=settings.max_num_queued_reqs,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        ray_actor_options={
+            "num_cpus": 0
+        },  # small beside the engines, and it must start where they fill the node
+    )
+    return api.bind(settings, plan, engine.bind(settings, plan))
+
+
+def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
+    """What one replica takes of the cluster, from its plan: a GPU for each rank (TP x PP) packed together, or
+    cores and the planned bytes of host memory."""
+    if plan.deployment.device != "cpu":
+        return {
+            "placement_group_bundles": [{"CPU": 1, "GPU": 1} for _ in plan.ranks],
+            "placement_group_strategy": "PACK",
+        }
+    cores = options.cpus_per_replica or float(os.cpu_count() or 1)
+    return {"ray_actor_options": {"num_cpus": cores, "memory": sum(rank.used_bytes for rank in plan.ranks)}}
+
+
+def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Autoscaling on our queue: as many replicas as keep at most `_WAITING_PER_REPLICA` waiting in each.
+
+    One is taken away only when nobody waits and what all have promised fits in the pools of the rest with
+    `_SPARE_SHARE` to spare, so that going down is not followed by going up.
+    """
+    waiting, now = _sum(context, "waiting"), context.current_num_replicas
+    if waiting > _WAITING_PER_REPLICA * now:
+        return math.ceil(waiting / _WAITING_PER_REPLICA), {}
+    if waiting == 0 and _sum(context, "promised_share") <= (1 - _SPARE_SHARE) * (now - 1):
+        return max(1, now - 1), {}
+    return now, {}
+
+
+def _sum(context: AutoscalingContext, name: str) -> float:
+    return sum((context.aggregated_metrics or {}).get(name, {}).values())
+
+
+def _scaling(options: ClusterOptions) -> dict[str, Any]:
+    if options.max_replicas is None or options.max_replicas == options.replicas:
+        return {"num_replicas": options.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=options.replicas,
+            max_replicas=options.max_replicas,
+            policy=AutoscalingPolicy(policy_function=replicas_wanted),
+        )
+    }
+
+
+def _planned(settings: Settings) -> Plan:
+    plan = make_plan(settings.model, settings.deployment())
+    if settings.model == "demo":
+        from tonnage.server.demo_model import ensure_demo
+
+        ensure_demo()
+        plan = make_plan(settings.model, settings.deployment())
+    if not plan.fits:
+        raise DoesNotFit("; ".join(plan.reasons), field="model")
+    return plan
+
+
+@serve.ingress()
+class Ingress:
+    """The API of one server in front of all replicas; ``/replicas`` is Prometheus' HTTP service discovery."""
+
+    def __init__(self, settings: Settings, plan: Plan, engine: DeploymentHandle) -> None:
+        self._settings = settings
+        self._engine = RayEngine(plan, engine)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = create_app(self._settings, self._engine)
+        app.add_api_route("/replicas", self._targets, include_in_schema=False)
+        return app
+
+    async def _targets(self) -> list[dict[str, Any]]:
+        return [
+            {"targets": [report.address], "labels": {"replica": report.replica_id}}
+            for report in self._engine.replicas
+        ]

@@ -1,0 +1,140 @@
+"""EngineReplica: one engine in a Ray Serve replica, with its own /metrics, /memory and /ready beside it.
+
+The API asks it by handle, with the parsed request. Its HTTP page is for Prometheus and for people: what this
+engine's memory does is a matter of one process, not of the sum over all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import ray
+import uvicorn
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
+from tonnage.server.app import create_app
+from tonnage.server.commands.launch import make_engine
+from tonnage.server.engines.base import Chunk, EngineDead, EngineStats, GenerationRequest
+from tonnage.server.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica says of itself. ``address`` is host:port of its own HTTP page."""
+
+    replica_id: str
+    address: str
+    stats: EngineStats
+    max_model_len: int
+
+
+class EngineReplica:
+    """One engine of ``settings`` planned as ``plan``. Ray takes it for healthy while the engine is."""
+
+    async def __init__(self, settings: Settings, plan: Plan) -> None:
+        self._engine = make_engine(settings, plan)
+        self._app = create_app(settings, self._engine)
+        # The bind address Ray knows this node by: reachable where the other nodes are, not beyond.
+        self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
+        config = uvicorn.Config(self._app, log_level="warning", access_log=False, lifespan="on")
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # Ray's to handle
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        state = None
+        while state is None or not state.started:
+            if self._serving.done():
+                raise EngineDead("the replica's HTTP page ended before the engine was ready")
+            state = self._app.state.tonnage
+            if state.startup_error is not None:
+                raise state.startup_error
+            await asyncio.sleep(0.05)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk | TonnageError]:
+        """Chunks; a refusal arrives as the last item, so that its type and numbers survive the way."""
+        try:
+            async for chunk in self._engine.generate(request):
+                yield chunk
+        except TonnageError as refusal:
+            yield refusal
+
+    async def report(self) -> ReplicaReport:
+        """What `RayEngine` shows for all replicas."""
+        host, port = self._socket.getsockname()[:2]
+        return ReplicaReport(
+            replica_id=ray.serve.get_replica_context().replica_id.unique_id,
+            address=f"{host}:{port}",
+            stats=self._engine.stats(),
+            max_model_len=self._engine.capacity().max_model_len,
+        )
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """For the router: blocks that are not promised yet, and requests that wait."""
+        stats = self._engine.stats()
+        return {"headroom_blocks": stats.pool.usable - stats.pool.promised, "waiting": stats.waiting}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For the autoscaler: the same figures as /metrics has."""
+        stats = self._engine.stats()
+        return {"waiting": stats.waiting, "promised_share": stats.pool.promised / stats.pool.usable}
+
+    async def check_health(self) -> None:
+        """Raises EngineDead; Ray then replaces this replica."""
+        if not self._engine.stats().ready:
+            raise EngineDead("the engine is not running")
+
+    async def __del__(self) -> None:
+        self._server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(self._serving, 10)
+
+
+def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStats:
+    """The sum over replicas. Memory stays unmeasured: it is compared with the plan of one replica, there."""
+    pools = [report.stats.pool for report in reports]
+    if not pools:
+        return replace(before, ready=False, running=0, waiting=0)
+    pool = replace(
+        pools[0],
+        **{
+            name: sum(getattr(each, name) for each in pools)
+            for name in ("num_blocks", "usable", "used", "cached", "free", "promised", "evictions")
+        },
+        committed=_sum_or_none([each.committed for each in pools]),
+        tail_waste_slots=_sum_or_none([each.tail_waste_slots for each in pools]),
+    )
+    counters = (
+        "running",
+        "waiting",
+        "preemptions",
+        "preempted_tokens",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_hit_tokens",
+        "restarts",
+        "invariant_violations",
+    )
+    return EngineStats(
+        ready=any(report.stats.ready for report in reports),
+        pool=pool,
+        admissions=_merged([report.stats.admissions for report in reports]),
+        refused_blocks=_merged([report.stats.refused_blocks for report in reports]),
+        **{name: sum(getattr(report.stats, name) for report in reports) for name in counters},
+    )
+
+
+def _sum_or_none(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _merged(parts: list[tuple[tuple[str, str, int], ...]]) -> tuple[tuple[str, str, int], ...]:
+    counts: dict[tuple[str, str], int] = {}
+    for part in parts:
+        for outcome, reason, count in part:
+            counts[outcome, reason] = counts.get((outcome, reason), 0) + count
+    return tuple((*key, count) for key, count in counts.items())

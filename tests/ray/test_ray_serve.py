@@ -1,0 +1,210 @@
+"""The Ray Serve application on a real local cluster: two replicas of the hf engine with the demo model.
+
+``make test-ray`` has the environment (Ray pins what the other tests cannot have).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ray = pytest.importorskip("ray", reason="Ray has its own environment: make test-ray")
+
+from ray import serve  # noqa: E402
+
+from tonnage.planner.build import make_plan  # noqa: E402
+from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError  # noqa: E402
+from tonnage.planner.plan import Deployment  # noqa: E402
+from tonnage.server.ray.app import ClusterOptions, build, placement, replicas_wanted  # noqa: E402
+from tonnage.server.ray.router import MAX_QUEUE_LEAD, PrefixMemory, chain, order  # noqa: E402
+
+PORT = 8465
+URL = f"http://127.0.0.1:{PORT}"
+BLOCKS = "256MiB"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    args = {"model": "demo", "replicas": 2, "cpus_per_replica": 1, "kv_cache_memory_bytes": BLOCKS}
+    try:
+        serve.run(build(args), name="tonnage", route_prefix="/")
+        _wait_for_replicas(2)
+        yield URL
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _replicas() -> dict[str, str]:
+    """replica id -> address of its own page."""
+    return {each["labels"]["replica"]: each["targets"][0] for each in httpx.get(f"{URL}/replicas").json()}
+
+
+def _wait_for_replicas(count: int, other_than: frozenset[str] = frozenset()) -> dict[str, str]:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        if httpx.get(f"{URL}/ready").status_code == 200:
+            found = _replicas()
+            if len(found) == count and not other_than & found.keys():
+                return found
+        time.sleep(0.5)
+    raise AssertionError(f"not {count} replicas after 120 s: {_replicas()}")
+
+
+def _metric(address: str, start: str) -> float:
+    page = httpx.get(f"http://{address}/metrics").text
+    values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(start)]
+    assert values, f"no {start} on {address}"
+    return sum(float(value) for value in values)
+
+
+async def _ask(client: openai.AsyncOpenAI, prompt: str, max_tokens: int = 8) -> str:
+    answer = await client.completions.create(
+        model="demo", prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
+    )
+    return "".join([chunk.choices[0].text async for chunk in answer if chunk.choices])
+
+
+def _client() -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="-", max_retries=0, timeout=60)
+
+
+async def test_both_replicas_answer_and_both_pages_are_scraped(cluster: str) -> None:
+    before = {key: _metric(at, "tonnage_generation_tokens_total") for key, at in _replicas().items()}
+    async with _client() as client:
+        answers = await asyncio.gather(*(_ask(client, f"Number {i} is a number that") for i in range(12)))
+        assert all(answers)
+        same = await asyncio.gather(*(_ask(client, "The capital of France is") for _ in range(2)))
+        assert same[0] == same[1]
+    await asyncio.sleep(1.5)
+    replicas = _replicas()
+    assert replicas.keys() == before.keys()
+    written = {
+        key: _metric(at, "tonnage_generation_tokens_total") - before[key] for key, at in replicas.items()
+    }
+    assert min(written.values()) > 0, f"one replica did nothing: {written}"
+    for address in replicas.values():  # each page has its own memory beside its own plan
+        assert _metric(address, 'tonnage_planned_bytes{component="kv_pool"') > 0
+        assert _metric(address, 'tonnage_measured_bytes{component="kv_pool"') > 0
+
+
+async def test_a_common_beginning_goes_to_the_replica_that_has_it(cluster: str) -> None:
+    long = "It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+    async with _client() as client:
+        for question in ("Who?", "When?", "Where?", "Why?"):
+            usage = (await client.completions.create(model="demo", prompt=long + question, max_tokens=1)).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens is not None
+    assert usage.prompt_tokens_details.cached_tokens > 0.9 * usage.prompt_tokens
+
+
+async def test_what_can_never_fit_is_refused_with_the_numbers(cluster: str) -> None:
+    async with _client() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.completions.create(model="demo", prompt=[1] * 8000, max_tokens=8000)
+    assert "8000" in str(refused.value) or "16000" in str(refused.value)
+
+
+async def test_a_killed_replica_leaves_no_client_hanging_and_is_replaced(cluster: str) -> None:
+    before = _wait_for_replicas(2)
+    async with _client() as client:
+        asked = [asyncio.create_task(_ask(client, f"Story {i}: once upon a time", 200)) for i in range(16)]
+        await asyncio.sleep(1.0)
+        victim = min(_engine_processes())
+        os.kill(victim, signal.SIGKILL)
+        ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+    failed = [each for each in ended if isinstance(each, BaseException)]
+    assert all(isinstance(each, openai.APIError) for each in failed), failed
+    assert failed, "nobody noticed that a replica died"
+    assert len(failed) < len(ended), "the other replica's requests died too"
+    after = _wait_for_replicas(2)
+    assert after.keys() != before.keys()
+    async with _client() as client:
+        assert await _ask(client, "And now")
+
+
+def _engine_processes() -> list[int]:
+    """Ray's worker processes that run an engine replica."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"ServeReplica:tonnage:engine" in name:
+            found.append(int(folder.name))
+    return found
+
+
+def test_prefix_memory_counts_from_the_start_and_forgets_the_oldest() -> None:
+    memory = PrefixMemory(size=3)
+    first, second = chain(tuple(range(256)), ""), chain((*range(128), *range(500, 628)), "")
+    assert len(first) == 4
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    memory.remember(first[:3], "a")
+    assert memory.matched(second) == {"a": 2}
+    memory.remember(
+        second[2:], "b"
+    )  # two more: the first chunk is forgotten, so nothing matches from the start
+    assert memory.matched(first) == {}
+    assert chain(tuple(range(256)), "salt") != first
+
+
+def test_order_prefers_prefix_then_headroom_then_the_shorter_queue() -> None:
+    queues, headroom = {"a": 2, "b": 0}, {"a": 10.0, "b": 500.0}
+    assert order({"a": 3}, queues, headroom) == ["a", "b"]
+    assert order({}, queues, headroom) == ["b", "a"]
+    assert order({}, queues, {}) == ["b", "a"]
+    assert order({"a": 3}, {"a": MAX_QUEUE_LEAD + 1, "b": 0}, headroom) == ["b", "a"]
+
+
+class _Context:
+    def __init__(self, replicas: int, waiting: list[float], promised: list[float]) -> None:
+        self.current_num_replicas = replicas
+        self.aggregated_metrics = {
+            "waiting": dict(enumerate(waiting)),
+            "promised_share": dict(enumerate(promised)),
+        }
+
+
+def test_autoscaling_follows_the_queue_and_goes_down_only_into_room() -> None:
+    assert replicas_wanted(_Context(1, [9], [1.0]))[0] == 3  # type: ignore[arg-type]
+    assert replicas_wanted(_Context(2, [4, 4], [1.0, 1.0]))[0] == 2  # type: ignore[arg-type]
+    assert replicas_wanted(_Context(2, [0, 0], [0.3, 0.3]))[0] == 1  # type: ignore[arg-type]
+    assert replicas_wanted(_Context(2, [0, 0], [0.5, 0.5]))[0] == 2  # type: ignore[arg-type]
+    assert replicas_wanted(_Context(1, [0], [0.0]))[0] == 1  # type: ignore[arg-type]
+
+
+def test_a_replica_takes_what_its_plan_says() -> None:
+    plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
+    options = placement(plan, ClusterOptions(cpus_per_replica=2))["ray_actor_options"]
+    assert options == {"num_cpus": 2, "memory": plan.rank.used_bytes}
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ({"model": "demo", "replicas": 0}, DeploymentError),
+        ({"model": "demo", "replicas": 4, "max_replicas": 2}, DeploymentError),
+        ({"model": "demo", "no_such_setting": 1}, DeploymentError),
+        ({"model": "no/such/folder/here"}, TonnageError),
+        ({"model": "demo", "device_memory": "300MiB"}, DoesNotFit),
+    ],
+)
+def test_bad_arguments_place_nothing(args: dict[str, object], error: type[TonnageError]) -> None:
+    with pytest.raises(error):
+        build(dict(args))
