@@ -1,0 +1,145 @@
+"""The waiting queue: who is asked next, who may pass, and how long a newcomer would wait.
+
+**Order.** ``arrival + priority * ageing``, smallest first: a lower ``priority`` goes first (as in vLLM), and
+one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so an entry is overtaken only
+by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
+
+**Passing.** While the head waits for room, the next ones are asked too, and start only if the head's own start
+is not delayed (`tonnage.cache.admission.policy.decide_running`, ``head``). The first start foretold for a head
+is remembered: once it is past due nobody passes any more. A request that waits for its tenant's quota holds up
+nobody.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
+from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One entry. ``id`` is the caller's, unique among those that wait; ``arrival`` in seconds."""
+
+    id: int
+    request: AdmissionRequest
+    arrival: float
+
+
+class WaitingQueue:
+    """``ageing``: seconds of waiting that one step of priority is worth. ``lookahead``: how many entries behind
+    a waiting head are asked. Raises CacheConfigError for values that cannot work."""
+
+    def __init__(self, *, ageing: float = 10.0, lookahead: int = 8) -> None:
+        if ageing <= 0:
+            raise CacheConfigError(f"{ageing} is not positive", field="ageing", hint="seconds, for example 10")
+        if lookahead < 0:
+            raise CacheConfigError(f"{lookahead} is negative", field="lookahead", hint="0: nobody passes")
+        self.ageing, self.lookahead = ageing, lookahead
+        self._order: list[tuple[float, int, int]] = []  # key, place of arrival, id
+        self._entries: dict[int, Waiting] = {}
+        self._keys: dict[int, tuple[float, int, int]] = {}
+        self._count = 0
+        self._due: dict[int, int] = {}  # id of a former or present head -> step it was to start at
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """In order; the queue must not change meanwhile."""
+        return (self._entries[id] for _, _, id in self._order)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._entries
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output tokens that those who wait may need."""
+        return sum(entry.request.total_tokens * entry.request.n for entry in self._entries.values())
+
+    def push(self, entry: Waiting) -> None:
+        """Raises InvalidRequest when the id already waits. A preempted request comes back with its first
+        arrival, hence before all that arrived after it."""
+        if entry.id in self._entries:
+            raise InvalidRequest(f"request {entry.id} already waits", field="id")
+        key = (entry.arrival + entry.request.priority * self.ageing, self._count, entry.id)
+        self._count += 1
+        insort(self._order, key)
+        self._entries[entry.id], self._keys[entry.id] = entry, key
+
+    def remove(self, id: int) -> Waiting:
+        """Take an entry out (admitted, refused or cancelled). Raises UnknownSequence when it does not wait."""
+        key = self._keys.pop(id, None)
+        if key is None:
+            raise UnknownSequence(f"request {id} does not wait", field="id")
+        self._due.pop(id, None)
+        del self._order[bisect_left(self._order, key)]
+        return self._entries.pop(id)
+
+    def take(
+        self,
+        ask: Callable[[Waiting, Head | None], Answer | Wait],
+        start_of: Callable[[Waiting], Head],
+        step: int,
+    ) -> tuple[Waiting, Answer] | None:
+        """The next entry that need not wait, taken out of the queue, with its answer; None: all wait.
+
+        ``ask`` decides (and admits) one entry, behind ``Head`` where it would pass one; ``start_of`` foretells
+        a head's start; ``step`` counts engine steps.
+        """
+        head: Head | None = None
+        for asked, entry in enumerate(self):
+            if asked > self.lookahead:
+                return None
+            answer = ask(entry, head)
+            if not isinstance(answer, Wait):
+                self.remove(entry.id)
+                return entry, answer
+            if answer.reason is WaitReason.SEQUENCES:
+                return None
+            if head is None and answer.reason is WaitReason.BLOCKS:
+                if self.lookahead == 0:
+                    return None
+                head = self._head(entry, start_of, step)
+                if head is None:
+                    return None
+        return None
+
+    def _head(self, entry: Waiting, start_of: Callable[[Waiting], Head], step: int) -> Head | None:
+        head = start_of(entry)
+        due = self._due.setdefault(entry.id, step + head.start)
+        if step >= due:
+            return None
+        return head if step + head.start <= due else replace(head, start=due - step)
+
+
+class DrainEstimate:
+    """Seconds until so many blocks have been given back, from what was given back lately.
+
+    For ``Retry-After``: the promises of the requests that ended are what made room, so their rate is the rate
+    at which a queue of promises drains.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
+
+    def ended(self, blocks: int, now: float) -> None:
+        """A request ended at ``now`` (seconds) and gave back its promise."""
+        self._ended.append((now, blocks))
+
+    def seconds(self, blocks: int, now: float) -> float | None:
+        """Seconds until ``blocks`` more have been given back; None while too little has ended to tell."""
+        if len(self._ended) < 2:
+            return None
+        first = self._ended[0][0]
+        given = sum(given for _, given in list(self._ended)[1:])
+        if now <= first or given == 0:
+            return None
+        return blocks * (now - first) / given
