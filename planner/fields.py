@@ -223,5 +223,10 @@ _PRETRAINED_FIELDS = frozenset(
     resid_pdrop return_dict rms_norm_eps scale_attention_softmax_in_fp32 scale_attn_weights
     task_specific_params tie_word_embeddings torch_dtype transformers_version unk_token_id unsloth_version
     use_cache use_return_dict
+    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
+    exponential_decay_length_penalty forced_eos_token_id is_decoder length_penalty output_scores prefix
+    pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id
+    suppress_tokens temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
+    typical_p use_bfloat16 add_cross_attention
     """.split()  # noqa: SIM905
 )

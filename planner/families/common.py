@@ -13,7 +13,7 @@ from tonnage.planner.fields import Fields, shown
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
 
-_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
 
 
 class Tensors:

@@ -1,7 +1,7 @@
-"""Gemma 1, 2 and 3 (text). Shapes after transformers 5.19, models/{gemma,gemma2,gemma3}/.
+"""Gemma 1, 2 and 3 (text), VaultGemma. Shapes after transformers 5.19, models/{gemma,gemma2,gemma3}/.
 
-Gemma 2 and 3 put four norms into a layer; Gemma 3 adds q and k norms and a second rotary table. A
-multimodal Gemma 3 (model_type ``gemma3``) is refused: its vision tower has no adapter yet.
+Gemma 2 and 3 put four norms into a layer; Gemma 3 adds q and k norms and a second rotary table. The
+multimodal Gemma 3 is in multimodal.py.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ _VARIANTS = {
         four_norms=True,
         qk_norm=True,
     ),
+    "vaultgemma": _Variant(
+        "VaultGemmaForCausalLM",
+        {
+            "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
+        },
+        four_norms=False,
+        qk_norm=False,
+    ),
 }  # fmt: skip
 _HEAD_DIM = 256  # head_dim of all three config classes when the file has none; never hidden / heads
 _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
@@ -79,6 +88,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     prefixes, factor = _rotary(fields, model_type, kinds)
     rotary = Rotary(head_size, len(prefixes))
     norms = ["input_layernorm", "post_attention_layernorm"]
+    if model_type == "vaultgemma":
+        norms = ["input_layernorm", "pre_feedforward_layernorm"]
     if variant.four_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
 

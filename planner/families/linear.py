@@ -18,7 +18,7 @@ from tonnage.planner.fields import Fields, shown
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    return _BUILDERS[model_type](fields, model_type, "model", "lm_head")
+    return _BUILDERS[model_type](fields, model_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ _QWEN_CLASSES = {
 }
 
 
-def qwen(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+def qwen(fields: Fields, model_type: str) -> Architecture:
     """Qwen3-Next and Qwen3.5, dense or with experts; the query projection carries an output gate."""
     moe = model_type != "qwen3_5_text"
     next_ = model_type == "qwen3_next"
@@ -77,11 +77,11 @@ def qwen(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
     )
     fields.ignore("partial_rotary_factor")
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         if full[i]:
             kv = dims.kv_heads * dims.head_size
             q = dims.heads * dims.head_size
@@ -105,10 +105,10 @@ def qwen(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
         t.norm(f"{at}.input_layernorm", dims.hidden)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
     t.layer = None
-    t.norm(f"{prefix}.norm", dims.hidden)
-    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.norm("model.norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
     rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25)), 1)
-    t.rotary(rotary.dim, f"{prefix}.rotary_emb.")
+    t.rotary(rotary.dim, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, _QWEN_CLASSES[model_type], t, dims, tuple(cache), layers=layers,
         inner=experts.widest if experts is not None else inner, vocab=vocab, rotary=rotary,
@@ -197,7 +197,7 @@ def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
     return tuple(kind == "full_attention" for kind in listed)
 
 
-def kimi(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+def kimi(fields: Fields, model_type: str) -> Architecture:
     """Kimi delta attention in most layers, latent attention in the others; the first layer is dense."""
     d = mla.read_latent(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -224,11 +224,11 @@ def kimi(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
         + [StateTensor("recurrent", (heads, size, size), "float32")]
     )
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, d.hidden)
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
     cache: list[CacheLayer] = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         if full[i]:
             mla.attention(t, f"{at}.self_attn", d, False)
             cache += mla.cache((i,), d)
@@ -246,8 +246,8 @@ def kimi(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.layer = None
-    t.norm(f"{prefix}.norm", d.hidden)
-    t.head(head, vocab, d.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.norm("model.norm", d.hidden)
+    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
     positions = (
         "model_max_length"
         if fields.config.get("max_position_embeddings") is None
@@ -318,7 +318,7 @@ def _dense_first(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(kind == "sparse" for kind in listed)
 
 
-def minimax(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+def minimax(fields: Fields, model_type: str) -> Architecture:
     """MiniMax-01: lightning attention keeps one fp32 matrix per head."""
     dims = common.heads_of(fields, kv_default=8)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -340,11 +340,11 @@ def minimax(fields: Fields, model_type: str, prefix: str, head: str) -> Architec
     width = dims.heads * dims.head_size
     state = StateTensor("linear", (dims.heads, dims.head_size, dims.head_size), "float32")
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         if full[i]:
             t.attention(f"{at}.self_attn", dims)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
@@ -365,16 +365,16 @@ def minimax(fields: Fields, model_type: str, prefix: str, head: str) -> Architec
         t.norm(f"{at}.input_layernorm", dims.hidden)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
     t.layer = None
-    t.norm(f"{prefix}.norm", dims.hidden)
-    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
-    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    t.norm("model.norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "MiniMaxForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,
         vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 
-def lfm2(fields: Fields, model_type: str, prefix: str, head: str) -> Architecture:
+def lfm2(fields: Fields, model_type: str) -> Architecture:
     """Gated short convolutions and a few full layers; LFM2-MoE routes from ``num_dense_layers`` on."""
     moe = model_type == "lfm2_moe"
     dims = common.heads_of(fields, kv_default=8)
@@ -388,7 +388,8 @@ def lfm2(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
     full = _lfm2_full(fields, layers)
     inner = fields.integer("intermediate_size", limit="width") if moe else _lfm2_inner(fields)
     fields.ignore(
-        "block_dim", "block_norm_eps", "block_use_swiglu", "conv_dim", "conv_dim_out", "num_heads", "use_pos_enc",
+        "block_dim", "block_norm_eps", "block_use_swiglu", "conv_dim", "conv_dim_out", "num_heads",
+        "use_pos_enc",
         "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init",
         "use_expert_bias",
     )  # fmt: skip
@@ -398,11 +399,11 @@ def lfm2(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
     dense = fields.integer("num_dense_layers", 2, limit="layers", minimum=0) if moe else layers
     state = StateTensor("conv", (kernel - 1, dims.hidden), shard_dim=1)
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         if full[i]:
             names = ("q_layernorm", "k_layernorm")
             t.attention(f"{at}.self_attn", dims, out="out_proj", qk_norm="head", norm_names=names)
@@ -425,9 +426,9 @@ def lfm2(fields: Fields, model_type: str, prefix: str, head: str) -> Architectur
         t.norm(f"{at}.operator_norm", dims.hidden)
         t.norm(f"{at}.ffn_norm", dims.hidden)
     t.layer = None
-    t.norm(f"{prefix}.embedding_norm", dims.hidden)
-    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
-    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    t.norm("model.embedding_norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.rotary(dims.head_size, "model.rotary_emb.")
     name = "Lfm2MoeForCausalLM" if moe else "Lfm2ForCausalLM"
     return common.decoder(
         fields, model_type, name, t, dims, tuple(cache), layers=layers, inner=max(inner, chosen * expert),
@@ -461,7 +462,7 @@ def _lfm2_inner(fields: Fields) -> int:
     return multiple * -(-width // multiple)
 
 
-_BUILDERS: dict[str, Callable[[Fields, str, str, str], Architecture]] = {
+_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
     "qwen3_next": qwen,
     "qwen3_5_text": qwen,
     "qwen3_5_moe_text": qwen,

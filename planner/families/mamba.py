@@ -284,8 +284,8 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
-        fields, model_type, "FalconH1ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
-        rotary=Rotary(dims.head_size, 1),
+        fields, model_type, "FalconH1ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
 
@@ -363,7 +363,8 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     mixer = Mamba2(
         hidden, mamba_heads, size, fields.integer("n_groups", 8, limit="heads"),
         fields.integer("ssm_state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
-        mamba_heads * size, bias, fields.boolean("use_conv_bias", True), dtype=None if dtype == "auto" else dtype,
+        mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
+        dtype=None if dtype == "auto" else dtype,
     )  # fmt: skip
     attention_bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
@@ -377,7 +378,8 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     fields.ignore(
         "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
         "mtp_hybrid_override_pattern", "mamba_proj_bias", "sliding_window", "time_step_rank",
-        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size", "n_shared_experts",
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
+        "n_shared_experts",
         "moe_shared_expert_intermediate_size", "mtp_num_hidden_layers",
     )  # fmt: skip
     t = Tensors()
@@ -420,7 +422,8 @@ def _nemotron_kinds(fields: Fields) -> str:
     pattern = fields.raw("hybrid_override_pattern")
     if pattern is None:
         letters = {
-            "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
+            "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-",
+            "moe": "E",
         }  # fmt: skip
         listed = fields.raw("layers_block_type")
         if not isinstance(listed, list) or not listed or not all(kind in letters for kind in listed):
@@ -481,7 +484,8 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
         here = f"{at}.mamba_decoder" if kind == "hybrid" else at
         m = f"{here}.mamba"
         for name, shape in (
-            ("x_proj_weight", (mamba_heads, rank + 2 * state, per_head)), ("dt_proj_weight", (mamba_heads, per_head, rank)),
+            ("x_proj_weight", (mamba_heads, rank + 2 * state, per_head)),
+            ("dt_proj_weight", (mamba_heads, per_head, rank)),
             ("dt_proj_bias", (mamba_heads, per_head)), ("A_log", (mamba_heads, per_head, state)),
             ("D", (mamba_heads, per_head)),
         ):  # fmt: skip

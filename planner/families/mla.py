@@ -84,7 +84,6 @@ class Variant:
     dense_layers: int  # first_k_dense_replace when the file does not say
     indexer: bool = False
     correction: bool = True
-    prefix: str = "model"
 
 
 _VARIANTS = {
@@ -103,11 +102,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
         return _minicpm3(fields)
     if model_type == "longcat_flash":
         return _longcat(fields)
-    return deepseek(fields, model_type, "model")
+    return deepseek(fields, model_type)
 
 
-def deepseek(fields: Fields, model_type: str, prefix: str, head: str = "lm_head") -> Architecture:
-    """``prefix``: where the language model sits (a multimodal wrapper puts it below its own)."""
+def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     v = _VARIANTS[model_type]
     d = read_latent(fields, defaults=True)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -124,10 +122,10 @@ def deepseek(fields: Fields, model_type: str, prefix: str, head: str = "lm_head"
     index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
 
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, d.hidden)
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         attention(t, f"{at}.self_attn", d, bias)
         if v.indexer and indexed[i]:
             if d.q_rank is None:
@@ -149,9 +147,9 @@ def deepseek(fields: Fields, model_type: str, prefix: str, head: str = "lm_head"
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.layer = None
-    t.norm(f"{prefix}.norm", d.hidden)
-    t.head(head, vocab, d.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
-    t.rotary(d.rope, f"{prefix}.rotary_emb.")
+    t.norm("model.norm", d.hidden)
+    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.rotary(d.rope, "model.rotary_emb.")
     index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
     return common.decoder(
         fields, model_type, v.class_name, t, Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
@@ -181,7 +179,8 @@ def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
     fields.ignore(
-        "layer_types", "num_experts", "index_topk", "index_topk_freq", "index_topk_pattern", "index_share_for_mtp_iteration",
+        "layer_types", "num_experts", "index_topk", "index_topk_freq", "index_topk_pattern",
+        "index_share_for_mtp_iteration",
         "index_skip_topk_offset", "indexer_rope_interleave",
     )  # fmt: skip
     listed = fields.raw("indexer_types")

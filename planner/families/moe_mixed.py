@@ -1,8 +1,5 @@
 """MoE decoders whose layers differ in kind: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, Llama 4, DBRX,
-JetMoE. One function per family; shapes after transformers 5.19 / 5.23, models/<family>/.
-
-``prefix`` is where the language model sits: a multimodal wrapper (families/multimodal.py) puts it lower.
-"""
+JetMoE. One function per family; shapes after transformers 5.19 / 5.23, models/<family>/."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from tonnage.planner.fields import Fields, shown
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    return _BUILDERS[model_type](fields, "model", "lm_head")
+    return _BUILDERS[model_type](fields)
 
 
-def gpt_oss(fields: Fields, prefix: str, head: str) -> Architecture:
+def gpt_oss(fields: Fields) -> Architecture:
     """Alternating windows; experts with biases, their matrices stored [experts, in, out]."""
     dims = common.heads_of(fields, kv_default=8, head_default=64)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -35,17 +32,17 @@ def gpt_oss(fields: Fields, prefix: str, head: str) -> Architecture:
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         t.add(f"{at}.self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard=0)
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
         t.router(f"{at}.mlp.router", count, dims.hidden, bias=True)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner, transposed=True, bias=True)
         _two_norms(t, at, dims)
-    _end(t, prefix, head, vocab, dims, tied)
-    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    _end(t, vocab, dims, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, "gpt_oss", "GptOssForCausalLM", t, dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
@@ -53,7 +50,7 @@ def gpt_oss(fields: Fields, prefix: str, head: str) -> Architecture:
     )  # fmt: skip
 
 
-def laguna(fields: Fields, prefix: str, head: str) -> Architecture:
+def laguna(fields: Fields) -> Architecture:
     """Query heads differ between full and sliding layers; a gate on the attention output."""
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -78,10 +75,10 @@ def laguna(fields: Fields, prefix: str, head: str) -> Architecture:
     window = common.window_of(fields)
     share = _kind_shares(fields, kinds)
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         own = Heads(dims.hidden, query_heads[i], dims.kv_heads, dims.head_size)
         common.divisible(own.heads, own.kv_heads, "num_attention_heads_per_layer", "num_key_value_heads")
         t.attention(f"{at}.self_attn", own, bias=bias, out_bias=bias, qk_norm="head")
@@ -94,9 +91,9 @@ def laguna(fields: Fields, prefix: str, head: str) -> Architecture:
         t.router(f"{at}.mlp.gate", count, dims.hidden)
         t.add(f"{at}.mlp.gate.e_score_correction_bias", (count,), "router", "Router", dtype="float32")
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
-    _end(t, prefix, head, vocab, dims, tied)
+    _end(t, vocab, dims, tied)
     for kind in dict.fromkeys(kinds):
-        t.rotary(int(dims.head_size * share[kind]), f"{prefix}.rotary_emb.{kind}_")
+        t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
         fields, "laguna", "LagunaForCausalLM", t,
         Heads(dims.hidden, max(query_heads), dims.kv_heads, dims.head_size),
@@ -106,7 +103,7 @@ def laguna(fields: Fields, prefix: str, head: str) -> Architecture:
     )  # fmt: skip
 
 
-def mimo_v2(fields: Fields, prefix: str, head: str) -> Architecture:
+def mimo_v2(fields: Fields) -> Architecture:
     """Sliding layers have their own KV heads and head sizes, and sinks; V is narrower than K."""
     full = common.heads_of(fields)
     full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
@@ -136,11 +133,11 @@ def mimo_v2(fields: Fields, prefix: str, head: str) -> Architecture:
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
     share = common.rotary_share(fields)
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, full.hidden)
+    t.vocabulary("model.embed_tokens", vocab, full.hidden)
     cache = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         own = sliding if pattern[i] else full
         t.attention(f"{at}.self_attn", own, bias=bias)
         if sink_sliding if pattern[i] else sink_full:
@@ -163,9 +160,9 @@ def mimo_v2(fields: Fields, prefix: str, head: str) -> Architecture:
         t.experts(f"{at}.mlp.experts", count, full.hidden, inner)
         t.router(f"{at}.mlp.gate", count, full.hidden)
         t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
-    _end(t, prefix, head, vocab, full, tied)
+    _end(t, vocab, full, tied)
     for name, own in (("full_attention", full), ("sliding_attention", sliding)):
-        t.rotary(int(own.head_size * share), f"{prefix}.rotary_emb.{name}_")
+        t.rotary(int(own.head_size * share), f"model.rotary_emb.{name}_")
     return common.decoder(
         fields, "mimo_v2_flash", "MiMoV2FlashForCausalLM", t, full, tuple(cache), layers=layers,
         inner=max(chosen * inner, dense), vocab=vocab, rotary=Rotary(int(full.head_size * share), 2),
@@ -173,7 +170,7 @@ def mimo_v2(fields: Fields, prefix: str, head: str) -> Architecture:
     )  # fmt: skip
 
 
-def step3p7(fields: Fields, prefix: str, head: str) -> Architecture:
+def step3p7(fields: Fields) -> Architecture:
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     kinds = fields.layer_types(layers) or tuple(
@@ -188,10 +185,10 @@ def step3p7(fields: Fields, prefix: str, head: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     window = common.window_of(fields)
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         t.attention(f"{at}.self_attn", dims, qk_norm="head")
         t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
         _two_norms(t, at, dims)
@@ -202,7 +199,9 @@ def step3p7(fields: Fields, prefix: str, head: str) -> Architecture:
         t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
-    _end(t, prefix, head, vocab, dims, tied)
+    _end(t, vocab, dims, tied)
+    for kind in dict.fromkeys(kinds):
+        t.rotary(dims.head_size // (2 if kind == "full_attention" else 1), f"model.rotary_emb.{kind}_")
     return common.decoder(
         fields, "step3p7", "Step3p7ForCausalLM", t, dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
@@ -211,7 +210,7 @@ def step3p7(fields: Fields, prefix: str, head: str) -> Architecture:
     )  # fmt: skip
 
 
-def minimax_m3(fields: Fields, prefix: str, head: str) -> Architecture:
+def minimax_m3(fields: Fields) -> Architecture:
     """A block-sparse indexer beside grouped-query attention; its key is cached too."""
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -236,11 +235,11 @@ def minimax_m3(fields: Fields, prefix: str, head: str) -> Architecture:
         "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",
     )  # fmt: skip
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         t.attention(f"{at}.self_attn", dims, qk_norm="head")
         _two_norms(t, at, dims)
         if indexed[i]:
@@ -265,8 +264,8 @@ def minimax_m3(fields: Fields, prefix: str, head: str) -> Architecture:
                 f"{at}.mlp.shared_experts", dims.hidden, shared * number, names=("gate_up_proj", "down_proj"),
                 fused_gate=True,
             )  # fmt: skip
-    _end(t, prefix, head, vocab, dims, tied)
-    t.rotary(int(dims.head_size * common.rotary_share(fields, 0.5)), f"{prefix}.rotary_emb.")
+    _end(t, vocab, dims, tied)
+    t.rotary(int(dims.head_size * common.rotary_share(fields, 0.5)), "model.rotary_emb.")
     return common.decoder(
         fields, "minimax_m3", "MiniMaxM3ForCausalLM", t, dims, tuple(cache), layers=layers,
         inner=max(chosen * inner + shared * number, dense), vocab=vocab, rotary=Rotary(dims.head_size // 2, 1),
@@ -285,7 +284,7 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     return heads, size, tuple(bool(flag) for flag in every)
 
 
-def llama4(fields: Fields, prefix: str, head: str) -> Architecture:
+def llama4(fields: Fields) -> Architecture:
     """Chunked attention in three of four layers; experts stored [experts, in, out]."""
     dims = common.heads_of(fields, kv_default=8)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -304,10 +303,10 @@ def llama4(fields: Fields, prefix: str, head: str) -> Architecture:
     kinds, chunk = _chunked(fields, layers)
     fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
     t = Tensors()
-    t.vocabulary(f"{prefix}.embed_tokens", vocab, dims.hidden)
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i in range(layers):
         t.layer = i
-        at = f"{prefix}.layers.{i}"
+        at = f"model.layers.{i}"
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
         _two_norms(t, at, dims)
         mlp = f"{at}.feed_forward"
@@ -317,8 +316,8 @@ def llama4(fields: Fields, prefix: str, head: str) -> Architecture:
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
         t.router(f"{mlp}.router", count, dims.hidden)  # a subclass of nn.Linear
         t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
-    _end(t, prefix, head, vocab, dims, tied)
-    t.rotary(dims.head_size, f"{prefix}.rotary_emb.")
+    _end(t, vocab, dims, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
     cache = tuple(
         CacheLayer(i, "chunked", chunk, dims.kv_heads, dims.head_size) if kind == "chunked_attention"
         else CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)
@@ -351,7 +350,7 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     return tuple(listed), chunk
 
 
-def dbrx(fields: Fields, prefix: str, head: str) -> Architecture:
+def dbrx(fields: Fields) -> Architecture:
     """Its own config fields, attention and experts in two sub-objects; experts [experts x inner, hidden]."""
     attention, ffn = fields.mapping("attn_config"), fields.mapping("ffn_config")
     if attention is None or ffn is None:
@@ -393,7 +392,7 @@ def dbrx(fields: Fields, prefix: str, head: str) -> Architecture:
     )  # fmt: skip
 
 
-def jetmoe(fields: Fields, prefix: str, head: str) -> Architecture:
+def jetmoe(fields: Fields) -> Architecture:
     """Experts in the attention too: each token's queries go through ``num_experts_per_tok`` of them."""
     hidden = fields.integer("hidden_size", limit="width")
     layers, vocab = _layers(fields), _vocab(fields)
@@ -424,7 +423,7 @@ def jetmoe(fields: Fields, prefix: str, head: str) -> Architecture:
         t.norm(f"{at}.input_layernorm", hidden)
         t.norm(f"{at}.post_attention_layernorm", hidden)
     dims = Heads(hidden, kv_heads * chosen, kv_heads, size)
-    _end(t, prefix, head, vocab, dims, tied)
+    _end(t, vocab, dims, tied)
     t.rotary(size, "model.rotary_emb.")
     cache = tuple(CacheLayer(i, "full", None, kv_heads, size, kv_heads * chosen) for i in range(layers))
     return common.decoder(
@@ -450,10 +449,10 @@ def _two_norms(t: Tensors, at: str, dims: Heads) -> None:
     t.norm(f"{at}.post_attention_layernorm", dims.hidden)
 
 
-def _end(t: Tensors, prefix: str, head: str, vocab: int, dims: Heads, tied: bool) -> None:
+def _end(t: Tensors, vocab: int, dims: Heads, tied: bool) -> None:
     t.layer = None
-    t.norm(f"{prefix}.norm", dims.hidden)
-    t.head(head, vocab, dims.hidden, f"{prefix}.embed_tokens.weight" if tied else None)
+    t.norm("model.norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
@@ -496,7 +495,7 @@ def _kind_shares(fields: Fields, kinds: tuple[str, ...]) -> dict[str, float]:
     return out
 
 
-_BUILDERS: dict[str, Callable[[Fields, str, str], Architecture]] = {
+_BUILDERS: dict[str, Callable[[Fields], Architecture]] = {
     "gpt_oss": gpt_oss,
     "laguna": laguna,
     "mimo_v2_flash": mimo_v2,

@@ -25,10 +25,21 @@ _MODULES = {
     "mla": (
         "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 minicpm3 longcat_flash"
     ),
-    "moe_mixed": "gpt_oss laguna mimo_v2_flash minimax_m3 llama4_text dbrx jetmoe",
+    "moe_mixed": "gpt_oss laguna mimo_v2_flash step3p7_text minimax_m3 llama4_text dbrx jetmoe",
     "linear": "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear minimax lfm2 lfm2_moe",
     "mamba": "mamba mamba2 falcon_mamba bamba granitemoehybrid falcon_h1 jamba nemotron_h zamba zamba2",
-    "gemma": "gemma gemma2 gemma3_text",
+    "gpt": (
+        "gpt2 gpt_neo gptj codegen opt bloom mpt qwen chatglm exaone mimo mixformer-sequential phi3small "
+        "nemotron-nas"
+    ),
+    "seq2seq": "bart mbart pegasus whisper t5 mt5 umt5 t5gemma moonshine moshi musicgen_decoder bert",
+    "recurrent": "recurrent_gemma rwkv xlstm",
+    "gemma": "gemma gemma2 gemma3_text vaultgemma",
+    "gemma4": "gemma4_text",
+    "multimodal": (
+        "gemma3 gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mllama "
+        "mllama_text_model llama4 kimi_k25 minimax_m3_vl step3p7"
+    ),
     "gpt_neox": "gpt_neox",
     "falcon": "falcon RefinedWeb RefinedWebModel",
     "gpt_bigcode": "gpt_bigcode",
@@ -37,13 +48,22 @@ _ADAPTERS = {model_type: module for module, types in _MODULES.items() for model_
 
 # Other spellings of standard fields: attribute_map of the config classes (transformers 5.19) and, for
 # Falcon, the names of the first published files.
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _ALIASES = {
-    "gpt_bigcode": {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
+    "gpt2": _GPT2_NAMES,
+    "gptj": _GPT2_NAMES,
+    "codegen": _GPT2_NAMES,
+    "gpt_bigcode": _GPT2_NAMES,
+    "mixformer-sequential": _GPT2_NAMES,
+    "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+    "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    "exaone": {"num_hidden_layers": "num_layers"},
     "RefinedWeb": {
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
@@ -58,6 +78,9 @@ _OTHER_CLASSES = {
     "RefinedWeb": "RWForCausalLM",
     "RefinedWebModel": "RWForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
+    "llava": "LlavaLlamaForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "step3p7": "Step3p7FlashForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model
 }
 
@@ -78,14 +101,23 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
         raise UnsupportedArchitecture(
             f"{model_type[:60]!r} is not supported", field="model_type", hint="known: " + ", ".join(_ADAPTERS)
         )
-    if config.get("is_encoder_decoder"):
-        raise UnsupportedArchitecture("encoder-decoder models are not supported", field="is_encoder_decoder")
+    if config.get("is_encoder_decoder") and _ADAPTERS[model_type] != "seq2seq":
+        raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")
     fields = Fields(config, _ALIASES.get(model_type))
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
     architecture: Architecture = adapter.build(fields, _family(model_type, fields))
     fields.ignore("is_encoder_decoder")
     fields.refuse_unread(model_type)
     return _check_class(config, model_type, architecture)
+
+
+def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
+    """The text model of a multimodal config, whatever class its own ``architectures`` names."""
+    fields = Fields(config, _ALIASES.get(model_type))
+    adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
+    architecture: Architecture = adapter.build(fields, model_type)
+    fields.refuse_unread(model_type)
+    return architecture
 
 
 def _family(model_type: str, fields: Fields) -> str:
@@ -99,11 +131,14 @@ def _check_class(config: Mapping[str, Any], model_type: str, architecture: Archi
     """``architectures`` must name the causal language model or its body (``MistralModel``: no head);
     other classes have other tensors."""
     names = config.get("architectures")
-    if names is None:
+    if names is None or _ADAPTERS[model_type] == "seq2seq":  # that adapter reads the class itself
         return architecture
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{shown(names)} is not a list of class names", field="architectures")
-    body = architecture.class_name.replace("ForCausalLM", "Model")
+    body = architecture.class_name
+    for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
+        body = body.removesuffix(suffix)
+    body = body.removesuffix("Model") + "Model"
     if not names or {architecture.class_name, _OTHER_CLASSES.get(model_type)} & set(names):
         return architecture
     if body in names:

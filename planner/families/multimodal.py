@@ -1,0 +1,314 @@
+"""Multimodal wrappers: a text model from its own adapter, moved to where the wrapper keeps it, and a tower.
+
+Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector parameters are counted apart
+(``Architecture.tower_parameters``); the KV cache is the text model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, towers
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.fields import Fields, shown
+
+_TOP = (
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",
+    "vision_end_token_id", "vision_token_id", "boi_token_index", "eoi_token_index", "boi_token_id",
+    "eoi_token_id",
+    "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id", "audio_config", "mm_tokens_per_image",
+    "vision_soft_tokens_per_image", "ignore_index", "image_seq_length", "media_placeholder_token_id",
+    "projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy", "text_config",
+    "vision_config", "use_unified_vision_chunk", "video_placeholder", "language_model_only",
+    "image_grid_pinpoints",
+    "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
+    "projection_layer_norm_eps", "vocab_size", "vision_token_index",
+)  # fmt: skip
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*_TOP)
+    return _BUILDERS[model_type](fields, model_type)
+
+
+def _text(
+    fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True
+) -> Architecture:
+    """The language model of ``config`` by its own adapter; the wrapper's tie_word_embeddings goes first."""
+    from tonnage.planner.families.registry import build_text
+
+    if config is None:
+        raise ConfigError("missing", field="text_config")
+    merged = {**config}
+    if "tie_word_embeddings" in fields.config and tie:
+        merged["tie_word_embeddings"] = fields.boolean("tie_word_embeddings", False)
+    return build_text(merged, text_type)
+
+
+def _vision(fields: Fields) -> Mapping[str, Any]:
+    return fields.mapping("vision_config") or {}
+
+
+def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]:
+    """The same tensors below another prefix; names that do not start with ``old`` stay."""
+
+    def name(at: str) -> str:
+        return new + at[len(old) :] if at.startswith(old) else at
+
+    return [replace(s, name=name(s.name), tied_to=name(s.tied_to) if s.tied_to else None) for s in specs]
+
+
+def _joined(
+    text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model."
+) -> Architecture:
+    tensors = (*t.specs, *moved(text.tensors, "model.", new))
+    return replace(text, model_type=model_type, class_name=class_name, tensors=tensors)
+
+
+def gemma3(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "gemma3_text", fields.mapping("text_config"))
+    t = Tensors()
+    t.role = "vision"
+    vision = _vision(fields)
+    hidden = towers.siglip(t, "model.vision_tower", vision)
+    t.role = "projector"
+    at = "model.multi_modal_projector"
+    t.add(
+        f"{at}.mm_input_projection_weight", (hidden, text.hidden_size), "projector", "Gemma3MultiModalProjector"
+    )
+    t.norm(f"{at}.mm_soft_emb_norm", hidden)
+    return _joined(text, model_type, "Gemma3ForConditionalGeneration", t)
+
+
+def gemma4(fields: Fields, model_type: str) -> Architecture:
+    if fields.raw("audio_config") is not None:
+        raise UnsupportedArchitecture("the audio tower is not planned yet", field="audio_config")
+    text = _text(fields, "gemma4_text", fields.mapping("text_config"))
+    t = Tensors()
+    if fields.raw("vision_config") is not None:
+        t.role = "vision"
+        hidden = towers.gemma4(t, "model.vision_tower", _vision(fields))
+        t.role = "projector"
+        t.linear("model.embed_vision.embedding_projection", text.hidden_size, hidden)
+    return _joined(text, model_type, "Gemma4ForConditionalGeneration", t)
+
+
+# LlamaConfig's and LlavaConfig's own defaults (transformers 5.19), which the published files leave out
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def llava(fields: Fields, model_type: str) -> Architecture:
+    """LLaVA 1.5. The first published files are flat: Llama's fields, and the tower by name alone."""
+    config = fields.mapping("text_config")
+    t = Tensors()
+    t.role = "vision"
+    if config is None:
+        tower = fields.raw("mm_vision_tower")
+        if tower != "openai/clip-vit-large-patch14-336":
+            raise UnsupportedArchitecture(f"{shown(tower)} is not known", field="mm_vision_tower")
+        if fields.raw("mm_projector_type") != "mlp2x_gelu":
+            raise UnsupportedArchitecture("only mlp2x_gelu is known", field="mm_projector_type")
+        config = {
+            k: v for k, v in fields.config.items() if not k.startswith(("mm_", "tune_", "freeze_", "use_mm"))
+        }
+        for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures"):
+            config.pop(name, None)
+        fields.ignore(*fields.config)
+        text = _text(fields, "llama", config)
+    else:
+        kind = config.get("model_type", "llama")
+        if kind not in ("llama", "mistral", "qwen2"):
+            raise UnsupportedArchitecture(
+                f"{shown(kind)} is not known below llava", field="text_config.model_type"
+            )
+        text = _text(fields, kind, {**_LLAMA, **config} if kind == "llama" else config)
+    vision = _vision(fields)
+    kind = vision.get("model_type", "clip_vision_model")
+    if kind not in ("clip_vision_model", "siglip_vision_model"):
+        raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
+    # LlavaConfig's default tower is CLIP large; a stated one starts from CLIPVisionConfig's own defaults
+    defaults = towers.CLIP if vision else towers.LLAVA_CLIP
+    if kind == "clip_vision_model":
+        hidden = towers.clip(t, "model.vision_tower", vision, defaults)
+    else:
+        hidden = towers.siglip(t, "model.vision_tower", vision)
+    t.role = "projector"
+    bias = fields.boolean("multimodal_projector_bias", True)
+    layers = fields.raw("vision_feature_layer")
+    times = len(layers) if isinstance(layers, list) else 1
+    t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
+    t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    return _joined(text, model_type, "LlavaForConditionalGeneration", t)
+
+
+_QWEN = {
+    "qwen2_vl": ("qwen2", "Qwen2VLForConditionalGeneration"),
+    "qwen2_5_vl": ("qwen2", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("qwen3", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_moe", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+}
+
+
+def qwen(fields: Fields, model_type: str) -> Architecture:
+    """Qwen2-VL to Qwen3.5. The published Qwen2-VL and 2.5-VL files are flat."""
+    text_type, class_name = _QWEN[model_type]
+    config = fields.mapping("text_config")
+    if config is None:
+        config = {
+            k: v for k, v in fields.config.items() if k not in (*_TOP, "architectures") or k == "vocab_size"
+        }
+        fields.ignore(*fields.config)
+    text = _text(fields, text_type, config)
+    t = Tensors()
+    t.role = "vision"
+    towers.qwen(t, "model.visual", _vision(fields), model_type, text.hidden_size)
+    return _joined(text, model_type, class_name, t)
+
+
+def mllama(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "mllama_text_model", fields.mapping("text_config"), tie=False)
+    t = Tensors()
+    t.role = "vision"
+    width = towers.mllama(t, "model.vision_model", _vision(fields))
+    t.role = "projector"
+    t.linear("model.multi_modal_projector", text.hidden_size, width, bias=True)
+    return _joined(text, model_type, "MllamaForConditionalGeneration", t)
+
+
+def mllama_text(fields: Fields, model_type: str) -> Architecture:
+    """Llama with gated cross-attention layers, whose K and V come from the image once per sequence."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    crossed = fields.raw("cross_attention_layers")
+    if crossed is None:
+        crossed = [3, 8, 13, 18, 23, 28, 33, 38]
+    if not isinstance(crossed, list) or not all(type(i) is int and 0 <= i < layers for i in crossed):
+        raise ConfigError(f"{shown(crossed)} is not a list of layers", field="cross_attention_layers")
+    fields.ignore("dropout")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)  # the eight image tokens have no head
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        if i in crossed:
+            t.attention(f"{at}.cross_attn", dims, qk_norm="head")
+            t.add(f"{at}.cross_attn_attn_gate", (1,), "attention", "CrossAttentionDecoderLayer")
+            t.add(f"{at}.cross_attn_mlp_gate", (1,), "attention", "CrossAttentionDecoderLayer")
+            cache.append(CacheLayer(i, "cross", None, dims.kv_heads, dims.head_size))
+        else:
+            t.attention(f"{at}.self_attn", dims)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+    t.layer = None
+    t.norm("model.norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "MllamaForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab
+    )
+
+
+def llama4(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "llama4_text", fields.mapping("text_config"))
+    t = Tensors()
+    t.role = "vision"
+    width = towers.llama4(t, "vision_model", _vision(fields))
+    t.role = "projector"
+    t.linear("multi_modal_projector.linear_1", text.hidden_size, width)
+    tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
+    return replace(text, model_type=model_type, class_name="Llama4ForConditionalGeneration", tensors=tensors)
+
+
+def kimi(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "deepseek_v3", fields.mapping("text_config"))
+    t = Tensors()
+    t.role = "vision"
+    vision = _vision(fields)
+    hidden = towers.moonvit(t, "model.vision_tower", vision)
+    t.role = "projector"
+    kernel = vision.get("merge_kernel_size", [2, 2])
+    merged = hidden * kernel[0] * kernel[1]
+    t.norm("model.mm_projector.pre_norm", hidden, "layer")
+    t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
+    t.linear("model.mm_projector.out_proj", text.hidden_size, merged, bias=True)
+    return _joined(text, model_type, "Kimi_K25ForConditionalGeneration", t)
+
+
+def minimax(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "minimax_m3", fields.mapping("text_config"))
+    t = Tensors()
+    t.role = "vision"
+    hidden = towers.minimax(t, "model.vision_tower", _vision(fields))
+    t.role = "projector"
+    at = "model.multi_modal_projector"
+    wide = fields.integer("projector_hidden_size", text.hidden_size, limit="width")
+    bias = fields.boolean("multimodal_projector_bias", True)
+    for name, out, into in (
+        ("linear_1", wide, hidden), ("linear_2", text.hidden_size, wide),
+        ("merge_linear_1", wide, 4 * text.hidden_size), ("merge_linear_2", text.hidden_size, wide),
+    ):  # fmt: skip
+        t.linear(f"{at}.{name}", out, into, bias=bias)
+    return _joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)
+
+
+# Step3p7Config's text defaults (transformers 5.23, configuration_step3p7.py), which is what a file without
+# text_config means to it: the flat fields of such files are not read.
+_STEP = {
+    "vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65_536,
+    "num_experts": 288, "num_experts_per_tok": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280,
+    "first_k_dense_replace": 3, "sliding_window": 512,
+}  # fmt: skip
+
+
+def step(fields: Fields, model_type: str) -> Architecture:
+    config = fields.mapping("text_config")
+    if config is None:
+        for name, default in _STEP.items():
+            stated = fields.config.get(name, default)
+            padded = -(-default // 128) * 128 if name == "vocab_size" else default
+            if stated not in (default, padded):
+                raise UnsupportedArchitecture(
+                    f"{shown(stated)}: a step3p7 file without text_config has {default}", field=name,
+                    hint="transformers reads text_config only",
+                )  # fmt: skip
+        config = {**_STEP, "layer_types": fields.config.get("layer_types")}
+        fields.ignore(*fields.config)
+    text = _text(fields, "step3p7_text", config)
+    t = Tensors()
+    t.role = "vision"
+    width = towers.step(t, "model.vision_model", _vision(fields))
+    t.role = "projector"
+    t.linear(
+        "model.multi_modal_projector", text.hidden_size, width, bias=fields.boolean("projector_bias", False)
+    )
+    return _joined(text, model_type, "Step3p7ForConditionalGeneration", t)
+
+
+_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "llava": llava,
+    **dict.fromkeys(_QWEN, qwen),
+    "mllama": mllama,
+    "mllama_text_model": mllama_text,
+    "llama4": llama4,
+    "kimi_k25": kimi,
+    "minimax_m3_vl": minimax,
+    "step3p7": step,
+}

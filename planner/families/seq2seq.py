@@ -1,0 +1,494 @@
+"""Encoder-decoder models and their parts: BART, mBART, Pegasus, Whisper, T5 / mT5 / UMT5, T5Gemma, Moonshine;
+decoders that were made to follow an encoder (MusicGen, Moshi); BERT. Shapes after transformers 5.19 / 5.23.
+
+A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
+(``cross``). Without ``architectures`` the decoder alone is planned where transformers has such a class
+(BartForCausalLM, WhisperForCausalLM), as AutoModelForCausalLM builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields, shown
+
+Kind = Literal["decoder", "encoder-decoder", "encoder"]
+
+_DROPOUT = (
+    "activation_dropout", "activation_function", "apply_spec_augment", "classifier_dropout", "dropout",
+    "dropout_rate",
+    "decoder_hidden_act", "decoder_layerdrop", "decoder_start_token_id", "dense_act_fn", "encoder_hidden_act",
+    "encoder_layerdrop", "init_std", "initializer_factor", "is_decoder", "is_encoder_decoder", "is_gated_act",
+    "layerdrop", "mask_feature_length", "mask_feature_min_masks", "mask_feature_prob", "mask_time_length",
+    "mask_time_min_masks", "mask_time_prob", "median_filter_width", "relative_attention_max_distance",
+    "scale_decoder_outputs", "scale_embedding", "use_weighted_layer_sum", "classifier_proj_size",
+    "forced_decoder_ids", "begin_suppress_tokens", "suppress_tokens", "normalize_before", "normalize_embedding",
+    "static_position_embeddings", "add_bias_logits", "add_final_layer_norm", "extra_pos_embeddings",
+    "classif_dropout", "n_positions", "tokenizer_class", "classifier_dropout_rate", "num_hidden_layers",
+    "output_past", "alignment_heads",
+)  # fmt: skip
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*_DROPOUT)
+    return _BUILDERS[model_type](fields, model_type)
+
+
+def _wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
+    """The class of ``architectures`` among ``known``."""
+    names = fields.raw("architectures")
+    if not names:
+        return default, known[default]
+    if isinstance(names, list) and len(names) == 1 and names[0] in known:
+        return names[0], known[names[0]]
+    raise UnsupportedArchitecture(
+        f"{shown(names)} is not planned", field="architectures", hint="known: " + ", ".join(known)
+    )
+
+
+def _self_attention(t: Tensors, at: str, dims: Heads, k_bias: bool) -> None:
+    """q, k, v and output projections with biases; Whisper's k has none."""
+    width = dims.heads * dims.head_size
+    for name, bias in (("k_proj", k_bias), ("v_proj", True), ("q_proj", True)):
+        t.linear(f"{at}.{name}", width, dims.hidden, bias=bias, shard="column")
+    t.linear(f"{at}.out_proj", dims.hidden, width, bias=True, shard="row")
+
+
+_BART = {
+    "bart": ("Bart", 2, True, False),
+    "mbart": ("MBart", 2, True, True),
+    "pegasus": ("Pegasus", 0, False, True),
+    "whisper": ("Whisper", 0, False, True),
+}  # name, position offset, norm behind the embedding, final norm
+
+
+def bart(fields: Fields, model_type: str) -> Architecture:
+    name, offset, first_norm, last_norm = _BART[model_type]
+    known: dict[str, Kind] = {
+        f"{name}ForCausalLM": "decoder",
+        f"{name}ForConditionalGeneration": "encoder-decoder",
+        f"{name}Model": "encoder-decoder",
+    }
+    class_name, kind = _wanted(fields, known, f"{name}ForCausalLM")
+    hidden = fields.integer("d_model", limit="width")
+    layers = fields.integer("decoder_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    heads = fields.integer("decoder_attention_heads", limit="heads")
+    inner = fields.integer("decoder_ffn_dim", limit="width")
+    common.divisible(hidden, heads, "d_model", "decoder_attention_heads")
+    speech = model_type == "whisper"
+    positions_field = "max_target_positions" if speech else "max_position_embeddings"
+    positions = fields.integer(positions_field, limit="positions")
+    encoder_layers = fields.integer("encoder_layers", limit="layers")
+    encoder_heads = fields.integer("encoder_attention_heads", limit="heads")
+    encoder_inner = fields.integer("encoder_ffn_dim", limit="width")
+    common.divisible(hidden, encoder_heads, "d_model", "encoder_attention_heads")
+    source = fields.integer("max_source_positions", 1500, limit="positions") if speech else positions
+    mels = fields.integer("num_mel_bins", 80, limit="width") if speech else 0
+    tied = fields.boolean("tie_word_embeddings", True)
+    k_bias = not speech
+    dims = Heads(hidden, heads, heads, hidden // heads)
+    t = Tensors()
+    shared = f"model.shared.weight" if kind != "decoder" and not speech else None  # noqa: F541
+    if shared is not None:
+        t.vocabulary("model.shared", vocab, hidden)
+    if kind != "decoder":
+        t.role = "encoder"
+        at = "model.encoder"
+        if speech:
+            t.add(f"{at}.conv1.weight", (hidden, mels, 3), "encoder", "Conv1d")
+            t.add(f"{at}.conv1.bias", (hidden,), "encoder", "Conv1d")
+            t.add(f"{at}.conv2.weight", (hidden, hidden, 3), "encoder", "Conv1d")
+            t.add(f"{at}.conv2.bias", (hidden,), "encoder", "Conv1d")
+            t.embedding(f"{at}.embed_positions", source, hidden)
+        else:
+            t.vocabulary(f"{at}.embed_tokens", vocab, hidden, shared)
+            t.embedding(f"{at}.embed_positions", positions + offset, hidden)
+        own = Heads(hidden, encoder_heads, encoder_heads, hidden // encoder_heads)
+        for i in range(encoder_layers):
+            here = f"{at}.layers.{i}"
+            _self_attention(t, f"{here}.self_attn", own, k_bias)
+            t.norm(f"{here}.self_attn_layer_norm", hidden, "layer")
+            t.plain_mlp(here, hidden, encoder_inner, bias=True, names=("fc1", "fc2"))
+            t.norm(f"{here}.final_layer_norm", hidden, "layer")
+        if first_norm:
+            t.norm(f"{at}.layernorm_embedding", hidden, "layer")
+        if last_norm:
+            t.norm(f"{at}.layer_norm", hidden, "layer")
+        t.role = None
+    at = "model.decoder"
+    t.vocabulary(f"{at}.embed_tokens", vocab, hidden, shared)
+    t.embedding(f"{at}.embed_positions", positions + offset, hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        here = f"{at}.layers.{i}"
+        for attention, norm in (
+            ("self_attn", "self_attn_layer_norm"),
+            ("encoder_attn", "encoder_attn_layer_norm"),
+        ):
+            _self_attention(t, f"{here}.{attention}", dims, k_bias)
+            t.norm(f"{here}.{norm}", hidden, "layer")
+        t.plain_mlp(here, hidden, inner, bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.final_layer_norm", hidden, "layer")
+        cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
+        if kind == "encoder-decoder":
+            cache.append(_cross(i, heads, dims.head_size, source))
+    t.layer = None
+    if first_norm:
+        t.norm(f"{at}.layernorm_embedding", hidden, "layer")
+    if last_norm:
+        t.norm(f"{at}.layer_norm", hidden, "layer")
+    if kind == "encoder-decoder" and not speech and not class_name.endswith("Model"):
+        t.buffer("final_logits_bias", (1, vocab), class_name, None)
+    if not class_name.endswith("Model"):
+        source_name = shared or f"{at}.embed_tokens.weight"
+        t.head("proj_out" if speech else "lm_head", vocab, hidden, source_name if tied else None)
+    return common.decoder(
+        fields, model_type, class_name, t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
+        max_model_len=positions, position_field=positions_field, gated=False, kind=kind,
+    )  # fmt: skip
+
+
+def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
+    return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
+
+
+def t5(fields: Fields, model_type: str) -> Architecture:
+    """Relative positions in a table of buckets: in the first layer (UMT5: in each). No length limit of its own."""
+    name = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[model_type]
+    known: dict[str, Kind] = {
+        f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
+        f"{name}EncoderModel": "encoder", f"{name}WithLMHeadModel": "encoder-decoder",
+    }  # fmt: skip
+    class_name, kind = _wanted(fields, known, f"{name}ForConditionalGeneration")
+    hidden = fields.integer("d_model", limit="width")
+    size = fields.integer("d_kv", limit="width")
+    inner = fields.integer("d_ff", limit="width")
+    heads = fields.integer("num_heads", limit="heads")
+    layers = fields.integer("num_layers", limit="layers")
+    decoder_layers = fields.integer("num_decoder_layers", layers, limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    buckets = fields.integer("relative_attention_num_buckets", 32, limit="width")
+    act = fields.raw("feed_forward_proj") or "relu"
+    if not isinstance(act, str):
+        raise ConfigError(f"{shown(act)} is not a string", field="feed_forward_proj")
+    gated = act.startswith("gated-")
+    tied = fields.boolean("tie_word_embeddings", True)
+    t = Tensors()
+    t.vocabulary("shared", vocab, hidden)
+
+    def stack(side: str, count: int, cross: bool) -> None:
+        t.vocabulary(f"{side}.embed_tokens", vocab, hidden, "shared.weight")
+        for i in range(count):
+            t.layer = i if cross else None
+            at = f"{side}.block.{i}.layer"
+            places = ["SelfAttention", "EncDecAttention"] if cross else ["SelfAttention"]
+            for k, place in enumerate(places):
+                here = f"{at}.{k}.{place}"
+                for part in "qkv":
+                    t.linear(f"{here}.{part}", heads * size, hidden, shard="column")
+                t.linear(f"{here}.o", hidden, heads * size, shard="row")
+                if place == "SelfAttention" and (i == 0 or model_type == "umt5"):
+                    t.add(
+                        f"{here}.relative_attention_bias.weight",
+                        (buckets, heads),
+                        "embedding",
+                        "Embedding",
+                        shard=1,
+                    )
+                t.norm(f"{at}.{k}.layer_norm", hidden)
+            here = f"{at}.{len(places)}"
+            for part in ("wi_0", "wi_1") if gated else ("wi",):
+                t.linear(f"{here}.DenseReluDense.{part}", inner, hidden, "mlp", shard="column")
+            t.linear(f"{here}.DenseReluDense.wo", hidden, inner, "mlp", shard="row")
+            t.norm(f"{here}.layer_norm", hidden)
+        t.layer = None
+        t.norm(f"{side}.final_layer_norm", hidden)
+
+    t.role = "encoder"
+    stack("encoder", layers, False)
+    t.role = None
+    cache: list[CacheLayer] = []
+    if kind == "encoder-decoder":
+        stack("decoder", decoder_layers, True)
+        for i in range(decoder_layers):
+            cache += [CacheLayer(i, "full", None, heads, size), _cross(i, heads, size, None)]
+        if not class_name.endswith("5Model"):
+            t.head("lm_head", vocab, hidden, "shared.weight" if tied else None)
+    stated = fields.optional_integer("n_positions", 512, limit="positions") or 512
+    return common.decoder(
+        fields, model_type, class_name, t, Heads(hidden, heads, heads, size), tuple(cache), layers=decoder_layers,
+        inner=inner, vocab=vocab, max_model_len=stated, position_field="n_positions", gated=gated, kind=kind,
+    )  # fmt: skip
+
+
+def t5gemma(fields: Fields, model_type: str) -> Architecture:
+    """Gemma 2 layers on both sides; the decoder's cross attention reads the encoder's width."""
+    known: dict[str, Kind] = {"T5GemmaForConditionalGeneration": "encoder-decoder"}
+    class_name, kind = _wanted(fields, known, "T5GemmaForConditionalGeneration")
+    sides = {}
+    for side in ("encoder", "decoder"):
+        found = fields.mapping(side)
+        if found is None:
+            raise ConfigError("missing", field=side)
+        sides[side] = Fields(found)
+    tied = fields.boolean("tie_word_embeddings", True)
+    fields.ignore("vocab_size")  # the two sides state their own
+    t = Tensors()
+    cache: list[CacheLayer] = []
+    widths: dict[str, int] = {}
+    for side, own in sides.items():
+        dims = common.heads_of(own, kv_default=4, head_default=256)
+        widths[side] = dims.hidden
+        count = own.integer("num_hidden_layers", limit="layers")
+        vocab = own.integer("vocab_size", limit="vocab")
+        inner = own.integer("intermediate_size", limit="width")
+        bias = own.boolean("attention_bias", False)
+        kinds = own.layer_types(count)
+        if kinds is None:
+            kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(count))
+        window = own.optional_integer("sliding_window", 4096, limit="positions")
+        decoder = side == "decoder"
+        t.role = None if decoder else "encoder"
+        t.vocabulary(f"model.{side}.embed_tokens", vocab, dims.hidden)
+        for i in range(count):
+            t.layer = i if decoder else None
+            at = f"model.{side}.layers.{i}"
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+            if decoder:
+                _wide_cross(t, f"{at}.cross_attn", dims, widths["encoder"], bias)
+            t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
+            for place in (
+                ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
+            ):
+                t.norm(f"{at}.pre_{place}_layernorm", dims.hidden)
+                t.norm(f"{at}.post_{place}_layernorm", dims.hidden)
+        t.layer = None
+        t.norm(f"model.{side}.norm", dims.hidden)
+        t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
+    for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
+        cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
+    t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
+    last = sides["decoder"]
+    return common.decoder(
+        last, model_type, class_name, t, dims, tuple(cache), layers=count, inner=inner, vocab=vocab,
+        rotary=Rotary(dims.head_size, 1), kind=kind,
+    )  # fmt: skip
+
+
+def _wide_cross(t: Tensors, at: str, dims: Heads, width: int, bias: bool) -> None:
+    kv = dims.kv_heads * dims.head_size
+    t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")
+    for name in ("k_proj", "v_proj"):
+        t.linear(f"{at}.{name}", kv, width, bias=bias, shard="column", kv=(kv, dims.kv_heads))
+    t.linear(f"{at}.o_proj", dims.hidden, dims.heads * dims.head_size, bias=bias, shard="row")
+
+
+def moonshine(fields: Fields, model_type: str) -> Architecture:
+    """Three convolutions over raw sound, then rotary transformers; the decoder's MLP is gated."""
+    known: dict[str, Kind] = {
+        "MoonshineModel": "encoder-decoder",
+        "MoonshineForConditionalGeneration": "encoder-decoder",
+    }
+    class_name, kind = _wanted(fields, known, "MoonshineModel")
+    prefix = "" if class_name == "MoonshineModel" else "model."
+    hidden = fields.integer("hidden_size", limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", True)
+    fields.ignore("pad_head_dim_to_multiple_of")
+    side_dims = {}
+    counts = {}
+    for side in ("encoder", "decoder"):
+        heads = fields.integer(f"{side}_num_attention_heads", 8, limit="heads")
+        kv_heads = fields.integer(f"{side}_num_key_value_heads", heads, limit="heads")
+        common.divisible(hidden, heads, "hidden_size", f"{side}_num_attention_heads")
+        common.divisible(heads, kv_heads, f"{side}_num_attention_heads", f"{side}_num_key_value_heads")
+        side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
+        counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
+    t = Tensors()
+    t.role = "encoder"
+    at = f"{prefix}encoder"
+    for name, shape, with_bias in (
+        ("conv1", (hidden, 1, 127), False), ("conv2", (2 * hidden, hidden, 7), True), ("conv3", (hidden, 2 * hidden, 3), True),
+    ):  # fmt: skip
+        t.add(f"{at}.{name}.weight", shape, "encoder", "Conv1d")
+        if with_bias:
+            t.add(f"{at}.{name}.bias", shape[:1], "encoder", "Conv1d")
+    t.norm(f"{at}.groupnorm", hidden, "layer")
+    for i in range(counts["encoder"]):
+        here = f"{at}.layers.{i}"
+        t.attention(f"{here}.self_attn", side_dims["encoder"], bias=bias)
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.input_layernorm", hidden, "layer-weight")
+        t.norm(f"{here}.post_attention_layernorm", hidden, "layer-weight")
+    t.norm(f"{at}.layer_norm", hidden, "layer-weight")
+    share = common.rotary_share(fields, 0.9)
+    rotary = 2 * (int(side_dims["encoder"].head_size * share) // 2)
+    t.rotary(rotary, f"{at}.rotary_emb.")
+    t.role = None
+    at = f"{prefix}decoder"
+    dims = side_dims["decoder"]
+    t.vocabulary(f"{at}.embed_tokens", vocab, hidden)
+    cache: list[CacheLayer] = []
+    for i in range(counts["decoder"]):
+        t.layer = i
+        here = f"{at}.layers.{i}"
+        t.attention(f"{here}.self_attn", dims, bias=bias)
+        t.attention(f"{here}.encoder_attn", dims, bias=bias)
+        t.linear(f"{here}.mlp.fc1", 2 * inner, hidden, "mlp", bias=True, shard="column")
+        t.linear(f"{here}.mlp.fc2", hidden, inner, "mlp", bias=True, shard="row")
+        for name in ("input_layernorm", "post_attention_layernorm", "final_layernorm"):
+            t.norm(f"{here}.{name}", hidden, "layer-weight")
+        cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)]
+        cache += [_cross(i, dims.kv_heads, dims.head_size, None)]
+    t.layer = None
+    t.norm(f"{at}.norm", hidden, "layer-weight")
+    t.rotary(2 * (int(dims.head_size * share) // 2), f"{at}.rotary_emb.")
+    if class_name != "MoonshineModel":
+        t.head("proj_out", vocab, hidden, f"{at}.embed_tokens.weight" if tied else None)
+    return common.decoder(
+        fields, model_type, class_name, t, dims, tuple(cache), layers=counts["decoder"], inner=inner, vocab=vocab,
+        rotary=Rotary(rotary, 1), kind=kind,
+    )  # fmt: skip
+
+
+def moshi(fields: Fields, model_type: str) -> Architecture:
+    """The language model of Moshi alone (MoshiForCausalLM); a window over every layer."""
+    known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
+    class_name, kind = _wanted(fields, known, "MoshiForCausalLM")
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    fields.raw("num_hidden_layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("ffn_dim", limit="width")
+    common.divisible(inner, 2, "ffn_dim", "gate and up")
+    window = fields.optional_integer("sliding_window", 3000, limit="positions")
+    tied = fields.boolean("tie_word_embeddings", False)
+    fields.ignore("audio_vocab_size", "num_codebooks", "audio_encoder_config", "depth_decoder_config")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab + 1, dims.hidden)
+    kv = dims.kv_heads * dims.head_size
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        for name, rows, own in (
+            ("q_proj", dims.heads * dims.head_size, (0, 0)), ("k_proj", kv, (kv, dims.kv_heads)),
+            ("v_proj", kv, (kv, dims.kv_heads)),
+        ):  # fmt: skip
+            t.linear(f"{at}.self_attn.{name}.linear", rows, dims.hidden, shard="column", kv=own)
+        t.linear(f"{at}.self_attn.o_proj.linear", dims.hidden, dims.heads * dims.head_size, shard="row")
+        t.linear(f"{at}.mlp.fc1", inner, dims.hidden, "mlp", shard="column")
+        t.linear(f"{at}.mlp.fc2", dims.hidden, inner // 2, "mlp", shard="row")
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.rotary(dims.head_size, f"{at}.self_attn.rotary_emb.")
+    t.layer = None
+    t.norm("model.norm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    kinds = ("sliding_attention" if window else "full_attention",) * layers
+    return common.decoder(
+        fields, model_type, class_name, t, dims, common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        layers=layers, inner=inner // 2, vocab=vocab, rotary=Rotary(dims.head_size, 1), kind=kind,
+    )  # fmt: skip
+
+
+def musicgen(fields: Fields, model_type: str) -> Architecture:
+    """One embedding and one head per codebook; sinusoidal positions are computed."""
+    known: dict[str, Kind] = {"MusicgenForCausalLM": "decoder"}
+    class_name, kind = _wanted(fields, known, "MusicgenForCausalLM")
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("ffn_dim", limit="width")
+    books = fields.integer("num_codebooks", 4, limit="width")
+    positions = fields.integer("max_position_embeddings", 2048, limit="positions")
+    fields.ignore("audio_channels", "tie_word_embeddings")
+    dims = Heads(hidden, heads, heads, hidden // heads)
+    t = Tensors()
+    for k in range(books):
+        t.vocabulary(f"model.decoder.embed_tokens.{k}", vocab + 1, hidden)
+    t.buffer(
+        "model.decoder.embed_positions.weights", (positions, hidden), "SinusoidalPositionalEmbedding", "float32"
+    )
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.decoder.layers.{i}"
+        for place, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm")):
+            t.attention(f"{at}.{place}", dims, out="out_proj")
+            t.norm(f"{at}.{norm}", hidden, "layer")
+        t.plain_mlp(at, hidden, inner, names=("fc1", "fc2"))
+        t.norm(f"{at}.final_layer_norm", hidden, "layer")
+        cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
+    t.layer = None
+    t.norm("model.decoder.layer_norm", hidden, "layer")
+    for k in range(books):
+        t.head(f"lm_heads.{k}", vocab, hidden, None)
+    return common.decoder(
+        fields, model_type, class_name, t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
+        max_model_len=positions, gated=False, kind=kind,
+    )  # fmt: skip
+
+
+def bert(fields: Fields, model_type: str) -> Architecture:
+    """An encoder keeps nothing between requests: no cache."""
+    known: dict[str, Kind] = {"BertModel": "encoder"}
+    class_name, kind = _wanted(fields, known, "BertModel")
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    positions = fields.integer("max_position_embeddings", limit="positions")
+    types = fields.integer("type_vocab_size", 2, limit="vocab")
+    if fields.raw("position_embedding_type") not in (None, "absolute"):
+        raise UnsupportedArchitecture("only absolute positions are planned", field="position_embedding_type")
+    fields.ignore("hidden_dropout_prob", "directionality", "pooler_fc_size", "pooler_num_attention_heads")
+    fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+    t = Tensors()
+    t.vocabulary("embeddings.word_embeddings", vocab, hidden)
+    t.embedding("embeddings.position_embeddings", positions, hidden)
+    t.embedding("embeddings.token_type_embeddings", types, hidden)
+    t.norm("embeddings.LayerNorm", hidden, "layer")
+    t.buffer("embeddings.position_ids", (1, positions), "BertEmbeddings", "int64")
+    t.buffer("embeddings.token_type_ids", (1, positions), "BertEmbeddings", "int64")
+    for i in range(layers):
+        t.layer = i
+        at = f"encoder.layer.{i}"
+        for name in ("query", "key", "value"):
+            t.linear(f"{at}.attention.self.{name}", hidden, hidden, bias=True, shard="column")
+        t.linear(f"{at}.attention.output.dense", hidden, hidden, bias=True, shard="row")
+        t.norm(f"{at}.attention.output.LayerNorm", hidden, "layer")
+        t.plain_mlp(at, hidden, inner, bias=True, names=("intermediate.dense", "output.dense"))
+        t.norm(f"{at}.output.LayerNorm", hidden, "layer")
+    t.layer = None
+    t.linear("pooler.dense", hidden, hidden, "head", bias=True)
+    more: dict[str, Any] = {"max_model_len": positions, "gated": False, "kind": kind}
+    return common.decoder(
+        fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
+        inner=inner, vocab=vocab, **more,
+    )  # fmt: skip
+
+
+_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
+    **dict.fromkeys(_BART, bart),
+    "t5": t5,
+    "mt5": t5,
+    "umt5": t5,
+    "t5gemma": t5gemma,
+    "moonshine": moonshine,
+    "moshi": moshi,
+    "musicgen_decoder": musicgen,
+    "bert": bert,
+}

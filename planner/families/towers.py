@@ -1,0 +1,306 @@
+"""Vision towers and projectors, counted apart (roles ``vision`` and ``projector``). Each function adds the
+tensors of one kind below the prefix it is given; shapes after transformers 5.19 / 5.23, models/<family>/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields
+
+
+def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
+    name = "Conv3d" if len(shape) == 5 else "Conv2d"
+    t.add(f"{module}.weight", shape, "vision", name)
+    if bias:
+        t.add(f"{module}.bias", shape[:1], "vision", name)
+
+
+def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
+    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
+
+
+def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[str, str]) -> None:
+    """CLIP's layer: biased q, k, v, out_proj, fc1, fc2 and two LayerNorms."""
+    t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
+    t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+    for name in norms:
+        t.norm(f"{at}.{name}", hidden, "layer")
+
+
+SIGLIP = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_channels": 3, "image_size": 224, "patch_size": 16,
+}  # fmt: skip
+CLIP = {**SIGLIP, "patch_size": 32}
+LLAVA_CLIP = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": 3, "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+
+
+def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
+    """Returns the hidden size."""
+    v = _sizes(Fields(config), defaults)
+    hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
+    conv(
+        t,
+        f"{at}.embeddings.patch_embedding",
+        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
+        True,
+    )
+    t.embedding(f"{at}.embeddings.position_embedding", side * side, hidden)
+    t.buffer(f"{at}.embeddings.position_ids", (1, side * side), "VisionEmbeddings", "int64")
+    for i in range(v["num_hidden_layers"]):
+        _encoder_layer(
+            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
+        )
+    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    return hidden
+
+
+def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = CLIP) -> int:
+    """SigLIP with a class token, a norm in front and no bias at the patches. Returns the hidden size."""
+    v = _sizes(Fields(config), defaults)
+    hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
+    t.add(f"{at}.embeddings.class_embedding", (hidden,), "vision", "CLIPVisionEmbeddings")
+    conv(
+        t,
+        f"{at}.embeddings.patch_embedding",
+        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
+        False,
+    )
+    t.embedding(f"{at}.embeddings.position_embedding", side * side + 1, hidden)
+    t.buffer(f"{at}.embeddings.position_ids", (1, side * side + 1), "VisionEmbeddings", "int64")
+    t.norm(f"{at}.pre_layrnorm", hidden, "layer")
+    for i in range(v["num_hidden_layers"]):
+        _encoder_layer(
+            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
+        )
+    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    return hidden
+
+
+_QWEN_NAMES = {"in_channels": "in_chans"}
+
+
+def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_hidden: int) -> None:
+    """Qwen2-VL, 2.5-VL, 3-VL and 3.5: patches of two frames, blocks of fused qkv, a merger in front of the text."""
+    f = Fields(config)
+    old = model_type == "qwen2_vl"
+    hidden = f.integer("embed_dim" if old else "hidden_size", 1280 if old else 1152, limit="width")
+    depth = f.integer("depth", 32, limit="layers")
+    channels = f.integer("in_channels" if "in_channels" in config else "in_chans", 3, limit="width")
+    patch = f.integer("patch_size", 14, limit="width")
+    frames = f.integer("temporal_patch_size", 2, limit="width")
+    merged = hidden * f.integer("spatial_merge_size", 2, limit="width") ** 2
+    gated = model_type == "qwen2_5_vl"
+    new = model_type not in ("qwen2_vl", "qwen2_5_vl")
+    inner = (
+        hidden * f.integer("mlp_ratio", 4, limit="width")
+        if old
+        else f.integer("intermediate_size", limit="width")
+    )
+    norm = "rms" if gated else "layer"
+    conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), new)
+    if new:
+        t.embedding(f"{at}.pos_embed", f.integer("num_position_embeddings", 2304, limit="width"), hidden)
+    heads = f.integer("num_heads", 16, limit="heads")
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
+    for i in range(depth):
+        here = f"{at}.blocks.{i}"
+        t.norm(f"{here}.norm1", hidden, norm)
+        t.norm(f"{here}.norm2", hidden, norm)
+        t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True, shard="column")
+        t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
+        if gated:
+            t.gated_mlp(f"{here}.mlp", hidden, inner, bias=True)
+        else:
+            names = ("linear_fc1", "linear_fc2") if new else ("fc1", "fc2")
+            t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=names)
+    out = f.integer("out_hidden_size", text_hidden, limit="width")
+    if new:
+        listed = f.raw("deepstack_visual_indexes")
+        if listed is None:
+            listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
+        mergers = [(f"{at}.merger", hidden)]
+        if not model_type.startswith("qwen3_5"):
+            mergers += [(f"{at}.deepstack_merger_list.{k}", merged) for k in range(len(listed))]
+        for here, width in mergers:
+            t.norm(f"{here}.norm", width, "layer")
+            t.linear(f"{here}.linear_fc1", merged, merged, bias=True, shard="column")
+            t.linear(f"{here}.linear_fc2", out, merged, bias=True, shard="row")
+    else:
+        t.norm(f"{at}.merger.ln_q", hidden, norm)
+        t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True, shard="column")
+        t.linear(f"{at}.merger.mlp.2", text_hidden if old else out, merged, bias=True, shard="row")
+    t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
+
+
+def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12}
+    )
+    hidden, heads = v["hidden_size"], v["num_attention_heads"]
+    size = f.integer("head_dim", 64, limit="width")
+    kv_heads = f.integer("num_key_value_heads", heads, limit="heads")
+    patch = f.integer("patch_size", 16, limit="width")
+    places = f.integer("position_embedding_size", 10240, limit="width")
+    bias = f.boolean("attention_bias", False)
+    t.add(f"{at}.patch_embedder.position_embedding_table", (2, places, hidden), "vision", "PatchEmbedder")
+    t.linear(f"{at}.patch_embedder.input_proj", hidden, 3 * patch * patch)
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.encoder.layers.{i}"
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            t.linear(f"{here}.self_attn.{name}_proj.linear", rows * size, hidden, bias=bias)
+        t.linear(f"{here}.self_attn.o_proj.linear", hidden, heads * size, bias=bias)
+        t.norm(f"{here}.self_attn.q_norm", size)
+        t.norm(f"{here}.self_attn.k_norm", size)
+        for name in ("gate", "up"):
+            t.linear(f"{here}.mlp.{name}_proj.linear", v["intermediate_size"], hidden)
+        t.linear(f"{here}.mlp.down_proj.linear", hidden, v["intermediate_size"])
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            t.norm(f"{here}.{name}_layernorm", hidden)
+    if f.boolean("standardize", False):
+        t.buffer(f"{at}.std_bias", (hidden,), "Gemma4VisionModel", None)
+        t.buffer(f"{at}.std_scale", (hidden,), "Gemma4VisionModel", None)
+    t.rotary(size // 2, f"{at}.encoder.rotary_emb.")
+    return hidden
+
+
+def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Tiles with their own position tables, then a second, gated transformer. Returns the output width."""
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8,
+            "num_channels": 3, "image_size": 448, "patch_size": 14, "max_num_tiles": 4},
+    )  # fmt: skip
+    hidden, patch = v["hidden_size"], v["patch_size"]
+    patches = (v["image_size"] // patch) ** 2 + 1
+    ratios = f.raw("supported_aspect_ratios")
+    count = (len(ratios) if isinstance(ratios, list) else 8) + 1
+    t.add(f"{at}.class_embedding", (hidden,), "vision", "MllamaVisionModel")
+    conv(t, f"{at}.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
+    here = f"{at}.gated_positional_embedding"
+    t.add(f"{here}.gate", (1,), "vision", "PositionEmbedding")
+    t.add(f"{here}.embedding", (patches, hidden), "vision", "PositionEmbedding")
+    t.embedding(f"{here}.tile_embedding", count, v["max_num_tiles"] * patches * hidden)
+    for name in ("pre", "post"):
+        t.add(f"{at}.{name}_tile_positional_embedding.gate", (1,), "vision", "AspectRatioEmbedding")
+        t.embedding(f"{at}.{name}_tile_positional_embedding.embedding", count, v["max_num_tiles"] * hidden)
+    t.norm(f"{at}.layernorm_pre", hidden, "layer")
+    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    for part, layers in (
+        ("transformer", v["num_hidden_layers"]),
+        ("global_transformer", v["num_global_layers"]),
+    ):
+        for i in range(layers):
+            here = f"{at}.{part}.layers.{i}"
+            t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden))
+            t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
+            t.norm(f"{here}.input_layernorm", hidden, "layer")
+            t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+            if part == "global_transformer":
+                t.add(f"{here}.gate_attn", (1,), "vision", "VisionEncoderLayer")
+                t.add(f"{here}.gate_ffn", (1,), "vision", "VisionEncoderLayer")
+    return f.integer("vision_output_dim", 7680, limit="width")
+
+
+def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Returns the width the projector reads."""
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 768, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
+            "num_channels": 3, "image_size": 448, "patch_size": 14, "projector_input_dim": 4096,
+            "projector_output_dim": 4096},
+    )  # fmt: skip
+    hidden, patch = v["hidden_size"], v["patch_size"]
+    t.add(f"{at}.class_embedding", (hidden,), "vision", "Llama4VisionModel")
+    places = (v["image_size"] // patch) ** 2 + 1
+    t.add(f"{at}.positional_embedding_vlm", (places, hidden), "vision", "Llama4VisionModel")
+    t.linear(f"{at}.patch_embedding.linear", hidden, v["num_channels"] * patch * patch)
+    t.norm(f"{at}.layernorm_pre", hidden, "layer")
+    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.model.layers.{i}"
+        t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True)
+        t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.input_layernorm", hidden, "layer")
+        t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+    t.linear(f"{at}.vision_adapter.mlp.fc1", v["projector_input_dim"], v["intermediate_size"])
+    t.linear(f"{at}.vision_adapter.mlp.fc2", v["projector_output_dim"], v["projector_output_dim"])
+    size = hidden // v["num_attention_heads"]
+    t.buffer(
+        f"{at}.rotary_embedding.freqs_ci", (places, 1, size // 2), "Llama4VisionRotaryEmbedding", "complex64"
+    )
+    return f.integer("vision_output_dim", 7680, limit="width")
+
+
+def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Kimi's vision tower. Returns the hidden size."""
+    f = Fields(config)
+    hidden = f.integer("vt_hidden_size", 1152, limit="width")
+    inner = f.integer("vt_intermediate_size", 4304, limit="width")
+    layers = f.integer("vt_num_hidden_layers", 27, limit="layers")
+    heads = f.integer("vt_num_attention_heads", 16, limit="heads")
+    patch = f.integer("patch_size", 14, limit="width")
+    height, width = (f.integer(f"init_pos_emb_{side}", 64, limit="width") for side in ("height", "width"))
+    frames = f.integer("init_pos_emb_time", 4, limit="width") + 1
+    conv(t, f"{at}.patch_embed.proj", (hidden, 3, patch, patch), True)
+    here = f"{at}.patch_embed.pos_emb"
+    t.add(f"{here}.position_embeddings", (height, width, hidden), "vision", "VisionPositionEmbeddings")
+    t.buffer(f"{here}.time_position_embeddings", (frames, hidden), "VisionPositionEmbeddings", "float32")
+    for i in range(layers):
+        here = f"{at}.layers.{i}"
+        t.norm(f"{here}.norm1", hidden, "layer")
+        t.norm(f"{here}.norm2", hidden, "layer")
+        for name in ("proj", "q_proj", "k_proj", "v_proj"):
+            t.linear(f"{here}.attn.{name}", hidden, hidden, bias=True)
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+    t.norm(f"{at}.final_layernorm", hidden, "layer")
+    t.rotary(hidden // heads // 2, f"{at}.rotary_emb.")
+    return hidden
+
+
+def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """CLIP layers on patches of two frames, rotary positions. Returns the hidden size."""
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+            "num_channels": 3, "patch_size": 14, "temporal_patch_size": 2},
+    )  # fmt: skip
+    hidden, patch = v["hidden_size"], v["patch_size"]
+    conv(t, f"{at}.embeddings.proj", (hidden, v["num_channels"], v["temporal_patch_size"], patch, patch), False)
+    t.norm(f"{at}.pre_layrnorm", hidden, "layer")
+    for i in range(v["num_hidden_layers"]):
+        _encoder_layer(t, f"{at}.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2"))
+    t.rotary(2 * (hidden // v["num_attention_heads"] // 2 // 3), f"{at}.rotary_emb.")  # three axes
+    return hidden
+
+
+def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Layers with learned scales and two strided convolutions behind. Returns the output width."""
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 47, "num_attention_heads": 16,
+            "num_channels": 3, "image_size": 728, "patch_size": 14},
+    )  # fmt: skip
+    hidden, patch = v["hidden_size"], v["patch_size"]
+    places = (v["image_size"] // patch) ** 2
+    conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
+    t.embedding(f"{at}.embeddings.position_embedding", places, hidden)
+    t.buffer(f"{at}.embeddings.position_ids", (1, places), "VisionEmbeddings", "int64")
+    t.norm(f"{at}.pre_layernorm", hidden, "layer")
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.layers.{i}"
+        t.add(f"{here}.lambda_1", (hidden,), "vision", "VisionEncoderLayer")
+        t.add(f"{here}.lambda_2", (hidden,), "vision", "VisionEncoderLayer")
+        _encoder_layer(t, here, hidden, v["intermediate_size"], ("layernorm_before", "layernorm_after"))
+    t.rotary(hidden // v["num_attention_heads"] // 2, f"{at}.rotary_emb.")
+    conv(t, f"{at}.downsampler1", (2 * hidden, hidden, 3, 3), True)
+    conv(t, f"{at}.downsampler2", (4 * hidden, 2 * hidden, 3, 3), True)
+    return 4 * hidden
