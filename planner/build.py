@@ -7,18 +7,21 @@ from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import Literal
 
-from tonnage.planner import kv, runtime
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.dtypes import config_dtype
+from tonnage.planner.engines.dispatch import build_pool, capacity
+from tonnage.planner.engines.pool import Pool
+from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
 from tonnage.planner.headers.check import check_tensors, floating_dtype, stored_tied_copies
-from tonnage.planner.layout import KVLayout
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
+from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource, resolve_model
-from tonnage.planner.versions import PLANNER_RULES, VLLM_RULES, engine_version
+from tonnage.planner.versions import PLANNER_RULES
 from tonnage.planner.weights import Weights, sum_weights
 
 
@@ -42,52 +45,73 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
-    layout = kv.build_layout(architecture, flags.engine, flags.kv_cache_dtype, chosen.block_size)
-    in_flight = kv.in_flight_tokens(flags.engine, flags.device, chosen.max_num_batched_tokens)
-
-    loaded = sum_weights(architecture, quantization, flags, copies)
-    estimates = {
-        "framework_bytes": runtime.framework_bytes(flags),
-        "activation_bytes": runtime.activation_bytes(architecture, chosen),
-        "cuda_graph_bytes": runtime.cuda_graph_bytes(flags),
-    }
-    fixed = loaded.total + sum(estimate.value for estimate in estimates.values())
-    num_blocks = _num_blocks(chosen, layout, fixed, in_flight)
-    capacity = kv.capacity(layout, num_blocks, chosen.max_model_len, flags.engine, in_flight)
-    rank = RankPlan(
-        weights_bytes=loaded.total,
-        kv_pool_bytes=num_blocks * layout.bytes_per_block,
-        activation_bytes=estimates["activation_bytes"].value,
-        cuda_graph_bytes=estimates["cuda_graph_bytes"].value,
-        framework_bytes=estimates["framework_bytes"].value,
-        total_bytes=chosen.device_memory,
-    )
+    ranks, runtimes, loads = [], [], []
+    pool = build_pool(architecture, chosen)
+    adapters = lora_bytes(architecture, flags)
+    for stage in range(flags.pipeline_parallel_size):
+        part = rank_architecture(architecture, flags, stage)
+        loaded = sum_weights(part, quantization, flags, copies)
+        runtime = runtime_terms(part, chosen)
+        offloaded = min(flags.cpu_offload_bytes, loaded.total)
+        loads.append(loaded)
+        runtimes.append(runtime)
+        ranks.append(
+            RankPlan(
+                weights_bytes=loaded.total - offloaded,
+                kv_pool_bytes=0,
+                activation_bytes=runtime.activation.value,
+                cuda_graph_bytes=runtime.graphs.value,
+                framework_bytes=runtime.framework.value,
+                total_bytes=chosen.device_memory,
+                lora_bytes=adapters,
+                offloaded_bytes=offloaded,
+            )
+        )
+    worst = max(range(len(ranks)), key=lambda i: ranks[i].used_bytes)
+    num_blocks = _num_blocks(chosen, pool, ranks[worst].used_bytes)
+    held = capacity(pool, chosen, num_blocks)
+    size = num_blocks * pool.layout.bytes_per_block
+    ranks = [replace(rank, kv_pool_bytes=size) for rank in ranks]
+    rank, loaded, runtime = ranks[worst], loads[worst], runtimes[worst]
     asked = deployment.max_model_len is not None
-    reasons = judge(chosen, rank, layout, capacity, in_flight, asked=asked)
+    reasons = judge(chosen, rank, pool, held, asked=asked)
+    estimates = {
+        "framework_bytes": runtime.framework,
+        "activation_bytes": runtime.activation,
+        "cuda_graph_bytes": runtime.graphs,
+    }
     terms = [*loaded.terms]
     terms += [Term(name, e.value, e.formula, e.source) for name, e in estimates.items() if e.high]
-    terms += _kv_terms(layout, capacity, chosen, in_flight)
+    terms += other_terms(rank, flags)
+    terms += _kv_terms(pool, num_blocks, chosen)
     return Plan(
         plan_id=_plan_id(source, flags),
         revision=0,
         model=_model_info(source, architecture, flags),
         deployment=flags,
-        ranks=(rank,),
-        worst_rank=0,
+        ranks=_every_rank(ranks, flags),
+        worst_rank=worst * flags.tensor_parallel_size,
         kv_cache=KVCachePlan(
-            layout=layout,
+            layout=pool.layout,
             num_blocks=num_blocks,
-            usable_blocks=capacity.usable_blocks,
-            tokens=capacity.tokens,
-            max_concurrency=capacity.max_concurrency,
-            bytes_per_sequence=capacity.blocks_per_sequence * layout.bytes_per_block,
+            usable_blocks=held.usable_blocks,
+            tokens=held.tokens,
+            max_concurrency=held.max_concurrency,
+            bytes_per_sequence=held.blocks_per_sequence * pool.layout.bytes_per_block,
+            longest=pool.longest(held.usable_blocks, architecture.max_model_len),
         ),
         fits=not reasons,
         reasons=reasons,
-        intervals=_intervals(loaded, rank, estimates),
+        intervals=_intervals(loaded, rank, runtime),
         terms=tuple(terms),
         weight_formats=loaded.formats,
+        notes=(*pool.notes, *environment_notes(flags)),
     )
+
+
+def _every_rank(stages: list[RankPlan], flags: Deployment) -> tuple[RankPlan, ...]:
+    """One entry per GPU of one replica: the ranks of a stage hold the same bytes."""
+    return tuple(rank for rank in stages for _ in range(flags.tensor_parallel_size))
 
 
 def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
@@ -114,19 +138,21 @@ def _auto_dtype(source: ModelSource) -> str:
     return found or "float32"
 
 
-def _num_blocks(chosen: Resolved, layout: KVLayout, fixed: int, in_flight: int) -> int:
+def _num_blocks(chosen: Resolved, pool: Pool, fixed: int) -> int:
     """Blocks of the pool: as many as the bytes given hold, else what is left beside ``fixed``.
 
     The hf engine on a CPU takes no more than max_num_seqs full-length sequences (and the null block) can
     use: the memory is the host's, and other programs want some.
     """
-    given = chosen.flags.kv_cache_memory_bytes
+    flags, size = chosen.flags, pool.layout.bytes_per_block
+    if flags.num_gpu_blocks_override is not None and flags.engine == "vllm":
+        return flags.num_gpu_blocks_override
+    given = flags.kv_cache_memory_bytes
     if given is not None:
-        return given // layout.bytes_per_block
-    blocks = max(0, chosen.limit - fixed) // layout.bytes_per_block
-    if chosen.flags.engine == "hf" and chosen.flags.device == "cpu":
-        per_sequence = kv.sequence_blocks(layout, chosen.max_model_len, in_flight)
-        blocks = min(blocks, chosen.max_num_seqs * per_sequence + 1)
+        return given // size
+    blocks = max(0, chosen.limit - fixed) // size
+    if flags.engine == "hf" and flags.device == "cpu":
+        blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
     return blocks
 
 
@@ -147,50 +173,69 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
     )
 
 
-def _intervals(
-    loaded: Weights, rank: RankPlan, estimates: dict[str, runtime.Estimate]
-) -> dict[str, tuple[int, int]]:
+def _intervals(loaded: Weights, rank: RankPlan, runtime: Runtime) -> dict[str, tuple[int, int]]:
     """Bounds of every figure that is not exact, and of their sum with the exact ones."""
-    bounds = {name: (e.low, e.high) for name, e in estimates.items() if e.high}
-    exact = rank.kv_pool_bytes
+    terms = {
+        "framework_bytes": runtime.framework,
+        "activation_bytes": runtime.activation,
+        "cuda_graph_bytes": runtime.graphs,
+    }
+    bounds = {name: (e.low, e.high) for name, e in terms.items() if e.high}
+    low = sum(pair[0] for pair in bounds.values())
+    high = sum(pair[1] for pair in bounds.values())
+    if runtime.sum_interval is not None:
+        low, high = runtime.sum_interval
+    exact = rank.used_bytes - runtime.total
     if loaded.high > loaded.total:
-        bounds["weights_bytes"] = (loaded.total, loaded.high)
-    else:
-        exact += loaded.total
-    low, high = (exact + sum(pair[side] for pair in bounds.values()) for side in (0, 1))
-    return {**bounds, "used_bytes": (low, high)}
+        bounds["weights_bytes"] = (rank.weights_bytes, rank.weights_bytes + loaded.high - loaded.total)
+        high += loaded.high - loaded.total
+    bounds["used_bytes"] = (exact + low, exact + high)
+    return bounds
 
 
-def _kv_terms(layout: KVLayout, capacity: kv.Capacity, chosen: Resolved, in_flight: int) -> list[Term]:
+def _kv_terms(pool: Pool, num_blocks: int, chosen: Resolved) -> list[Term]:
+    layout = pool.layout
+    plain = all(group.kind in ("full", "sliding", "chunked") for group in layout.groups)
+    per_token = f"{layout.kv_heads} KV heads x {layout.head_size} x {layout.dtype_bytes} bytes"
+    formula = f"{layout.layer_slots} layers x 2 (K and V) x {layout.block_size} tokens x {per_token}"
+    if (
+        not plain
+        or layout.slot_bytes != 2 * layout.block_size * layout.kv_heads * layout.head_size * layout.dtype_bytes
+    ):
+        formula = (
+            f"{layout.layer_slots} layer slots x {layout.slot_bytes:,} bytes (the largest page of a layer)"
+        )
     terms = [
         Term(
-            "kv_cache.bytes_per_block",
-            layout.bytes_per_block,
-            f"{layout.layer_slots} layers x 2 (K and V) x {layout.block_size} tokens x "
-            f"{layout.kv_heads} KV heads x {layout.head_size} x {layout.dtype_bytes} bytes",
+            "kv_cache.bytes_per_block", layout.bytes_per_block, formula,
             "num_hidden_layers, num_key_value_heads, head_dim, --block-size, --kv-cache-dtype",
         )
-    ]
-    for i, group in enumerate(layout.groups):
-        span, extra, source = chosen.max_model_len, "", "--max-model-len"
-        if group.window is not None:
-            span = min(group.window - 1 + in_flight, span)
-            extra = f" + 1, window {group.window:,}, {in_flight:,} tokens in flight"
+    ]  # fmt: skip
+    for i, (group, demand) in enumerate(zip(layout.groups, pool.demands, strict=True)):
+        tokens = chosen.max_model_len
+        if demand.fixed is not None:
+            how, source = (
+                f"{demand.fixed} whatever the length",
+                "--enable-prefix-caching, --num-speculative-tokens",
+            )
+        elif demand.most is not None:
+            kept = min(demand.most, tokens)
+            how = f"{kept:,} tokens / {demand.block_size} + {demand.extra}, window {group.window:,}"
             source = "sliding_window, --max-num-batched-tokens, --max-model-len"
+        else:
+            how, source = f"{tokens:,} tokens / {demand.block_size}", "--max-model-len"
         terms.append(
             Term(
-                f"kv_cache.groups[{i}].blocks_per_sequence",
-                kv.group_blocks(group, chosen.max_model_len, layout.block_size, in_flight),
-                f"{group.kind}, {len(group.layers)} layers: {span:,} tokens / {layout.block_size}{extra}",
-                source,
+                f"kv_cache.groups[{i}].blocks_per_sequence", demand.blocks(tokens),
+                f"{group.kind}, {len(group.layers)} layers: {how}", source,
             )
-        )
+        )  # fmt: skip
     given = chosen.flags.kv_cache_memory_bytes is not None
     terms.append(
         Term(
             "kv_pool_bytes",
-            capacity.num_blocks * layout.bytes_per_block,
-            f"{capacity.num_blocks:,} blocks x {layout.bytes_per_block:,}; block 0 is the null block",
+            num_blocks * layout.bytes_per_block,
+            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}; block 0 is the null block",
             "--kv-cache-memory-bytes" if given else "--device-memory x --gpu-memory-utilization less the rest",
         )
     )
@@ -199,7 +244,7 @@ def _kv_terms(layout: KVLayout, capacity: kv.Capacity, chosen: Resolved, in_flig
 
 def _plan_id(source: ModelSource, flags: Deployment) -> str:
     """16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
-    version = engine_version(flags.engine) or (VLLM_RULES if flags.engine == "vllm" else "none")
+    version = flags.engine_version
     tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
     content = [source.id, source.config, tensors, asdict(flags), PLANNER_RULES, flags.engine, version]
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

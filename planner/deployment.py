@@ -6,23 +6,51 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import KV_DTYPE_BYTES, check_dtype
+from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.host import host_memory
 from tonnage.planner.plan import Deployment
+from tonnage.planner.units import GiB
+from tonnage.planner.versions import engine_version
 
-# (engine, device) -> (max_num_seqs, max_num_batched_tokens). vLLM: its defaults for AsyncLLM on a CPU
-# (config/scheduler.py 0.32.0) and for its API server on a GPU below 70 GiB (engine/arg_utils.py).
+ENGINES = ("hf", "vllm", "sglang", "llama.cpp")
+NEWEST = {"hf": (0, 0, 0), "vllm": (0, 32, 0), "sglang": (0, 5, 0), "llama.cpp": (0, 0, 0)}
+"""Whose rules are followed when neither a flag nor an installed package says a version."""
+
+# vLLM's API server (engine/arg_utils.py 0.32.0, get_batch_defaults): device memory from which so many
+# sequences and tokens are the default. A100s keep the small ones.
+_LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
+_HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
+_HUGE_SINCE = (0, 14, 0)  # 0.9.2 to 0.13 gave an MI300X (192 GiB) the 70 GiB defaults
+_LARGE_SINCE = (0, 8, 3)  # pull request 17885 and before: 256 and 2,048 for all in 0.7
+# (engine, device) -> (max_num_seqs, max_num_batched_tokens). vLLM on a CPU: its defaults for AsyncLLM
+# (config/scheduler.py 0.32.0). sglang: max_running_requests and chunked_prefill_size of its server
+# (server_args.py 0.5). llama.cpp: n_parallel 1, n_ubatch 512 (common/common.h, 2025).
 _BATCH_DEFAULTS = {
     ("hf", "cpu"): (64, 512),
     ("hf", "cuda"): (64, 2048),
     ("vllm", "cpu"): (128, 2048),
     ("vllm", "cuda"): (256, 2048),
+    ("sglang", "cpu"): (256, 2048),
+    ("sglang", "cuda"): (256, 2048),
+    ("llama.cpp", "cpu"): (1, 512),
+    ("llama.cpp", "cuda"): (1, 512),
 }
-# vLLM: 128 on cpu (platforms/cpu.py), 16 on GPUs (config/cache.py)
-_BLOCK_DEFAULTS = {("hf", "cpu"): 16, ("hf", "cuda"): 16, ("vllm", "cpu"): 128, ("vllm", "cuda"): 16}
-_MAX_BLOCK_SIZE = 4096
+# vLLM: 128 on cpu (platforms/cpu.py), 16 on GPUs (config/cache.py). sglang: page_size 1. llama.cpp: one cell.
+_BLOCK_DEFAULTS = {
+    ("hf", "cpu"): 16,
+    ("hf", "cuda"): 16,
+    ("vllm", "cpu"): 128,
+    ("vllm", "cuda"): 16,
+    ("sglang", "cpu"): 1,
+    ("sglang", "cuda"): 1,
+    ("llama.cpp", "cpu"): 1,
+    ("llama.cpp", "cuda"): 1,
+}
+_MAX_BLOCK_SIZE = 8192
 _MAX_COUNT = 1 << 31
 _MAX_BYTES = 1 << 60  # one EiB
+_MAX_RANKS = 4096
 
 # vLLM refuses float16 for these (_FLOAT16_NOT_SUPPORTED_MODELS, vllm/config/model.py 0.32.0)
 _NO_FLOAT16 = ("gemma2", "gemma3_text")
@@ -33,17 +61,22 @@ class Resolved:
     """A Deployment without open questions: ``flags`` for the Plan, and its integers without None."""
 
     flags: Deployment
+    version: Version
     device_memory: int
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    given_block_size: int | None = None
+    given_prefix_caching: bool | None = None
 
     @property
     def limit(self) -> int:
         """Bytes the plan may take: the whole device when the pool's size is given (as in vLLM), else
         device memory x gpu_memory_utilization."""
-        if self.flags.kv_cache_memory_bytes is not None:
+        if self.flags.kv_cache_memory_bytes is not None or self.flags.engine == "llama.cpp":
+            return self.device_memory
+        if self.flags.engine == "sglang":
             return self.device_memory
         return int(self.device_memory * self.flags.gpu_memory_utilization)
 
@@ -53,36 +86,97 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
 
     ``dtype``: what ``auto`` means for this checkpoint. Raises DeploymentError naming flag and value.
     """
-    engine, device = deployment.engine, deployment.device
-    if engine not in ("hf", "vllm"):
-        raise DeploymentError(f"{engine!r} is not hf or vllm", field="--engine")
-    if device not in ("cpu", "cuda"):
-        raise DeploymentError(f"{device!r} is not cpu or cuda", field="--device")
+    if deployment.engine not in ENGINES:
+        raise DeploymentError(f"{deployment.engine!r} is not one of {', '.join(ENGINES)}", field="--engine")
+    deployment = _with_gpu(deployment)
+    if deployment.device not in ("cpu", "cuda"):
+        raise DeploymentError(f"{deployment.device!r} is not cpu or cuda", field="--device")
+    version, name = _version(deployment)
+    memory = _device_memory(deployment)
     max_model_len = _model_len(deployment, architecture)
-    seqs, tokens = _batch(deployment, max_model_len)
+    seqs, tokens = _batch(deployment, max_model_len, memory, version)
     chosen = _dtype(deployment, architecture, dtype)
-    memory, block_size = _device_memory(deployment), _block_size(deployment)
+    block_size = _block_size(deployment, any(layer.kind == "mla" for layer in architecture.cache_layers))
+    caching = deployment.enable_prefix_caching
     flags = replace(
         deployment,
+        engine_version=name,
         device_memory=memory,
-        gpu_memory_utilization=_utilization(deployment.gpu_memory_utilization),
+        gpu_memory_utilization=_share(deployment.gpu_memory_utilization, "--gpu-memory-utilization"),
         dtype=chosen,
         kv_cache_dtype=_kv_dtype(deployment, chosen),
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         block_size=block_size,
+        enable_prefix_caching=_caching(deployment, architecture, version),
         kv_cache_memory_bytes=_positive(
             deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=_MAX_BYTES
         ),
     )
-    return Resolved(flags, memory, max_model_len, seqs, tokens, block_size)
+    _check_numbers(flags)
+    given = deployment.block_size
+    return Resolved(flags, version, memory, max_model_len, seqs, tokens, block_size, given, caching)
 
 
 def _positive(value: int | None, flag: str, limit: int = _MAX_COUNT) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit):
         raise DeploymentError(f"{value!r} is not an integer from 1 to {limit}", field=flag)
     return value
+
+
+def _check_numbers(flags: Deployment) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                 "decode_context_parallel_size"):  # fmt: skip
+        _positive(getattr(flags, name), "--" + name.replace("_", "-"), _MAX_RANKS)
+    _positive(flags.num_gpu_blocks_override, "--num-gpu-blocks-override")
+    _positive(flags.max_loras, "--max-loras", 1024)
+    _positive(flags.max_lora_rank, "--max-lora-rank", 512)
+    for value, flag, most in (
+        (flags.num_speculative_tokens, "--num-speculative-tokens", 64),
+        (flags.cpu_offload_bytes, "--cpu-offload-gb", _MAX_BYTES),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise DeploymentError(f"{value!r} is not from 0 to {most}", field=flag)
+    if flags.mem_fraction_static is not None:
+        _share(flags.mem_fraction_static, "--mem-fraction-static")
+    _share(flags.swa_full_tokens_ratio, "--swa-full-tokens-ratio")
+    if flags.engine == "hf" and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
+        raise DeploymentError(
+            "the hf engine runs on one device", field="--tensor-parallel-size", hint="use --engine vllm"
+        )
+    if flags.tensor_parallel_size % flags.decode_context_parallel_size:
+        raise DeploymentError(
+            f"{flags.decode_context_parallel_size} does not divide --tensor-parallel-size "
+            f"{flags.tensor_parallel_size}",
+            field="--decode-context-parallel-size",
+        )
+
+
+def _with_gpu(deployment: Deployment) -> Deployment:
+    """``--gpu NAME`` means a CUDA device of that memory, unless --device-memory says another figure."""
+    if deployment.gpu is None:
+        return deployment
+    from tonnage.planner.gpus import find_gpu
+
+    gpu = find_gpu(deployment.gpu)
+    memory = deployment.device_memory or gpu.memory_bytes
+    return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
+
+
+def _version(deployment: Deployment) -> tuple[Version, str]:
+    """Version whose rules apply: the flag's, the installed one's, or the newest known."""
+    given = deployment.engine_version
+    if given is not None:
+        return parse_version(given), given
+    newest = NEWEST[deployment.engine]
+    found = engine_version(deployment.engine) if deployment.engine in ("hf", "vllm") else None
+    if found is not None:
+        try:
+            return parse_version(found), found
+        except DeploymentError:  # a source build may call itself anything
+            pass
+    return newest, ".".join(map(str, newest)) if any(newest) else "none"
 
 
 def _model_len(deployment: Deployment, architecture: Architecture) -> int:
@@ -96,10 +190,19 @@ def _model_len(deployment: Deployment, architecture: Architecture) -> int:
     return asked or architecture.max_model_len
 
 
-def _batch(deployment: Deployment, max_model_len: int) -> tuple[int, int]:
+def _batch_defaults(deployment: Deployment, memory: int, version: Version) -> tuple[int, int]:
+    if deployment.engine == "vllm" and deployment.device == "cuda" and version >= _LARGE_SINCE:
+        if memory >= _HUGE_DEVICE and version >= _HUGE_SINCE:
+            return _HUGE
+        if memory >= _LARGE_DEVICE and "A100" not in (deployment.gpu or ""):
+            return _LARGE
+    return _BATCH_DEFAULTS[deployment.engine, deployment.device]
+
+
+def _batch(deployment: Deployment, max_model_len: int, memory: int, version: Version) -> tuple[int, int]:
     seqs = _positive(deployment.max_num_seqs, "--max-num-seqs")
     tokens = _positive(deployment.max_num_batched_tokens, "--max-num-batched-tokens")
-    default_seqs, default_tokens = _BATCH_DEFAULTS[deployment.engine, deployment.device]
+    default_seqs, default_tokens = _batch_defaults(deployment, memory, version)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)
         tokens = min(tokens, (seqs or default_seqs) * max_model_len)
@@ -111,6 +214,18 @@ def _batch(deployment: Deployment, max_model_len: int) -> tuple[int, int]:
             field="--max-num-batched-tokens",
         )
     return seqs, tokens
+
+
+def _caching(deployment: Deployment, architecture: Architecture, version: Version) -> bool:
+    """Prefix caching: on, but for hybrids with recurrent state in vLLM only from the version that made it
+    the default (engines/vllm.py)."""
+    if deployment.enable_prefix_caching is not None:
+        return deployment.enable_prefix_caching
+    if deployment.engine == "vllm" and any(layer.kind == "state" for layer in architecture.cache_layers):
+        from tonnage.planner.engines.vllm import rules
+
+        return rules(version).hybrid_prefix_caching
+    return True
 
 
 def _dtype(deployment: Deployment, architecture: Architecture, auto: str) -> str:
@@ -131,6 +246,10 @@ def _dtype(deployment: Deployment, architecture: Architecture, auto: str) -> str
 
 def _kv_dtype(deployment: Deployment, dtype: str) -> str:
     asked = deployment.kv_cache_dtype
+    if deployment.engine == "llama.cpp":
+        from tonnage.planner.engines.llama_cpp import check_cache_types
+
+        return check_cache_types(asked)
     if asked == "auto":
         return dtype
     if asked not in KV_DTYPE_BYTES:
@@ -148,9 +267,9 @@ def _kv_dtype(deployment: Deployment, dtype: str) -> str:
     return asked
 
 
-def _utilization(value: float) -> float:
+def _share(value: float, flag: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise DeploymentError(f"{value!r} is not in (0, 1]", field="--gpu-memory-utilization")
+        raise DeploymentError(f"{value!r} is not in (0, 1]", field=flag)
     return float(value)
 
 
@@ -161,17 +280,20 @@ def _device_memory(deployment: Deployment) -> int:
     if deployment.device == "cpu":
         return host_memory()
     raise DeploymentError(
-        "needed for a GPU that is not here", field="--device-memory", hint="for example --device-memory 80GiB"
+        "needed for a GPU that is not here",
+        field="--device-memory",
+        hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )
 
 
-def _block_size(deployment: Deployment) -> int:
+def _block_size(deployment: Deployment, mla: bool) -> int:
     engine, device = deployment.engine, deployment.device
     asked = _positive(deployment.block_size, "--block-size", limit=_MAX_BLOCK_SIZE)
     size = asked or _BLOCK_DEFAULTS[engine, device]
     if engine == "hf" and size & (size - 1):
         raise DeploymentError(f"{size} is not a power of two", field="--block-size", hint="for example 16")
-    step = 32 if device == "cpu" else 16  # supported kernel block sizes (v1/attention/backends/cpu_attn.py)
+    # supported kernel block sizes (v1/attention/backends/cpu_attn.py; 16 is its MLA kernel's)
+    step = 32 if device == "cpu" and not mla else 16
     if engine == "vllm" and size % step:
         raise DeploymentError(
             f"{size} is not a multiple of {step}", field="--block-size", hint="for example 128"

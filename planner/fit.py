@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tonnage.planner import kv
 from tonnage.planner.deployment import Resolved
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.engines.pool import Capacity, Pool
 from tonnage.planner.plan import RankPlan
 from tonnage.planner.units import gib
 
 
-def judge(
-    chosen: Resolved, rank: RankPlan, layout: KVLayout, capacity: kv.Capacity, in_flight: int, *, asked: bool
-) -> tuple[str, ...]:
+def judge(chosen: Resolved, rank: RankPlan, pool: Pool, capacity: Capacity, *, asked: bool) -> tuple[str, ...]:
     """Reasons why it does not fit, empty when it does: all terms within the limit, and a pool that holds
     one sequence of max_model_len tokens. ``asked``: max_model_len was a flag, not the model's own."""
     limit = chosen.limit
@@ -35,12 +32,12 @@ def judge(
             f"the largest --kv-cache-memory-bytes that fits is {limit - without_pool}"
         )
     if capacity.blocks_per_sequence > capacity.usable_blocks:
-        largest = kv.largest_fitting(layout, capacity.usable_blocks, chosen.max_model_len, in_flight)
+        largest = pool.longest(capacity.usable_blocks, chosen.max_model_len)
         whose = "" if asked else ", the model's own length,"
         advice = f"the largest --max-model-len that fits is {largest}" if largest else "no length fits"
         reasons.append(
             f"one sequence of {chosen.max_model_len:,} tokens{whose} needs "
-            f"{capacity.blocks_per_sequence:,} blocks of {layout.bytes_per_block:,} bytes, the pool has "
+            f"{capacity.blocks_per_sequence:,} blocks of {pool.layout.bytes_per_block:,} bytes, the pool has "
             f"{capacity.usable_blocks:,} usable: {advice}"
         )
     return tuple(reasons)

@@ -10,7 +10,7 @@ from tonnage.planner.layout import KVLayout
 
 SCHEMA_VERSION = 1
 
-EngineName = Literal["hf", "vllm"]
+EngineName = Literal["hf", "vllm", "sglang", "llama.cpp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,9 @@ class Deployment:
     """How the model is to be served; field names are vLLM's flags. None means: let the planner choose."""
 
     engine: EngineName = "hf"
+    engine_version: str | None = None  # whose rules; None: the installed one, else the newest known
     device: str = "cpu"
+    gpu: str | None = None  # a name of planner/gpus/catalogue.json
     device_memory: int | None = None  # bytes of the device (or of the host for cpu)
     gpu_memory_utilization: float = 0.9
     dtype: str = "auto"  # auto | float32 | float16 | bfloat16
@@ -29,7 +31,22 @@ class Deployment:
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None  # None: the engine's default for this model
+    num_gpu_blocks_override: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    decode_context_parallel_size: int = 1
+    enforce_eager: bool = False
+    cpu_offload_bytes: int = 0  # vLLM: --cpu-offload-gb (GiB), per GPU
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    speculative_model: str | None = None  # a model, or "mtp" for the checkpoint's own draft layers
+    num_speculative_tokens: int = 0
+    mem_fraction_static: float | None = None  # SGLang
+    swa_full_tokens_ratio: float = 0.8  # SGLang: tokens of the sliding pool for each one of the full pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +74,9 @@ class RankPlan:
     cuda_graph_bytes: int
     framework_bytes: int
     total_bytes: int
+    lora_bytes: int = 0
+    draft_bytes: int = 0  # weights of the speculative draft
+    offloaded_bytes: int = 0  # weights kept in the host's memory, not on the device
 
     @property
     def used_bytes(self) -> int:
@@ -67,6 +87,8 @@ class RankPlan:
             + self.activation_bytes
             + self.cuda_graph_bytes
             + self.framework_bytes
+            + self.lora_bytes
+            + self.draft_bytes
         )
 
     @property
@@ -84,6 +106,7 @@ class KVCachePlan:
     tokens: int
     max_concurrency: float
     bytes_per_sequence: int  # one sequence of max_model_len tokens
+    longest: int | None = None  # most tokens of one sequence the usable blocks hold, at most max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +144,8 @@ class Plan:
     intervals: dict[str, tuple[int, int]] = field(default_factory=dict)
     terms: tuple[Term, ...] = ()
     weight_formats: tuple[WeightFormat, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader should know: rules assumed, settings that override
+    advice: tuple[str, ...] = ()  # when it does not fit: changes that make it fit, smallest first
     schema_version: int = SCHEMA_VERSION
 
     @property

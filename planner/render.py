@@ -43,7 +43,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                     "kind": group.kind,
                     "layers": list(group.layers),
                     "window": group.window,
-                    "block_size": layout.block_size,
+                    "block_size": group.block_size or layout.block_size,
                     "bytes_per_block": layout.bytes_per_block,
                 }
                 for group in layout.groups
@@ -52,6 +52,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "reasons": list(plan.reasons),
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
+        "notes": list(plan.notes),
+        "advice": list(plan.advice),
     }
 
 
@@ -64,6 +66,9 @@ def _rank(rank: RankPlan) -> dict[str, int]:
         "framework_bytes": rank.framework_bytes,
         "free_bytes": rank.free_bytes,
         "total_bytes": rank.total_bytes,
+        "lora_bytes": rank.lora_bytes,
+        "draft_bytes": rank.draft_bytes,
+        "offloaded_bytes": rank.offloaded_bytes,
     }
 
 
@@ -115,6 +120,10 @@ def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
     ]
     if rank.cuda_graph_bytes:
         rows.append(("CUDA graphs", rank.cuda_graph_bytes, bounds("cuda_graph_bytes")))
+    if rank.lora_bytes:
+        rows.append(("LoRA slots", rank.lora_bytes, "exact"))
+    if rank.draft_bytes:
+        rows.append(("draft model", rank.draft_bytes, "exact"))
     rows.append(("free", rank.free_bytes, ""))
     rows.append(("device", rank.total_bytes, ""))
     return rows

@@ -7,12 +7,13 @@ start-up logs (tests/data/field_reports.jsonl) and the pull requests named below
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
+from tonnage.planner.engines.llama_cpp import expanded_heads
 from tonnage.planner.engines.pool import Capacity, Demand, Pool, ceil_div
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -28,8 +29,17 @@ DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
 HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
 
-# Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements (v1/attention/backends/mla/indexer.py)
+# Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements
+# (v1/attention/backends/mla/indexer.py)
 _INDEX_GROUP = 128
+
+
+# Models whose recurrent state vLLM keeps in float32 by default (model_executor/models/config.py,
+# NemotronHForCausalLMConfig; Qwen3.5 by its config's mamba_ssm_dtype; KDA in mamba_utils.py)
+FLOAT32_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear")
+# Latent attention that vLLM runs, and stores, as full attention, V padded to K's head size
+# (model_executor/models/minicpm3.py)
+EXPANDED_MLA = ("minicpm3",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class Request:
     context_parallel: int = 1
     speculative_tokens: int = 0
     amx: bool = False
+    float32_states: bool = False  # --mamba-ssm-cache-dtype float32, or where that is the default
 
 
 def build_pool(architecture: Architecture, request: Request) -> Pool:
@@ -79,6 +90,10 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
         raise UnsupportedArchitecture(
             f"{architecture.class_name} keeps no KV cache: there is no pool to size", field="model_type"
         )
+    if architecture.model_type in FLOAT32_STATES:
+        request = replace(request, float32_states=True)
+    if architecture.model_type in EXPANDED_MLA:
+        architecture = _expanded(architecture)
     block, notes = _block_size(architecture, request)
     pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
     states = {page.page_bytes for page in pages if page.kind == "state"}
@@ -118,6 +133,15 @@ def heads_per_rank(heads: int, ranks: int) -> int:
     if heads < ranks and ranks % heads:
         raise DeploymentError(f"{ranks} is no multiple of {heads} KV heads", field="--tensor-parallel-size")
     return max(1, heads // ranks)
+
+
+def _expanded(architecture: Architecture) -> Architecture:
+    key = expanded_heads(architecture).key
+    layers = tuple(
+        replace(layer, kind="full", kv_heads=architecture.heads, head_size=key, value_head_size=key)
+        for layer in architecture.cache_layers
+    )
+    return replace(architecture, cache_layers=layers)
 
 
 def _block_size(architecture: Architecture, request: Request) -> tuple[int, tuple[str, ...]]:
@@ -190,15 +214,17 @@ def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
 
 
 def _state_bytes(state: StateTensor, request: Request) -> int:
-    """A recurrent state on one rank. The convolution keeps one column less than its kernel, and one more
-    per speculative token (mamba_utils.py: conv_kernel - 1 + num_spec)."""
+    """A recurrent state on one rank. The convolution keeps one more column per speculative token
+    (mamba_utils.py: conv_kernel - 1 + num_spec)."""
     shape = list(state.shape)
-    if state.name == "conv":
-        shape[-1] += request.speculative_tokens - 1
+    if state.name.startswith("conv"):
+        shape[0] += request.speculative_tokens
     elements = prod(shape)
     if state.shard_dim is not None:
         elements = ceil_div(elements, request.tensor_parallel)
-    return elements * (KV_DTYPE_BYTES[state.dtype] if state.dtype else request.dtype_bytes)
+    if state.dtype is not None:
+        return elements * KV_DTYPE_BYTES[state.dtype]
+    return elements * (4 if state.name == "ssm" and request.float32_states else request.dtype_bytes)
 
 
 def _state_blocks(layer: CacheLayer, request: Request) -> int:

@@ -56,7 +56,8 @@ def test_json_contract():
         low, high = out["intervals"][name]
         assert low <= rank[name] <= high
     assert out["deployment"]["max_model_len"] == 8192
-    assert None not in {v for k, v in out["deployment"].items() if k != "quantization"}
+    optional = {"quantization", "gpu", "num_gpu_blocks_override", "speculative_model", "mem_fraction_static"}
+    assert None not in {v for k, v in out["deployment"].items() if k not in optional}
 
 
 def test_a_hybrid_has_no_single_bytes_per_token(config_of, folder_with):

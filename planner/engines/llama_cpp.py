@@ -1,0 +1,154 @@
+"""llama.cpp's KV cache: per-layer tensors of ``n_ctx`` cells, K and V of types chosen apart.
+
+Source: src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in tests/data/field_reports.jsonl.
+Cells are rounded up to 256 per sequence (GGML_PAD, flash attention's block). A sliding-window cache
+(llama-kv-cache-iswa.cpp) has window x sequences + ubatch cells, rounded up; ``full_sliding`` is the older
+behaviour and ik_llama.cpp's: sliding layers keep every cell. MLA (deepseek2): the latent for K and none for V
+with MLA attention, else K and V expanded for every head, in either case on one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from tonnage.planner.architecture import Architecture, CacheLayer
+from tonnage.planner.engines.pool import ceil_div
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+
+# ggml type -> (values per block, bytes per block); ggml-common.h
+CACHE_TYPES = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q5_1": (32, 24),
+    "q5_0": (32, 22),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+    "iq4_nl": (32, 18),
+}
+CELL_PADDING = 256
+MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
+
+MlaMode = Literal["expanded", "latent", "latent+transposed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """``k_bytes`` + ``v_bytes`` + ``state_bytes``; ``cells`` of the full-attention layers."""
+
+    cells: int
+    k_bytes: int
+    v_bytes: int
+    state_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.k_bytes + self.v_bytes + self.state_bytes
+
+
+def check_cache_types(text: str) -> str:
+    """``f16`` or ``q8_0/f16`` (K/V); ``auto`` means f16. Raises DeploymentError."""
+    if text in ("auto", "float16"):
+        return "f16"
+    for part in text.split("/"):
+        if part not in CACHE_TYPES:
+            raise DeploymentError(
+                f"{text!r} is not a cache type", field="--kv-cache-dtype",
+                hint="one of " + ", ".join(CACHE_TYPES) + ", or K/V as in q8_0/f16",
+            )  # fmt: skip
+    return text
+
+
+def cache_types(text: str) -> tuple[str, str]:
+    k, _, v = text.partition("/")
+    return k, v or k
+
+
+def row_bytes(elements: int, kind: str) -> int:
+    """Bytes of a row of ``elements`` values. Raises DeploymentError when the type's blocks do not divide it."""
+    values, size = CACHE_TYPES[kind]
+    if elements % values:
+        raise DeploymentError(
+            f"{kind} packs {values} values, which do not divide a row of {elements}", field="--kv-cache-dtype"
+        )
+    return elements // values * size
+
+
+def size_cache(
+    architecture: Architecture,
+    context: int,
+    types: str = "f16",
+    *,
+    sequences: int = 1,
+    ubatch: int = 512,
+    full_sliding: bool = False,
+    unified: bool = True,
+    mla: MlaMode = "latent",
+) -> Cache:
+    """Cache of ``context`` cells in all (``unified``) or divided by ``sequences``.
+
+    Raises UnsupportedArchitecture for caches llama.cpp keeps in a way not known here.
+    """
+    k_type, v_type = cache_types(types)
+    per_sequence = context if unified else ceil_div(context, sequences)
+    streams = 1 if unified else sequences
+    cells = _padded(per_sequence) if not full_sliding else per_sequence
+    k = v = state = 0
+    for layer in architecture.cache_layers:
+        if layer.shares is not None:
+            continue
+        if layer.kind == "state":
+            state += sequences * sum(prod(t.shape) * MAMBA_STATE_BYTES for t in layer.states)
+            continue
+        held = cells
+        if layer.kind == "sliding" and not full_sliding:
+            window = layer.window or 0
+            held = min(cells, _padded(window * (sequences if unified else 1) + ubatch))
+        rows = held * streams
+        k_row, v_row = _rows(architecture, layer, mla)
+        k += rows * row_bytes(k_row, k_type)
+        v += rows * (row_bytes(v_row, v_type) if v_row else 0)
+    return Cache(cells * streams, k, v, state)
+
+
+def _padded(cells: int) -> int:
+    return ceil_div(cells, CELL_PADDING) * CELL_PADDING
+
+
+def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[int, int]:
+    """Values of K and of V per cell in one layer."""
+    if layer.kind in ("full", "sliding"):
+        value = layer.head_size if layer.value_head_size is None else layer.value_head_size
+        return layer.kv_heads * layer.head_size, layer.kv_heads * value
+    if layer.kind == "mla":
+        if mla == "latent":
+            return layer.head_size, 0
+        sizes = expanded_heads(architecture)
+        if mla == "latent+transposed":  # mla 1: a transposed copy of the compressed part beside the latent
+            return layer.head_size, sizes.latent
+        return architecture.heads * sizes.key, architecture.heads * sizes.value
+    raise UnsupportedArchitecture(
+        f"{layer.kind} layers have no llama.cpp cache known here", field="layer_types"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedHeads:
+    key: int
+    value: int
+    latent: int
+
+
+def expanded_heads(architecture: Architecture) -> ExpandedHeads:
+    """Head sizes of K and V once the latent is expanded, from the shapes of kv_b_proj and o_proj."""
+    shapes = {tensor.name.rpartition("self_attn.")[2]: tensor.shape for tensor in architecture.tensors}
+    up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
+    if up is None or out is None or down is None:
+        raise UnsupportedArchitecture("no kv_b_proj: MLA cannot be expanded", field="kv_lora_rank")
+    value = out[1] // architecture.heads
+    nope = up[0] // architecture.heads - value
+    rope = down[0] - up[1]
+    return ExpandedHeads(nope + rope, value, up[1])

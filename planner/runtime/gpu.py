@@ -1,0 +1,93 @@
+"""GPUs: activation peak, non-torch memory and CUDA graphs, as models fitted to published start-up logs.
+
+vLLM's profile run leaves the larger of two moments as its peak: the widest layer of a forward pass of
+max_num_batched_tokens tokens, or the sampler on max_num_seqs rows of the vocabulary. The sampler's bytes per
+logit changed between 0.15 and 0.17 (a fused top-k/top-p kernel instead of a sort). Coefficients and
+intervals are in fitted.json, written by benchmarks/fit_runtime.py from tests/data/field_reports.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tonnage.planner.architecture import TOWER_ROLES, Architecture
+from tonnage.planner.deployment import Resolved
+from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.runtime import hf
+from tonnage.planner.runtime.estimate import NOTHING, Estimate, Runtime
+
+FUSED_SAMPLER_SINCE = (0, 16, 0)
+GRAPHS_SUBTRACTED_SINCE = (0, 21, 0)  # vLLM's CUDA-graph estimate comes off the KV budget from here on
+SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """``sampler_sort`` / ``sampler_fused``: bytes per logit (row x vocabulary). ``non_torch`` bytes without
+    and with tensor parallelism, ``graphs`` bytes captured. ``spread``: half-width of the interval of the
+    sum as a share of the device, what 90 % of the sources left out stay within; ``towers``: more of it for
+    models with vision or audio towers, whose profile run encodes the largest picture."""
+
+    sampler_sort: float
+    sampler_fused: float
+    non_torch: int
+    non_torch_parallel: int
+    graphs: int
+    spread: float
+
+
+@cache
+def coefficients() -> Coefficients:
+    return Coefficients(**json.loads((Path(__file__).parent / "fitted.json").read_text())["coefficients"])
+
+
+def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int) -> int:
+    """Widest moment of a layer: residual and norm, input and output of the block (4 x hidden), and the MLP's
+    gate, up and their product."""
+    inner = architecture.intermediate_size // ranks
+    if architecture.experts:  # fused experts run in chunks: one token's experts side by side
+        inner = max(inner, architecture.hidden_size)
+    width = inner * (3 if architecture.gated_mlp else 2) + 4 * architecture.hidden_size
+    return tokens * width * size
+
+
+def sampler_bytes(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> float:
+    """The sampler on max_num_seqs rows of logits (gathered on every rank), and the hidden states beside."""
+    old = chosen.version < FUSED_SAMPLER_SINCE
+    each = fitted.sampler_sort if old else fitted.sampler_fused
+    hidden = chosen.max_num_batched_tokens * architecture.hidden_size * DTYPE_BYTES[chosen.flags.dtype]
+    return chosen.max_num_seqs * architecture.vocab_size * each + hidden
+
+
+def terms(architecture: Architecture, chosen: Resolved) -> Runtime:
+    fitted, flags = coefficients(), chosen.flags
+    size, ranks = DTYPE_BYTES[flags.dtype], flags.tensor_parallel_size
+    if flags.engine == "hf":
+        activation = hf.activation_bytes(architecture, chosen)
+    else:
+        forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
+        sampler = int(sampler_bytes(architecture, chosen, fitted)) if flags.engine == "vllm" else 0
+        value = max(forward, sampler)
+        formula = (
+            f"max(forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}, sampler on "
+            f"{chosen.max_num_seqs:,} x {architecture.vocab_size:,} logits {sampler:,})"
+        )
+        activation = _bounded(value, chosen, fitted, formula)
+    framework_value = fitted.non_torch_parallel if ranks > 1 else fitted.non_torch
+    framework = _bounded(framework_value, chosen, fitted, f"non-torch memory {framework_value:,}")
+    graphs = NOTHING
+    if flags.engine == "vllm" and not flags.enforce_eager and chosen.version >= GRAPHS_SUBTRACTED_SINCE:
+        graphs = _bounded(fitted.graphs, chosen, fitted, f"estimate of the CUDA graphs {fitted.graphs:,}")
+    total = framework.value + activation.value + graphs.value
+    spread = int(fitted.spread * chosen.device_memory)
+    if any(tensor.role in TOWER_ROLES for tensor in architecture.tensors):
+        return Runtime(framework, activation, graphs, (max(0, total - spread), total + 2 * spread))
+    return Runtime(framework, activation, graphs, (max(0, total - spread), total + spread))
+
+
+def _bounded(value: int, chosen: Resolved, fitted: Coefficients, formula: str) -> Estimate:
+    spread = int(fitted.spread * chosen.device_memory)
+    return Estimate(value, max(0, value - spread), value + spread, formula, SOURCE)

@@ -1,0 +1,55 @@
+"""The hf engine's memory beside weights and KV pool: the framework's own, and the activations of one step."""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.deployment import Resolved
+from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.runtime.estimate import Estimate, scaled
+from tonnage.planner.units import MiB
+
+# hf engine on cpu. Measured by benchmarks/memory_terms.py on Linux x86_64, Python 3.11, torch 2.13.0+cpu,
+# transformers 5.19: API process 64 to 67 MiB; engine process 282 to 285 MiB when ready and 308 after its
+# first small batches (kernels load lazily), weights and pool taken off. The interval covers other allocators.
+API_PROCESS_BYTES = 68 * MiB
+HF_CHILD_BYTES = 290 * MiB
+HF_INTERVAL = (0.85, 1.25)
+
+# Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
+# adds a few for 16 rows at a time (server/engines/hf/sampling.py). benchmarks/memory_terms.py compares.
+LOGITS_COPIES = 2
+ACTIVATION_INTERVAL = (0.5, 2.0)
+
+
+def framework_bytes() -> Estimate:
+    """What the processes hold before weights and pool."""
+    value = API_PROCESS_BYTES + HF_CHILD_BYTES
+    return scaled(
+        value, HF_INTERVAL, f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,}",
+        "RssAnon after imports, torch 2.13 cpu",
+    )  # fmt: skip
+
+
+def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
+    """Peak beside the weights while one step of ``max_num_batched_tokens`` tokens runs.
+
+    The widest moment of a layer (attention or MLP) plus the residual stream, and the logits of
+    ``max_num_seqs`` sequences; both counted, because allocators seldom give the first back in time.
+    """
+    tokens = chosen.max_num_batched_tokens
+    seqs = chosen.max_num_seqs
+    size = DTYPE_BYTES[chosen.flags.dtype]
+    hidden, inner = architecture.hidden_size, architecture.intermediate_size
+    q = architecture.heads * architecture.head_size
+    kv = architecture.kv_heads * architecture.head_size
+    # attention: q, k, v, their rotated copies of q and k, the output; MLP: gate, up, product or in, out
+    attention = tokens * (3 * q + 3 * kv) * size
+    mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
+    residual = 2 * tokens * hidden * size
+    logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
+    value = max(attention, mlp) + residual + logits
+    formula = (
+        f"max(attention {attention:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
+        f"+ logits {seqs:,} x {architecture.vocab_size:,} x 4 x {LOGITS_COPIES} = {logits:,}"
+    )
+    return scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
