@@ -148,7 +148,7 @@ def _block_size(architecture: Architecture, request: Request) -> tuple[int, tupl
     """Tokens per block before hybrids are aligned."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and request.device == "cpu" and not request.amx:
-        note = ()
+        note: tuple[str, ...] = ()
         if request.block_size not in (None, CPU_MLA_BLOCK):
             note = (f"vLLM's MLA kernel on a CPU without AMX has blocks of {CPU_MLA_BLOCK} tokens only",)
         return CPU_MLA_BLOCK, note
@@ -199,8 +199,8 @@ def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
         )
     if layer.kind == "state":
         size = sum(_state_bytes(state, request) for state in layer.states)
-        shape = tuple(state.shape for state in layer.states)
-        return [LayerPages(layer.layer, "state", block, size, shape, None, _state_blocks(layer, request))]
+        shapes = tuple(state.shape for state in layer.states)
+        return [LayerPages(layer.layer, "state", block, size, shapes, None, _state_blocks(layer, request))]
     entry = _entry_bytes(layer, request)
     shape = (layer.kv_heads, layer.head_size, layer.value_head_size)
     fixed = None
