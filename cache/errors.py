@@ -68,3 +68,9 @@ class InvariantViolation(CacheError):
     def law(self) -> str:
         """Name of the broken law, as listed in ``tonnage.cache.invariants``."""
         return self.field or ""
+
+
+class NoFreeBlocks(CacheError):
+    """A step asks for more blocks than are free or cached: admission was not asked first, or broke its word."""
+
+    code = "no_free_blocks"

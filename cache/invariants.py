@@ -9,10 +9,11 @@ reference counts    a block's reference count is the number of table entries tha
 tables              a row names blocks where it must, the null block elsewhere, and no block twice; sequences
                     that share a block have it at the same place
 exclusive writes    a block with positions still to be written has one owner, or its owners must copy first
-prefix index        nodes, hashes and blocks refer to each other; a node's tokens and ancestors are those of
-                    every sequence that holds it; only computed blocks are nodes
-reachability        every node's parent is a node, and is evicted after it
-promise             per request held <= promised; over all promised <= usable; sequences <= max_num_seqs
+prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors are those
+                    of every sequence that holds it; a row's full computed blocks, and no others, are nodes
+reachability        every node's parent is a node, is not evicted before it, and is hot where it is hot
+promise             per request private <= held <= promised, all counted anew; over all promised <= usable and
+                    sequences <= max_num_seqs
 =================== =========================================================================================
 """
 
@@ -21,10 +22,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
+
 from tonnage.cache.admission import ceil_div, promised_blocks
 from tonnage.cache.errors import InvariantViolation
-from tonnage.cache.pool import NULL_BLOCK
-from tonnage.cache.prefix import ROOT, PrefixIndex
+from tonnage.cache.state import CLASSES, HOT, NULL_BLOCK, ROOT
 
 if TYPE_CHECKING:
     from tonnage.cache.manager import KVCacheManager
@@ -36,9 +38,9 @@ def check_invariants(manager: KVCacheManager) -> None:
     _check_states(manager)
     _check_promises(manager)
     if manager.index is not None:
-        _check_nodes(manager, manager.index)
-        _check_holders(manager, manager.index)
-        _check_order(manager, manager.index)
+        _check_nodes(manager)
+        _check_holders(manager)
+        _check_order(manager)
 
 
 def _broken(law: str, message: str) -> NoReturn:
@@ -50,19 +52,22 @@ def _check_tables(manager: KVCacheManager) -> None:
     places: dict[int, tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     writers: dict[int, list[int]] = defaultdict(list)
-    live = set(rows.row_of.values())
-    if len(live) != len(rows.row_of):
+    live = set(manager.sequences.row_of.values())
+    if len(live) != len(manager.sequences):
         _broken("tables", "two sequences have one row")
     for row in range(manager.limits.max_num_seqs):
-        held = rows.held_blocks(row)
+        held = int(rows.room[row]) // block_size
         computed, slots, room = (int(v[row]) for v in (rows.computed, rows.slots, rows.room))
         if row in live and not (computed <= slots <= room and slots <= rows.limit[row]):
             _broken(
                 "tables",
                 f"row {row}: computed {computed}, slots {slots}, room {room}, {rows.limit[row]} allowed",
             )
-        if row not in live and (held or rows.length[row] or rows.published[row] or rows.shared_tail[row]):
-            _broken("tables", f"row {row} is in no use and not empty")
+        empty = not (
+            held or rows.length[row] or rows.published[row] or rows.hashed[row] or rows.shared_tail[row]
+        )
+        if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
+            _broken("tables", f"row {row} is in no use and not empty, or the other way round")
         for group, table in enumerate(manager.tables):
             first = int(rows.first[group, row])
             window = manager.windows[group]
@@ -86,93 +91,129 @@ def _check_tables(manager: KVCacheManager) -> None:
             _broken("exclusive writes", f"block {block} can be written by rows {owners}")
         if counts[block] > 1 and any(rows.slots[row] > rows.computed[row] for row in owners):
             _broken("exclusive writes", f"block {block} of rows {owners} was to be copied")
-    for block, count in enumerate(manager.pool.refs.tolist()):
-        if counts[block] != count:
-            _broken("reference counts", f"block {block}: count {count}, {counts[block]} table entries")
+    expected = np.zeros(manager.pool.num_blocks, np.int32)
+    for block, count in counts.items():
+        expected[block] = count
+    wrong = np.flatnonzero(expected != manager.pool.refs)
+    if wrong.size:
+        block = int(wrong[0])
+        _broken(
+            "reference counts", f"block {block}: count {manager.pool.refs[block]}, {expected[block]} in tables"
+        )
 
 
 def _check_states(manager: KVCacheManager) -> None:
     pool = manager.pool
-    cached, free = pool.lru_order(), pool.free_blocks().tolist()
-    used = [block for block, count in enumerate(pool.refs.tolist()) if count > 0]
+    lists = [pool.cached_blocks(kind) for kind in range(CLASSES)]
+    cached, free = [block for blocks in lists for block in blocks], pool.free_blocks().tolist()
+    used = np.flatnonzero(pool.refs > 0).tolist()
     if NULL_BLOCK in cached or NULL_BLOCK in free or NULL_BLOCK in used:
         _broken("null block", "block 0 is free, cached or used")
     if sorted(cached + free + used) != list(range(1, pool.num_blocks)):
         _broken("conservation", f"{len(used)} used, {len(cached)} cached, {len(free)} free of {pool.usable}")
     if (len(used), len(cached), len(free)) != (pool.used, pool.cached, pool.free):
         _broken("conservation", f"counted {(len(used), len(cached), len(free))}, kept {manager.stats()}")
-    backward: list[int] = []
-    block = pool.newest
-    while block != NULL_BLOCK and len(backward) <= len(cached):
-        backward.append(block)
-        block = pool.before(block)
-    if backward[::-1] != cached:
-        _broken("conservation", "the LRU list differs read from its two ends")
+    for kind in range(CLASSES):
+        if pool.cached_blocks(kind, backward=True)[::-1] != lists[kind]:
+            _broken("conservation", f"the list of class {kind} differs read from its two ends")
     if manager.index is None and cached:
         _broken("prefix index", f"{len(cached)} blocks cached without an index")
 
 
 def _check_promises(manager: KVCacheManager) -> None:
-    rows = manager.rows
+    sequences, requests, windows = manager.sequences, manager.state.requests, manager.windows
     members: dict[int, list[int]] = defaultdict(list)
-    for row in rows.row_of.values():
-        members[id(rows.families[row])].append(row)
-    promised = sequences = 0
-    for family_rows in members.values():
-        family = rows.family(family_rows[0])
-        held: set[int] = set()
-        for row in family_rows:
-            for table in manager.tables:
-                held.update(table[row].tolist())
-        held.discard(NULL_BLOCK)
-        if len(held) > family.promise:
-            _broken("promise", f"rows {family_rows} hold {len(held)} blocks, promised {family.promise}")
-        if family.live != len(family_rows) or family.sequences > family.request.n:
-            _broken("promise", f"rows {family_rows}: {family.live} live, {family.forks_left} forks left")
+    for row in sequences.row_of.values():
+        members[int(manager.rows.request[row])].append(row)
+    holders: Counter[int] = Counter()  # requests that hold a block of a full group
+    blocks_of: dict[int, set[int]] = {}
+    promised = count = reserved = 0
+    for slot, rows in members.items():
+        family = sequences.family(rows[0])
+        full: set[int] = set()
+        sliding: set[int] = set()
+        for row in rows:
+            if sequences.family(row) is not family or family.slot != slot:
+                _broken("promise", f"row {row} is not of the request in slot {slot}")
+            for table, window in zip(manager.tables, windows, strict=True):
+                (full if window is None else sliding).update(table[row].tolist())
+        full.discard(NULL_BLOCK)
+        sliding.discard(NULL_BLOCK)
+        blocks_of[slot] = full
+        holders.update(full)
+        if len(full) + len(sliding) > family.promise or len(sliding) > family.sliding:
+            _broken("promise", f"rows {rows} hold {len(full)} + {len(sliding)} blocks, promised {family}")
+        if family.live != len(rows) or family.sequences > family.request.n:
+            _broken("promise", f"rows {rows}: {family.live} live, {family.forks_left} forks left")
         if family.sequences == family.request.n and family.promise != promised_blocks(
             family.request, manager.limits
         ):
-            _broken("promise", f"rows {family_rows}: promise {family.promise}")
+            _broken("promise", f"rows {rows}: promise {family.promise}")
+        kept = (int(requests.promised[slot]), int(requests.live[slot]), int(requests.forks_left[slot]))
+        if kept != (family.promise - family.sliding, family.live, family.forks_left):
+            _broken("promise", f"slot {slot} keeps {kept}, its request is {family}")
         promised += family.promise
-        sequences += family.sequences
+        reserved += family.sliding
+        count += family.sequences
+    for slot in range(manager.limits.max_num_seqs):
+        mine = blocks_of.get(slot, set())
+        if requests.held[slot] != len(mine):
+            _broken(
+                "promise", f"slot {slot} holds {len(mine)} blocks of full groups, kept {requests.held[slot]}"
+            )
+        alone = sum(holders[block] == 1 for block in mine)
+        if not 0 <= requests.private[slot] <= alone:
+            _broken("promise", f"slot {slot}: {alone} blocks are its alone, kept {requests.private[slot]}")
+        if sum(int(manager.state.pool.owner[block]) == slot + 1 for block in mine) != requests.private[slot]:
+            _broken(
+                "promise", f"slot {slot}: the owners of its blocks do not add up to {requests.private[slot]}"
+            )
+    if len(holders) != manager.pool.used_full:
+        _broken("promise", f"{len(holders)} blocks of full groups are used, kept {manager.pool.used_full}")
     snapshot = manager.snapshot()
-    if (promised, sequences) != (snapshot.promised_blocks, snapshot.running):
-        _broken("promise", f"counted {promised} blocks and {sequences} sequences, kept {snapshot}")
-    if promised > manager.pool.usable or sequences > manager.limits.max_num_seqs:
-        _broken("promise", f"{promised} of {manager.pool.usable} blocks, {sequences} sequences")
+    if (promised, count) != (snapshot.promised_blocks, snapshot.running):
+        _broken("promise", f"counted {promised} blocks and {count} sequences, kept {snapshot}")
+    if reserved != manager.running().reserved or len(members) != len(manager.running()):
+        _broken("promise", f"{reserved} blocks reserved by {len(members)} requests, kept {manager.running()}")
+    if promised > manager.pool.usable or count > manager.limits.max_num_seqs:
+        _broken("promise", f"{promised} of {manager.pool.usable} blocks, {count} sequences")
 
 
-def _check_nodes(manager: KVCacheManager, index: PrefixIndex) -> None:
-    by_hash = index.nodes()
-    nodes = set(by_hash.values())
-    full = [group for group, window in enumerate(index.windows) if window is None]
-    if len(nodes) != len(by_hash):
-        _broken("prefix index", "two hashes find one node")
-    for value, node in by_hash.items():
-        if index.hash_of(node) != value:
-            _broken("prefix index", f"node {node} is found by a hash that is not its own")
+def _check_nodes(manager: KVCacheManager) -> None:
+    reader, index = manager.index, manager.state.index
+    assert reader is not None
+    nodes = set(reader.nodes().tolist())
+    full = [group for group, window in enumerate(manager.windows) if window is None]
+    if len(nodes) != len(reader):
+        _broken("prefix index", f"{len(nodes)} nodes, kept {len(reader)}")
+    contents = set()
+    for node in nodes:
+        if node not in reader.bucket(int(index.hash[node])):
+            _broken("prefix index", f"node {node} is not in the bucket of its hash")
         if not all(index.blocks[group, node] for group in full):
             _broken("prefix index", f"node {node} has no block in a full group")
-        parent = index.parent_of(node)
-        if parent == ROOT and index.salt_of(node) is None:
-            _broken("reachability", f"node {node} hangs on no root")
+        parent = int(index.parent[node])
         if parent != ROOT and parent not in nodes:
             _broken("reachability", f"the parent {parent} of node {node} is no node")
-    firsts = Counter(index.salt_of(node) for node in nodes if index.parent_of(node) == ROOT)
-    if firsts != Counter(index.roots()):
-        _broken("prefix index", f"salts of first blocks {firsts}, kept {index.roots()}")
+        if parent != ROOT and index.kind[node] == HOT and index.kind[parent] != HOT:
+            _broken("reachability", f"node {node} is hot, its parent {parent} is not")
+        contents.add((parent, int(index.salt[node]), index.tokens[node].tobytes()))
+    if len(contents) != len(nodes):
+        _broken("prefix index", "two nodes have the same content")
+    salts = Counter(index.salt[list(nodes)].tolist())
+    if any(salts[salt] != kept for salt, kept in enumerate(index.salt_nodes.tolist())):
+        _broken("prefix index", f"nodes by salt {salts}, kept otherwise")
     owners: dict[int, int] = {}
-    for group in range(len(index.windows)):
-        for node, block in enumerate(index.blocks[group].tolist()):
-            if block == NULL_BLOCK:
-                continue
+    for group in range(len(manager.windows)):
+        for node in np.flatnonzero(index.blocks[group]).tolist():
+            block = int(index.blocks[group, node])
             if node not in nodes or block in owners:
                 _broken("prefix index", f"block {block} belongs to node {node}, no node or the second one")
             owners[block] = node
     for block, node in enumerate(index.node_of.tolist()):
         if owners.get(block, 0) != node:
             _broken("prefix index", f"block {block} names node {node}, listed for {owners.get(block, 0)}")
-    for block in manager.pool.lru_order():
+    for block in manager.pool.all_cached():
         if block not in owners:
             _broken("reachability", f"block {block} is cached without a node")
     for block in manager.pool.free_blocks().tolist():
@@ -180,18 +221,22 @@ def _check_nodes(manager: KVCacheManager, index: PrefixIndex) -> None:
             _broken("prefix index", f"block {block} is free and has node {owners[block]}")
 
 
-def _check_holders(manager: KVCacheManager, index: PrefixIndex) -> None:
-    rows = manager.rows
-    for row in rows.row_of.values():
-        salt = rows.family(row).salt
-        computed = int(rows.computed[row]) // manager.block_size
-        published = int(rows.published[row])
-        chain = manager.tables[index.anchor][row].tolist()
+def _check_holders(manager: KVCacheManager) -> None:
+    rows, index, size = manager.rows, manager.state.index, manager.block_size
+    anchor = manager.windows.index(None)
+    for row in manager.sequences.row_of.values():
+        salt = manager.sequences.family(row).salt
+        computed = int(rows.computed[row]) // size
+        if rows.published[row] != computed or rows.hashed[row] < computed:
+            _broken(
+                "prefix index", f"row {row}: {computed} full blocks computed, {rows.published[row]} published"
+            )
+        chain = manager.tables[anchor][row].tolist()
         for group, table in enumerate(manager.tables):
             for at, block in enumerate(table[row].tolist()):
                 node = int(index.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
-                    if at < published and index.windows[group] is None:
+                    if at < computed and manager.windows[group] is None:
                         _broken("prefix index", f"row {row} block {at} counts as published and is not")
                     continue
                 if at >= computed:
@@ -200,28 +245,35 @@ def _check_holders(manager: KVCacheManager, index: PrefixIndex) -> None:
                     _broken(
                         "prefix index", f"row {row} group {group} block {at}: node {node}, anchor {chain[at]}"
                     )
-                if index.parent_of(node) != (chain[at - 1] if at else ROOT):
+                if index.parent[node] != (chain[at - 1] if at else ROOT):
                     _broken("prefix index", f"row {row} block {at}: not the parent of its node")
-                if at == 0 and index.salt_of(node) != salt:
+                expected = b"" if at < rows.shared[row] else salt
+                if manager.salts.salt_of(int(index.salt[node])) != expected:
                     _broken("prefix index", f"row {row}: a block of another salt")
-                tokens = rows.full_blocks_of_tokens(row, at, at + 1)[0]
-                if index.tokens[node].tolist() != tokens.tolist():
+                if index.tokens[node].tobytes() != rows.tokens[row, at * size : (at + 1) * size].tobytes():
                     _broken("prefix index", f"row {row} block {at}: other tokens than its node's")
-        if ceil_div(int(rows.slots[row]), manager.block_size) > rows.held_blocks(row):
+        if ceil_div(int(rows.slots[row]), size) > rows.room[row] // size:
             _broken("tables", f"row {row}: slots beyond its blocks")
 
 
-def _check_order(manager: KVCacheManager, index: PrefixIndex) -> None:
-    age = {block: place for place, block in enumerate(manager.pool.lru_order())}  # 0 is evicted first
-    for group, window in enumerate(index.windows):
-        if window is not None:
+def _check_order(manager: KVCacheManager) -> None:
+    """Who may be evicted first. Blocks of one class go in the order of their list; a cold one may go before any
+    hot one; a hot one goes before a cold one only if it was released before it (see eviction)."""
+    assert manager.index is not None
+    index, pool = manager.state.index, manager.state.pool
+    age: dict[int, int] = {}
+    now = max((int(pool.time[b]) for b in manager.pool.all_cached()), default=0)
+    for block in manager.pool.all_cached():
+        age[block] = now - int(pool.time[block])
+    kinds = {block: kind for kind in range(CLASSES) for block in manager.pool.cached_blocks(kind)}
+    full = [group for group, window in enumerate(manager.windows) if window is None]
+    for node in manager.index.nodes().tolist():
+        parent = int(index.parent[node])
+        if parent == ROOT:
             continue
-        for node in index.nodes().values():
-            parent = index.parent_of(node)
-            if parent == ROOT:
-                continue
+        for group in full:
             mine, above = int(index.blocks[group, node]), int(index.blocks[group, parent])
             if mine not in age and above in age:
                 _broken("reachability", f"node {node} is in use and its parent {parent} may be evicted")
-            if mine in age and above in age and age[above] < age[mine]:
+            if mine in age and above in age and (age[above] >= age[mine] or kinds[mine] > kinds[above]):
                 _broken("reachability", f"the parent {parent} is evicted before node {node}")

@@ -15,37 +15,48 @@ Every error is raised before anything changes. Not thread-safe: one scheduler ow
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tonnage.cache import hits, steps
 from tonnage.cache.admission import (
+    Admission,
     AdmissionRequest,
     Admit,
     Decision,
+    Head,
     Limits,
     Never,
+    Policy,
     Snapshot,
     Wait,
-    ceil_div,
+    WaitReason,
     decide,
-    first_needed_block,
-    promised_blocks,
+    last_owners,
+    refusal,
+    split_promise,
 )
+from tonnage.cache.core import handle
+from tonnage.cache.admission.safety import finishing_order
 from tonnage.cache.errors import (
     DoubleFree,
     InvalidRequest,
-    InvariantViolation,
+    NoFreeBlocks,
     OutOfOrder,
     PromiseExceeded,
     SequenceExists,
 )
+from tonnage.cache.hashing import HashBlock, seed_of
 from tonnage.cache.invariants import check_invariants
-from tonnage.cache.pool import NULL_BLOCK, BlockPool, Int32Array
-from tonnage.cache.prefix import HashBlock, PrefixIndex, xxh3_block
-from tonnage.cache.publish import publish
-from tonnage.cache.tables import Family, Int64Array, SequenceTables, TokenIds, token_array
+from tonnage.cache.pool import BlockPool, check_num_blocks
+from tonnage.cache.prefix import PrefixIndex
+from tonnage.cache.salts import Salts
+from tonnage.cache.snapshot import RunningSnapshot
+from tonnage.cache.state import EVICTIONS, HOT, MERGED, Int32Array, Int64Array, new_state
+from tonnage.cache.tables import Family, Sequences, TokenIds, token_array
 from tonnage.planner.layout import KVLayout
 
 
@@ -70,7 +81,8 @@ class CacheStats:
     """Blocks by state: used + cached + free = usable, used <= promised <= usable. Counters since the start.
 
     ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
-    ``merged`` the duplicate blocks given back when a sequence had computed what another one had published.
+    ``shared_hit_tokens`` the part of them from blocks that any salt may read, ``merged`` the duplicate blocks
+    given back when a sequence had computed what another one had published.
     """
 
     num_blocks: int
@@ -83,6 +95,7 @@ class CacheStats:
     evictions: int
     query_tokens: int
     hit_tokens: int
+    shared_hit_tokens: int
     merged: int
 
 
@@ -90,7 +103,8 @@ class KVCacheManager:
     """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    promise depends on it. Raises CacheConfigError for limits that cannot work. ``hash_block`` is for tests.
+    promise depends on it. Raises CacheConfigError for limits that cannot work. ``hash_block`` is for tests: a
+    hash function of their own, slow.
     """
 
     def __init__(
@@ -102,22 +116,38 @@ class KVCacheManager:
         max_model_len: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
-        hash_block: HashBlock = xxh3_block,
+        policy: Policy | None = None,
+        hash_block: HashBlock | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.limits = Limits(layout, self.pool.usable, max_model_len, max_num_seqs, max_num_batched_tokens)
-        self.rows = SequenceTables(self.limits)
-        self.tables: tuple[Int32Array, ...] = self.rows.blocks
+        check_num_blocks(num_blocks)
+        self.limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens)
         self.block_size = layout.block_size
         self.windows = tuple(g.window if g.kind == "sliding" else None for g in layout.groups)
         # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.
         self.prefix_caching = enable_prefix_caching and None in self.windows
-        self.index = PrefixIndex(layout, self.pool, hash_block) if self.prefix_caching else None
+        key = secrets.randbits(64)
+        self.state = new_state(
+            self.limits, num_blocks, caching=self.prefix_caching, seed=seed_of(b"", key), logged=False
+        )
+        self._core = handle(self.state)  # the same arrays, for compiled code
+        self.pool = BlockPool(self.state)
+        self.index = PrefixIndex(self.state, self._core) if self.prefix_caching else None
+        self.rows = self.state.rows
+        self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)
+        self.sequences = Sequences(max_num_seqs)
+        self.salts = Salts(key)
+        self._hash_block = hash_block
+        self._no_copies = np.zeros((2, 0), np.int32)
+        self._requests: dict[int, Family] = {}  # by slot, in order of admission
+        self._unused_slots = list(range(max_num_seqs - 1, -1, -1))
+        # Without a policy the sum of all promises fits: no call of `grant` is needed then.
+        self.admission = None if policy is None else Admission(policy, self.limits)
         self._promised = 0
+        self._reserved = 0
         self._running = 0
         self._query_tokens = 0
         self._hit_tokens = 0
-        self._merged = 0
+        self._shared_hit_tokens = 0
 
     # -- admission ---------------------------------------------------------------------------------------
 
@@ -125,56 +155,200 @@ class KVCacheManager:
         """What is promised now."""
         return Snapshot(self._promised, self._running)
 
+    def running(self) -> RunningSnapshot:
+        """What every running request holds and may still ask for; copies, in order of admission."""
+        order = np.fromiter(self._requests, dtype=np.int32, count=len(self._requests))
+        place = np.zeros(self.limits.max_num_seqs, np.int32)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        lengths = np.zeros((3, len(order)), np.int32)
+        steps.summarize(self._core, place, lengths)
+        requests = self.state.requests
+        return RunningSnapshot(
+            usable=self.pool.usable,
+            used=self.pool.used_full,
+            reserved=self._reserved,
+            held=requests.held[order],
+            private=requests.private[order],
+            promised=requests.promised[order],
+            prompt=requests.prompt[order],
+            prompt_left=lengths[0],
+            output=lengths[1],
+            output_left=lengths[2],
+            sequences=requests.live[order] + requests.forks_left[order],
+        )
+
     def decide(self, request: AdmissionRequest) -> Decision:
         """`admission.decide` against the current state; changes nothing."""
         return decide(request, self.snapshot(), self.limits)
 
     def admit(
-        self, sequence_id: int, token_ids: TokenIds, max_tokens: int, *, n: int = 1, salt: str | bytes = ""
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        max_tokens: int,
+        *,
+        n: int = 1,
+        salt: str | bytes = "",
+        tenant: str = "",
+        produced: int = 0,
+        head: Head | None = None,
     ) -> Admitted | Wait | Never:
         """Decide, lock the prefix hit and register the sequence, or change nothing.
 
         At least the last prompt token is left to compute: its logits are needed. The n - 1 other sequences
         come by `fork` once the prompt is computed; their rows and blocks are promised here. Requests with
-        different salts never share a block. Raises SequenceExists, InvalidRequest.
+        different salts never share a block, those of `allow_prefix` aside. ``produced``: how many of the tokens
+        are its own output, after a preemption. ``head``: the request it would pass, from `start_of`. Raises
+        SequenceExists, InvalidRequest.
         """
-        if sequence_id in self.rows.row_of:
+        if sequence_id in self.sequences.row_of:
             raise SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         tokens = token_array(token_ids)
-        request = AdmissionRequest(len(tokens), max_tokens, n)
-        decision = self.decide(request)
-        if not isinstance(decision, Admit):
-            return decision
+        request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else bytes(salt)
+        early = self.decide(request) if self.admission is None else self._without_room(request)
+        if early is not None and not isinstance(early, Admit):
+            return early
+        row = self.sequences.next_row
+        count = self._find_hit(row, tokens, salt_bytes)
+        if self.admission is not None:
+            decision = self._decide_with_hit(self.admission, request, row, count, head)
+            if not isinstance(decision, Admit):
+                self._drop_hit(row, count)
+                return decision
+        self._register(sequence_id, request, salt_bytes)
+        hits.lock_hit(self._core, row, count)
+        hit = count * self.block_size
+        self._query_tokens += len(tokens)
+        self._hit_tokens += hit
+        shared = count if not salt_bytes else min(count, int(self.rows.shared[row]))
+        self._shared_hit_tokens += shared * self.block_size
+        return Admitted(row, hit)
+
+    def start_of(self, request: AdmissionRequest) -> Head:
+        """When a waiting request begins if all ends as foretold: what `admit` wants as ``head``."""
+        assert self.admission is not None
+        return self.admission.start_of(request, self.running(), self._running_requests())
+
+    def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
+        """How far each sequence may be extended in this step, int64; changes nothing.
+
+        ``num_tokens``: how far each would go, in order of preference. A prefill chunk may be cut; a sequence
+        that gets no more than it has computed stalls: it is left out of the step and asked for again in the
+        next. In guaranteed mode, whoever asks for all running sequences is never refused all of them; in the
+        others `Admission.victim` says whom to preempt then.
+        """
+        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
+        if self.admission is None:
+            return ends
+        wanted = np.zeros(len(batch), np.int64)
+        steps.wanted_blocks(self._core, batch, ends, wanted)
+        if not wanted.any():
+            return ends
+        entries = self.entries(sequence_ids)
+        granted = self.admission.grant(self.running(), entries, wanted, self._exact_returns)
+        short = granted < wanted
+        if not short.any():
+            return ends
+        rows, size = self.rows, self.block_size
+        full = sum(window is None for window in self.windows)
+        reach = rows.room[batch] + granted // full * size
+        # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
+        reach[rows.shared_tail[batch]] = 0
+        return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
+
+    def _without_room(self, request: AdmissionRequest) -> Never | Wait | None:
+        never = refusal(request, self.limits)
+        if never is not None:
+            return never
+        short = self._running + request.n - self.limits.max_num_seqs
+        return Wait(WaitReason.SEQUENCES, 0, short) if short > 0 else None
+
+    def _decide_with_hit(
+        self, admission: Admission, request: AdmissionRequest, row: int, count: int, head: Head | None
+    ) -> Decision:
+        lost = np.zeros(self.limits.max_num_seqs, np.int32)
+        used, cached = hits.count_hit(self._core, row, count, lost)
+        order = np.fromiter(self._requests, dtype=np.int32, count=len(self._requests))
+        return admission.decide(
+            request,
+            self.running(),
+            self._running_requests(),
+            hit_used=used,
+            hit_cached=cached,
+            private_lost=lost[order] if used else None,
+            tenant_promised=self._tenant_promised(request.tenant),
+            head=head,
+        )
+
+    def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         rows = self.rows
-        row = rows.open(sequence_id, Family(request, salt_bytes, decision.blocks, live=1, forks_left=n - 1))
         rows.tokens[row, : len(tokens)] = tokens
         rows.length[row] = len(tokens)
-        rows.limit[row] = request.total_tokens
-        self._promised += decision.blocks
-        self._running += n
-        cached = self._lock_prefix(row, tokens, salt_bytes)
-        self._query_tokens += len(tokens)
-        self._hit_tokens += cached
-        return Admitted(row, cached)
+        if not self.prefix_caching:
+            return 0
+        self.salts.enter(self.state, row, salt, tokens)
+        rows.kind[row] = HOT
+        self._hash(row)
+        return hits.find_hit(self._core, row)
 
-    def _lock_prefix(self, row: int, tokens: Int32Array, salt: bytes) -> int:
-        if self.index is None:
+    def _drop_hit(self, row: int, count: int) -> None:
+        if self.prefix_caching:
+            self.salts.leave(self.state, row)
+        hits.drop_hit(self._core, row, count)
+
+    def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
+        full, sliding = split_promise(request, self.limits)
+        slot = self._unused_slots.pop()
+        family = Family(request, salt, slot, full + sliding, sliding, live=1, forks_left=request.n - 1)
+        row = self.sequences.open(sequence_id, family)
+        self._requests[slot] = family
+        self._promised += family.promise
+        self._reserved += sliding
+        self._running += request.n
+        rows, requests = self.rows, self.state.requests
+        requests.promised[slot], requests.prompt[slot] = full, request.prompt_tokens
+        requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
+        rows.limit[row] = request.total_tokens
+        rows.request[row] = slot
+
+    def _running_requests(self) -> list[AdmissionRequest]:
+        return [family.request for family in self._requests.values()]
+
+    def _tenant_promised(self, tenant: str) -> int:
+        if self.admission is None or self.admission.policy.tenant_blocks is None:
             return 0
-        blocks = (len(tokens) - 1) // self.block_size
-        found = self.index.match(tokens[: blocks * self.block_size].reshape(-1, self.block_size), salt)
-        hit = self.index.usable(found)
-        count = len(hit.nodes)
-        if count == 0:
-            return 0
-        rows, cached = self.rows, count * self.block_size
-        for group, ids in enumerate(self.index.lock(hit)):
-            self.tables[group][row, :count] = ids
-            rows.first[group, row] = first_needed_block(self.windows[group], cached, self.block_size)
-        rows.computed[row] = rows.slots[row] = rows.room[row] = cached
-        rows.published[row] = count
-        rows.points[row] = hit.point
-        return cached
+        return sum(f.promise for f in self._requests.values() if f.request.tenant == tenant)
+
+    def _exact_returns(self) -> Int64Array:
+        """`safety.last_owners` in the order of `safety.grant`; walks the tables of full groups."""
+        snapshot = self.running()
+        tables, owners = [], []
+        place = {slot: entry for entry, slot in enumerate(self._requests)}
+        for row in self.sequences.row_of.values():
+            held = int(self.rows.room[row]) // self.block_size
+            for table, window in zip(self.tables, self.windows, strict=True):
+                if window is None:
+                    tables.append(table[row, :held])
+                    owners.append(np.full(held, place[int(self.rows.request[row])]))
+        if not tables:
+            return np.zeros(len(snapshot), np.int64)
+        order = finishing_order(snapshot.need, snapshot.private)
+        return last_owners(np.concatenate(tables), np.concatenate(owners), order, self.pool.num_blocks)
+
+    def allow_prefix(self, token_ids: TokenIds) -> None:
+        """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).
+
+        Holds for requests admitted from now on; the longest allowed prefix that a prompt starts with counts.
+        Raises InvalidRequest when it is shorter than a block.
+        """
+        tokens = token_array(token_ids)
+        whole = len(tokens) // self.block_size * self.block_size
+        if whole == 0:
+            raise InvalidRequest(
+                f"{len(tokens)} tokens are less than a block of {self.block_size}", field="token_ids"
+            )
+        self.salts.allow(tokens[:whole], self.block_size)
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -182,41 +356,37 @@ class KVCacheManager:
         """Make positions [computed, num_tokens) writable; returns the copies to perform first.
 
         Sliding blocks that no query at a position >= computed can read are dropped before new ones are taken.
-        Cannot fail inside the promise: ``num_tokens`` <= prompt + max_tokens and at most
-        max_num_batched_tokens beyond what is committed. Outside it raises PromiseExceeded.
+        Raises PromiseExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is committed,
+        NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
         """
-        row = self.rows.row(sequence_id)
-        self._check_promise(sequence_id, row, num_tokens)
-        copies: list[BlockCopy] = []
-        self._extend_row(row, num_tokens, copies)
-        return tuple(copies)
+        return self.extend_many((sequence_id,), (num_tokens,))
 
     def extend_many(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """`extend` for a whole step: everything is checked first, then only sequences that cross a block
-        border (or write into a shared block) cost more than their share of a few array operations."""
-        tables = self.rows
-        rows = tables.rows(sequence_ids)
-        ends: Int64Array = np.asarray(num_tokens, dtype=np.int64)
-        if ends.shape != rows.shape:
-            raise InvalidRequest(f"{len(rows)} sequences, {ends.size} lengths", field="num_tokens")
-        step = ends - tables.computed[rows]
-        bad = (ends > tables.limit[rows]) | (step > self.limits.max_num_batched_tokens) | (ends < 0)
-        if bad.any():
-            at = int(bad.argmax())
-            self._check_promise(sequence_ids[at], int(rows[at]), int(ends[at]))
-        slow = (ends > tables.room[rows]) | tables.shared_tail[rows]
-        # A sequence named twice ends at the larger length: maximum.at, not an assignment.
-        np.maximum.at(tables.slots, rows, ends)
-        if not slow.any():
-            return ()
-        copies: list[BlockCopy] = []
-        for row, end in zip(rows[slow].tolist(), ends[slow].tolist(), strict=True):
-            self._extend_row(row, end, copies)
-        return tuple(copies)
+        """`extend` for a whole step, all or nothing; only sequences that cross a block border (or write into a
+        shared block) cost more than a comparison."""
+        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
+        copies = self._copies(batch)
+        code, at = steps.extend(self._core, batch, ends, copies)
+        if code != steps.OK:
+            raise self._extend_error(code, sequence_ids[at], int(batch[at]), int(ends[at]))
+        return _copies_of(copies, at)
+
+    def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
+        """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
+        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
+        wanted = np.zeros(len(batch), np.int64)
+        steps.wanted_blocks(self._core, batch, ends, wanted)
+        return wanted
+
+    def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
+        """Index of each sequence's request in the arrays of `running`; int64."""
+        place = np.zeros(self.limits.max_num_seqs, np.int64)
+        place[np.fromiter(self._requests, dtype=np.int64)] = np.arange(len(self._requests))
+        return place[self.rows.request[self.sequences.rows(sequence_ids)]]
 
     def append_tokens(self, sequence_id: int, token_ids: TokenIds) -> None:
         """Tokens the model produced. Raises PromiseExceeded beyond prompt + max_tokens."""
-        row = self.rows.row(sequence_id)
+        row = self.sequences.row(sequence_id)
         tokens = token_array(token_ids)
         start = int(self.rows.length[row])
         if start + len(tokens) > self.rows.limit[row]:
@@ -226,16 +396,10 @@ class KVCacheManager:
 
     def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
         """One token for each of the distinct sequences."""
-        rows, tokens = self.rows.rows(sequence_ids), token_array(token_ids)
-        if rows.shape != tokens.shape or len(set(sequence_ids)) != len(rows):
-            raise InvalidRequest("one token for each of distinct sequences", field="token_ids")
-        length = self.rows.length[rows]
-        full = length >= self.rows.limit[rows]
-        if full.any():
-            at = int(full.argmax())
-            raise self._too_long(sequence_ids[at], int(rows[at]), int(length[at]) + 1)
-        self.rows.tokens[rows, length] = tokens
-        self.rows.length[rows] = length + 1
+        batch, tokens = self._batch_tokens(sequence_ids, token_ids)
+        code, at = steps.append(self._core, batch, tokens)
+        if code != steps.OK:
+            raise self._token_error(code, sequence_ids[at], int(batch[at]), int(tokens[at]))
 
     def commit(self, sequence_id: int, num_computed: int) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
@@ -243,28 +407,36 @@ class KVCacheManager:
         A full block whose tokens another sequence has published meanwhile is replaced in the table by that one.
         Raises OutOfOrder when it goes back, passes what `extend` has made writable, or passes the tokens known.
         """
-        row = self.rows.row(sequence_id)
-        self._check_commit(sequence_id, row, num_computed)
-        self.rows.computed[row] = num_computed
-        if self.index is not None and num_computed // self.block_size > self.rows.published[row]:
-            self._merged += publish(self.index, self.rows, row)
+        self.commit_many((sequence_id,), (num_computed,))
 
     def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """`commit` for a whole step; everything is checked first."""
-        tables = self.rows
-        rows = tables.rows(sequence_ids)
-        ends: Int64Array = np.asarray(num_computed, dtype=np.int64)
-        if ends.shape != rows.shape or len(set(sequence_ids)) != len(rows):
-            raise InvalidRequest("one length for each of distinct sequences", field="num_computed")
-        bad = (ends < tables.computed[rows]) | (ends > tables.slots[rows]) | (ends > tables.length[rows])
-        if bad.any():
-            at = int(bad.argmax())
-            self._check_commit(sequence_ids[at], int(rows[at]), int(ends[at]))
-        tables.computed[rows] = ends
-        if self.index is None:
-            return
-        for row in rows[ends // self.block_size > tables.published[rows]].tolist():
-            self._merged += publish(self.index, self.rows, row)
+        batch, ends = self._batch(sequence_ids, num_computed, "num_computed")
+        self._hash(*batch)
+        code, at = steps.commit(self._core, batch, ends)
+        if code == steps.TWICE:
+            raise self._twice(sequence_ids[at])
+        if code != steps.OK:
+            raise self._out_of_order(sequence_ids[at], int(batch[at]), int(ends[at]))
+
+    def decode_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
+        """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
+
+        The same as `commit_many` to all known tokens, `append_many` and `extend_many` to one more, all or
+        nothing; raises as they do.
+        """
+        batch, tokens = self._batch_tokens(sequence_ids, token_ids)
+        copies = self._copies(batch)
+        self._hash(*batch)
+        code, at = steps.decode(self._core, batch, tokens, copies)
+        if code == steps.OK:
+            return _copies_of(copies, at)
+        sequence_id, row = sequence_ids[at], int(batch[at])
+        if code == steps.NEGATIVE:
+            raise self._token_error(code, sequence_id, row, int(tokens[at]))
+        if code == steps.OUT_OF_ORDER:
+            raise self._out_of_order(sequence_id, row, int(self.rows.length[row]))
+        raise self._extend_error(code, sequence_id, row, int(self.rows.length[row]) + 1)
 
     # -- fork and free -----------------------------------------------------------------------------------
 
@@ -276,76 +448,69 @@ class KVCacheManager:
         Raises SequenceFinished / UnknownSequence, SequenceExists, PromiseExceeded (no fork was promised: n of
         `admit`), OutOfOrder (the full prompt blocks, counted once for all n, are not computed yet).
         """
-        tables = self.rows
-        parent = tables.row(parent_id)
-        if child_id in tables.row_of:
+        parent = self.sequences.row(parent_id)
+        if child_id in self.sequences.row_of:
             raise SequenceExists(f"sequence {child_id} is already live", field="child_id")
-        family = tables.family(parent)
+        family = self.sequences.family(parent)
         if family.forks_left == 0:
             raise PromiseExceeded(
                 f"sequence {parent_id} has no fork left of n = {family.request.n}",
                 field="n",
                 hint="admit with n",
             )
-        computed = int(tables.computed[parent])
+        computed = int(self.rows.computed[parent])
         if computed < family.request.prompt_tokens // self.block_size * self.block_size:
             raise OutOfOrder(
                 f"{computed} of {family.request.prompt_tokens} prompt tokens are computed",
                 field="parent_id",
                 hint="commit the whole prompt, then fork",
             )
-        child = tables.open(child_id, family)
+        child = self.sequences.open(child_id, family)
         family.forks_left -= 1
         family.live += 1
-        held = ceil_div(computed, self.block_size)
-        for table in self.tables:
-            ids = table[parent, :held]
-            table[child, :held] = ids
-            self.pool.acquire(ids[ids != NULL_BLOCK])
-        length = int(tables.length[parent])
-        tables.tokens[child, :length] = tables.tokens[parent, :length]
-        for values in (tables.length, tables.computed, tables.limit, tables.published):
-            values[child] = values[parent]
-        tables.first[:, child] = tables.first[:, parent]
-        tables.room[child] = held * self.block_size
-        tables.points[child] = tables.points[parent]
-        # The parent's slots go back to what is computed: writing again takes an extend, which copies.
-        tables.slots[child] = tables.slots[parent] = computed
-        if computed % self.block_size:
-            tables.shared_tail[child] = tables.shared_tail[parent] = True
+        requests = self.state.requests
+        requests.live[family.slot], requests.forks_left[family.slot] = family.live, family.forks_left
+        steps.share(self._core, parent, child)
+        self.salts.share(self.state, child)
         return child
 
     def free(self, sequence_id: int) -> None:
         """Give back the blocks, last block first, and at once the promise. Published blocks stay cached and
         reusable; the others are reused before any cached one. Raises DoubleFree, UnknownSequence."""
-        tables = self.rows
-        if tables.finished(sequence_id):
+        if self.sequences.finished(sequence_id):
             raise DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
-        row = tables.row(sequence_id)
-        held = tables.held_blocks(row)
-        tail_first = np.stack([table[row, :held] for table in self.tables])[:, ::-1].T.ravel()
-        self._release(tail_first[tail_first != NULL_BLOCK])
-        family = tables.family(row)
-        tables.close(sequence_id)
-        before, promised = family.sequences, family.promise
+        row = self.sequences.row(sequence_id)
+        family = self.sequences.family(row)
+        self.salts.leave(self.state, row)
+        steps.leave(self._core, row)
+        self.sequences.close(sequence_id)
+        before, promise, sliding = family.sequences, family.promise, family.sliding
+        requests, slot = self.state.requests, family.slot
         family.live -= 1
         if family.live == 0:  # nobody is left to fork from
-            family.forks_left = family.promise = 0
+            family.forks_left = family.promise = family.sliding = 0
+            requests.prompt[slot] = 0
+            del self._requests[slot]
+            self._unused_slots.append(slot)
         else:
-            family.promise = promised_blocks(replace(family.request, n=family.sequences), self.limits)
-        self._promised -= promised - family.promise
+            full, family.sliding = split_promise(replace(family.request, n=family.sequences), self.limits)
+            family.promise = full + family.sliding
+        requests.promised[slot] = family.promise - family.sliding
+        requests.forks_left[slot] = family.forks_left
+        self._promised -= promise - family.promise
+        self._reserved -= sliding - family.sliding
         self._running -= before - family.sequences
 
     # -- reading -----------------------------------------------------------------------------------------
 
     def row(self, sequence_id: int) -> int:
         """Row of the sequence in each of `tables`. Raises SequenceFinished, UnknownSequence."""
-        return self.rows.row(sequence_id)
+        return self.sequences.row(sequence_id)
 
     def slots(self, sequence_id: int, group: int, start: int, stop: int) -> Int64Array:
         """block * block_size + offset of positions [start, stop), int64; positions whose block a sliding window
         has left are slots of the null block. Raises OutOfOrder beyond what `extend` has made."""
-        row = self.rows.row(sequence_id)
+        row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise OutOfOrder(
                 f"positions {start} to {stop} of sequence {sequence_id}, slots below {self.rows.slots[row]}",
@@ -364,7 +529,7 @@ class KVCacheManager:
 
     def stats(self) -> CacheStats:
         """Counts, without walking anything."""
-        pool = self.pool
+        pool, counters = self.pool, self.state.pool.counters
         return CacheStats(
             num_blocks=pool.num_blocks,
             usable=pool.usable,
@@ -372,11 +537,12 @@ class KVCacheManager:
             cached=pool.cached,
             free=pool.free,
             promised=self._promised,
-            sequences=len(self.rows),
-            evictions=self.index.evictions if self.index else 0,
+            sequences=len(self.sequences),
+            evictions=int(counters[EVICTIONS]),
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
-            merged=self._merged,
+            shared_hit_tokens=self._shared_hit_tokens,
+            merged=int(counters[MERGED]),
         )
 
     def check_invariants(self) -> None:
@@ -385,73 +551,72 @@ class KVCacheManager:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _extend_row(self, row: int, end: int, copies: list[BlockCopy]) -> None:
-        tables, block_size = self.rows, self.block_size
-        computed = int(tables.computed[row])
-        if end > tables.slots[row]:
-            tables.slots[row] = end
-        if tables.shared_tail[row] and end > computed:
-            self._copy_shared_tail(row, computed, copies)
-        have, need = int(tables.room[row]) // block_size, ceil_div(end, block_size)
-        if need <= have:
+    def _batch(
+        self, sequence_ids: Sequence[int], values: TokenIds, field: str
+    ) -> tuple[Int64Array, Int64Array]:
+        batch = self.sequences.rows(sequence_ids)
+        numbers: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
+        if numbers.shape != batch.shape:
+            raise InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
+        return batch, numbers
+
+    def _batch_tokens(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[Int64Array, Int32Array]:
+        batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids)
+        if tokens.shape != batch.shape:
+            raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
+        return batch, tokens
+
+    def _copies(self, batch: Int64Array) -> Int32Array:
+        if not self.rows.shared_tail[batch].any():
+            return self._no_copies
+        return np.empty((2, len(batch) * len(self.tables)), np.int32)
+
+    def _hash(self, *batch: int) -> None:
+        """With a hash function of the tests' own: what the compiled loop does otherwise."""
+        if self._hash_block is None or not self.prefix_caching:
             return
-        for group, window in enumerate(self.windows):
-            if window is not None:
-                self._drop_dead_blocks(row, group, first_needed_block(window, computed, block_size))
-        fresh = self._allocate((need - have) * len(self.tables)).reshape(len(self.tables), -1)
-        for table, ids in zip(self.tables, fresh, strict=True):
-            table[row, have:need] = ids
-        tables.room[row] = need * block_size
+        rows, size = self.rows, self.block_size
+        for row in batch:
+            tokens, hashes = rows.tokens[row], rows.hashes[row]
+            shared, own = int(rows.shared[row]), int(self.state.index.seeds[rows.salt[row]])
+            for at in range(int(rows.hashed[row]), int(rows.length[row]) // size):
+                parent = int(hashes[at - 1]) if at else (int(self.state.index.seeds[0]) if shared else own)
+                if at and at == shared:
+                    parent ^= own
+                hashes[at] = self._hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
+                rows.hashed[row] = at + 1
 
-    def _drop_dead_blocks(self, row: int, group: int, first: int) -> None:
-        start = int(self.rows.first[group, row])
-        if first <= start:
-            return
-        table = self.tables[group]
-        dead = table[row, start:first].copy()
-        table[row, start:first] = NULL_BLOCK
-        self.rows.first[group, row] = first
-        self._release(dead)
+    def _twice(self, sequence_id: int) -> InvalidRequest:
+        return InvalidRequest(f"sequence {sequence_id} is named twice", field="sequence_ids")
 
-    def _copy_shared_tail(self, row: int, computed: int, copies: list[BlockCopy]) -> None:
-        at = computed // self.block_size
-        for table in self.tables:
-            shared = int(table[row, at])
-            if self.pool.references(shared) > 1:
-                own = self._allocate(1)
-                table[row, at] = own[0]
-                self._release(np.array([shared], np.int32))
-                copies.append(BlockCopy(shared, int(own[0])))
-        self.rows.shared_tail[row] = False
+    def _token_error(self, code: int, sequence_id: int, row: int, token: int) -> Exception:
+        if code == steps.TWICE:
+            return self._twice(sequence_id)
+        if code == steps.NEGATIVE:
+            return InvalidRequest(f"token id {token} is negative", field="token_ids")
+        return self._too_long(sequence_id, row, int(self.rows.length[row]) + 1)
 
-    def _allocate(self, count: int) -> Int32Array:
-        short = count - self.pool.free
-        if short > 0:
-            if self.index is None or short > self.pool.cached:
-                raise InvariantViolation(
-                    f"{count} blocks wanted, {self.pool.free} free and {self.pool.cached} cached",
-                    field="promise",
-                )
-            self.index.evict(short)
-        return self.pool.allocate(count)
-
-    def _release(self, ids: Int32Array) -> None:
-        keep = self.index.node_of[ids] != 0 if self.index is not None else np.zeros(ids.shape, np.bool_)
-        self.pool.release(ids, keep)
-
-    def _check_promise(self, sequence_id: int, row: int, num_tokens: int) -> None:
-        if num_tokens < 0:
-            raise InvalidRequest(f"{num_tokens} is negative", field="num_tokens")
-        if num_tokens > self.rows.limit[row]:
-            raise self._too_long(sequence_id, row, num_tokens)
-        step = num_tokens - int(self.rows.computed[row])
-        if step > self.limits.max_num_batched_tokens:
-            raise PromiseExceeded(
+    def _extend_error(self, code: int, sequence_id: int, row: int, num_tokens: int) -> Exception:
+        if code == steps.TWICE:
+            return self._twice(sequence_id)
+        if code == steps.NEGATIVE:
+            return InvalidRequest(f"{num_tokens} is negative", field="num_tokens")
+        if code == steps.TOO_LONG:
+            return self._too_long(sequence_id, row, num_tokens)
+        if code == steps.STEP_TOO_LONG:
+            step = num_tokens - int(self.rows.computed[row])
+            return PromiseExceeded(
                 f"sequence {sequence_id} would compute {step} positions in a step, "
                 f"max_num_batched_tokens is {self.limits.max_num_batched_tokens}",
                 field="num_tokens",
                 hint="commit what is computed, or take a smaller chunk",
             )
+        return NoFreeBlocks(
+            f"sequence {sequence_id} to {num_tokens} tokens: {self.pool.free} blocks are free, "
+            f"{self.pool.cached} cached",
+            field="num_tokens",
+            hint="extend only what admission has granted",
+        )
 
     def _too_long(self, sequence_id: int, row: int, tokens: int) -> PromiseExceeded:
         return PromiseExceeded(
@@ -460,14 +625,16 @@ class KVCacheManager:
             hint="admit it with a larger max_tokens",
         )
 
-    def _check_commit(self, sequence_id: int, row: int, num_computed: int) -> None:
-        tables = self.rows
-        computed, slots, length = (int(v[row]) for v in (tables.computed, tables.slots, tables.length))
-        if computed <= num_computed <= min(slots, length):
-            return
-        raise OutOfOrder(
+    def _out_of_order(self, sequence_id: int, row: int, num_computed: int) -> OutOfOrder:
+        rows = self.rows
+        computed, slots, length = (int(v[row]) for v in (rows.computed, rows.slots, rows.length))
+        return OutOfOrder(
             f"sequence {sequence_id} cannot be computed up to {num_computed}: it is computed up to {computed}, "
             f"has slots up to {slots} and knows {length} tokens",
             field="num_computed",
             hint="extend and append_tokens come before commit",
         )
+
+
+def _copies_of(copies: Int32Array, count: int) -> tuple[BlockCopy, ...]:
+    return tuple(BlockCopy(src, dst) for src, dst in copies[:, :count].T.tolist())

@@ -1,52 +1,147 @@
-"""BlockPool: who holds which block. Three states, arrays of ints, no object per block.
+"""The block pool: who holds which block. Three states, arrays of ints, no object per block.
 
 Every block but the null block is in exactly one state:
 
 - *used*: reference count > 0;
-- *cached*: unreferenced, but its content is in the prefix index; in the LRU list, evictable;
+- *cached*: unreferenced, but its content is in the prefix index; in the list of its class, evictable;
 - *free*: unreferenced and without content worth keeping; on the free stack, reused first (LIFO).
 
-The LRU list is intrusive: ``next`` and ``prev`` are int32 arrays indexed by block id, and block 0, the null
-block, is the list's sentinel. Each array is an ``array.array`` (scalar access costs a third of numpy's) seen
-through a numpy view as well (batch access).
+The functions here are the only ones that change reference counts, lists and who owns a block; blocks of full
+groups are counted per request, as `tonnage.cache.snapshot` says. They check nothing: their callers have made
+sure that a block is there.
 """
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
-import numpy.typing as npt
 
-from tonnage.cache.errors import CacheConfigError, InvariantViolation
+from tonnage.cache.compiled import compiled
+from tonnage.cache.errors import CacheConfigError
+from tonnage.cache.state import (
+    CACHED,
+    CLASSES,
+    CLOCK,
+    FREE,
+    FREE_HEAD,
+    NULL_BLOCK,
+    USED_FULL,
+    Int32Array,
+    Pool,
+    State,
+)
 
-Int32Array = npt.NDArray[np.int32]
+__all__ = ["NULL_BLOCK", "BlockPool", "Int32Array", "acquire", "pop_free", "push_free", "release", "uncache"]
 
-NULL_BLOCK = 0
+
+@compiled
+def push_free(pool: Pool, block: int) -> None:
+    """Onto the free stack: the next to be handed out."""
+    pool.next[block] = pool.counters[FREE_HEAD]
+    pool.counters[FREE_HEAD] = block
+    pool.counters[FREE] += 1
+
+
+@compiled
+def push_cached(pool: Pool, block: int, kind: int) -> None:
+    """To the young end of its class."""
+    sentinel = pool.refs.size + kind
+    newest = pool.prev[sentinel]
+    pool.next[newest] = block
+    pool.prev[block] = newest
+    pool.next[block] = sentinel
+    pool.prev[sentinel] = block
+    pool.time[block] = pool.counters[CLOCK] & 0xFFFFFFFF
+    pool.counters[CLOCK] += 1
+    pool.counters[CACHED] += 1
+
+
+@compiled
+def unlink(pool: Pool, block: int) -> None:
+    """Out of the list of its class."""
+    before, after = pool.prev[block], pool.next[block]
+    pool.next[before] = after
+    pool.prev[after] = before
+    pool.counters[CACHED] -= 1
+
+
+@compiled
+def uncache(pool: Pool, block: int) -> None:
+    """Cached -> free: the prefix index has forgotten the block."""
+    unlink(pool, block)
+    push_free(pool, block)
+
+
+@compiled
+def pop_free(state: State, full: bool, slot: int) -> int:
+    """A free block, reference count 1, for a request's table; ``full``: of a full group."""
+    pool = state.pool
+    block = int(pool.counters[FREE_HEAD])
+    pool.counters[FREE_HEAD] = pool.next[block]
+    pool.counters[FREE] -= 1
+    pool.refs[block] = 1
+    if full:
+        _own(state, block, slot)
+    return block
+
+
+@compiled
+def acquire(state: State, block: int, full: bool, slot: int) -> None:
+    """One more reference; a cached block leaves its list."""
+    pool = state.pool
+    if pool.refs[block] == 0:
+        unlink(pool, block)
+        if full:
+            _own(state, block, slot)
+    elif full and pool.owner[block] != 0 and pool.owner[block] != slot + 1:
+        state.requests.private[pool.owner[block] - 1] -= 1
+        pool.owner[block] = 0
+    pool.refs[block] += 1
+
+
+@compiled
+def release(state: State, block: int, full: bool, slot: int) -> None:
+    """One reference less. The last one makes the block cached where it is in the prefix index, else free."""
+    pool, index = state.pool, state.index
+    pool.refs[block] -= 1
+    if pool.refs[block] > 0:
+        return
+    if full:
+        pool.counters[USED_FULL] -= 1
+        if pool.owner[block] != 0:
+            state.requests.private[slot] -= 1
+            pool.owner[block] = 0
+    node = index.node_of[block]
+    if node != NULL_BLOCK:
+        push_cached(pool, block, index.kind[node])
+    else:
+        push_free(pool, block)
+
+
+@compiled
+def _own(state: State, block: int, slot: int) -> None:
+    state.pool.counters[USED_FULL] += 1
+    state.pool.owner[block] = slot + 1
+    state.requests.private[slot] += 1
 
 
 class BlockPool:
-    """``num_blocks`` blocks, block 0 being the null block that nobody owns. Raises CacheConfigError below 2."""
+    """What may be read of the pool: counts without walking anything, lists for checks."""
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise CacheConfigError(
-                f"{num_blocks} blocks leave none to use: block 0 is the null block",
-                field="num_blocks",
-                hint="at least 2; give the KV pool more memory",
-            )
-        self.num_blocks = num_blocks
-        self.usable = num_blocks - 1
-        self.cached = 0
-        self._refs = array("i", bytes(4 * num_blocks))
-        self._next = array("i", bytes(4 * num_blocks))
-        self._prev = array("i", bytes(4 * num_blocks))
-        self.refs: Int32Array = np.frombuffer(self._refs, dtype=np.int32)
-        self._next_view: Int32Array = np.frombuffer(self._next, dtype=np.int32)
-        self._prev_view: Int32Array = np.frombuffer(self._prev, dtype=np.int32)
-        # The top of the stack is its end: a new pool hands out 1, 2, 3 ...
-        self._stack: Int32Array = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
-        self.free = self.usable
+    def __init__(self, state: State) -> None:
+        self._pool = state.pool
+        self.num_blocks = int(state.pool.refs.size)
+        self.usable = self.num_blocks - 1
+        self.refs = state.pool.refs
+
+    @property
+    def free(self) -> int:
+        """Blocks without content."""
+        return int(self._pool.counters[FREE])
+
+    @property
+    def cached(self) -> int:
+        """Unreferenced blocks with content, evictable."""
+        return int(self._pool.counters[CACHED])
 
     @property
     def used(self) -> int:
@@ -54,106 +149,39 @@ class BlockPool:
         return self.usable - self.free - self.cached
 
     @property
-    def oldest(self) -> int:
-        """The cached block to evict next; the null block when none is cached."""
-        return self._next[NULL_BLOCK]
+    def used_full(self) -> int:
+        """Those of them that stand in tables of full groups."""
+        return int(self._pool.counters[USED_FULL])
 
-    @property
-    def newest(self) -> int:
-        """The cached block to evict last; the null block when none is cached."""
-        return self._prev[NULL_BLOCK]
-
-    def before(self, block: int) -> int:
-        """The cached block to evict just before this one; the null block at the end."""
-        return self._prev[block]
-
-    def allocate(self, count: int) -> Int32Array:
-        """Take ``count`` free blocks, reference count 1 each; int32 [count].
-
-        Evict first where ``free < count``: taking more raises InvariantViolation.
-        """
-        top = self.free
-        if count > top:
-            raise InvariantViolation(f"{count} blocks wanted, {top} free", field="promise")
-        ids = self._stack[top - count : top][::-1].copy()
-        self.free = top - count
-        self.refs[ids] = 1
-        return ids
-
-    def allocate_one(self) -> int:
-        """As ``allocate(1)``, without an array."""
-        if self.free == 0:
-            raise InvariantViolation("1 block wanted, 0 free", field="promise")
-        self.free -= 1
-        block = int(self._stack[self.free])
-        self._refs[block] = 1
-        return block
-
-    def references(self, block: int) -> int:
-        """Reference count of one block."""
-        return self._refs[block]
-
-    def acquire(self, ids: Int32Array) -> None:
-        """One more reference for each of the distinct blocks; cached ones leave the LRU list."""
-        for block in ids[self.refs[ids] == 0].tolist():
-            self._unlink(block)
-        self.refs[ids] += 1
-
-    def release(self, ids: Int32Array, keep: npt.NDArray[np.bool_]) -> None:
-        """One reference less for each of the distinct blocks, in the order given.
-
-        Those that nobody references any more become cached where ``keep``, the first one closest to
-        eviction, and free elsewhere.
-        """
-        left = self.refs[ids] - 1
-        if ids.size and int(left.min()) < 0:
-            raise InvariantViolation("a block is released that nobody references", field="reference counts")
-        self.refs[ids] = left
-        gone = left == 0
-        self._push_cached(ids[gone & keep])
-        self._push_free(ids[gone & ~keep])
-
-    def uncache(self, block: int) -> None:
-        """Cached -> free: the prefix index has forgotten the block."""
-        if self._refs[block]:
-            raise InvariantViolation(f"block {block} is evicted while in use", field="reference counts")
-        self._unlink(block)
-        self._stack[self.free] = block
-        self.free += 1
-
-    def lru_order(self) -> list[int]:
-        """Cached blocks, the next to evict first. O(cached): for checks."""
+    def cached_blocks(self, kind: int, *, backward: bool = False) -> list[int]:
+        """Cached blocks of a class, the oldest first. O(cached): for checks."""
+        links = self._pool.prev if backward else self._pool.next
         order: list[int] = []
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK and len(order) <= self.num_blocks:
+        block = int(links[self.num_blocks + kind])
+        while block < self.num_blocks and len(order) <= self.num_blocks:
             order.append(block)
-            block = self._next[block]
+            block = int(links[block])
         return order
 
+    def all_cached(self) -> list[int]:
+        """Cached blocks of all classes. O(cached): for checks."""
+        return [block for kind in range(CLASSES) for block in self.cached_blocks(kind)]
+
     def free_blocks(self) -> Int32Array:
-        """Free blocks, the next to be handed out last. A copy: for checks."""
-        return self._stack[: self.free].copy()
+        """Free blocks, the next to be handed out first. O(free): for checks."""
+        order: list[int] = []
+        block = int(self._pool.counters[FREE_HEAD])
+        while block != NULL_BLOCK and len(order) <= self.num_blocks:
+            order.append(block)
+            block = int(self._pool.next[block])
+        return np.array(order, np.int32)
 
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self.cached -= 1
 
-    def _push_cached(self, ids: Int32Array) -> None:
-        """Append at the recently used end; ids[-1] becomes the most recent."""
-        if not ids.size:
-            return
-        newest = self._prev[NULL_BLOCK]
-        self._next_view[ids[:-1]] = ids[1:]
-        self._prev_view[ids[1:]] = ids[:-1]
-        first, last = int(ids[0]), int(ids[-1])
-        self._prev[first], self._next[newest] = newest, first
-        self._next[last], self._prev[NULL_BLOCK] = NULL_BLOCK, last
-        self.cached += ids.size
-
-    def _push_free(self, ids: Int32Array) -> None:
-        if not ids.size:
-            return
-        self._stack[self.free : self.free + ids.size] = ids
-        self.free += ids.size
+def check_num_blocks(num_blocks: int) -> None:
+    """Raises CacheConfigError where a pool leaves no block to use."""
+    if num_blocks < 2:
+        raise CacheConfigError(
+            f"{num_blocks} blocks leave none to use: block 0 is the null block",
+            field="num_blocks",
+            hint="at least 2; give the KV pool more memory",
+        )

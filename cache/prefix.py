@@ -1,26 +1,29 @@
-"""PrefixIndex: which cached or used blocks hold which tokens. Four verbs: match, insert, lock, evict.
+"""The prefix index: which cached or used blocks hold which tokens. Four verbs: match, insert, lock, evict.
 
 One *node* is one full block of tokens after one given prefix. Its content sits in one block of each group, so
-the node is named by its block in the *anchor* group (the first full group): no second kind of id. A node
-stores its tokens, its parent node (the salt's root for the first block) and the hash that finds it. The hash
-runs along the chain, each block's keyed by its parent's (the first block's by the salt's), over the raw bytes
-of the int32 tokens.
+the node is named by its block in the *anchor* group (the first full group): no second kind of id. A node stores
+its tokens, its parent node, the id of its salt and the hash that finds it. The hash runs along the chain, each
+block's seeded by its parent's, the first block's by its salt's.
 
 **A collision cannot serve a wrong block.** The hash only proposes a node. It is taken when its parent is the
-node matched just before (for the first block: the root of the same salt) and its tokens are equal; by
-induction from the root the whole prefix is then equal, whatever the hash function does. A node whose hash is
-already taken by another one is not inserted, which costs hits and nothing else.
+node matched just before, its salt is the request's and its tokens are equal; by induction from the root the
+whole prefix is then equal, whatever the hash function does. Nodes with equal hashes live side by side.
+
+**Salts.** Blocks of different salts are never shared, except those of a prefix on the allow-list (a system
+prompt that the operator has published): its whole blocks belong to salt 0, and a tenant's own salt enters the
+chain behind them.
 
 **What a hit needs.** Full groups: every block of the prefix. A sliding group: only the blocks that queries
 after the prefix can still read, i.e. its last window; the longest prefix for which all groups have theirs is
 the hit.
 
-**No cached child without its parent.** Laws, kept by `KVCacheManager` and checked in `invariants`: (1)
-whoever holds a node's full-group block in its table holds those of all its ancestors (duplicates are merged
-when they are published, so that the chain is the same one); (2) tables are released tail first. So when a
-child becomes unreferenced its parent is still referenced or released right after it: in the LRU list every
-child is older than its parent, and evicting the oldest block never orphans anything. Eviction of a full-group
-block drops the node with its blocks in all groups; a sliding block goes alone.
+**No cached child without its parent.** Laws, kept by the manager and checked in `invariants`: (1) whoever holds
+a node's full-group block in its table holds those of all its ancestors (duplicates are merged when they are
+published, so that the chain is the same one); (2) tables are released tail first; (3) a hot node's parent is
+hot. So when a child becomes unreferenced its parent is still referenced or released right after it: in the
+list of one class every child is older than its parent. `tonnage.cache.eviction` says why choosing between the
+two lists by age orphans nothing either. Eviction of a full-group block drops the node with its blocks in all
+groups; a sliding block goes alone.
 
 A layout without any full group has no anchor: its tables drop the start of the chain, and the prefix cache is
 off.
@@ -28,248 +31,281 @@ off.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from tonnage.cache.admission import first_needed_block
-from tonnage.cache.pool import NULL_BLOCK, BlockPool, Int32Array
-from tonnage.planner.layout import KVLayout
-
-# (bytes of one block's int32 tokens, parent's hash) -> unsigned 64-bit hash. The root's is that of the salt.
-HashBlock = Callable[[memoryview, int], int]
-
-ROOT = NULL_BLOCK
-
-
-def xxh3_block(data: memoryview, parent_hash: int) -> int:
-    """XXH3-64 seeded with the parent's hash: 64 bits are enough, tokens and parent being compared on a hit."""
-    return xxhash.xxh3_64_intdigest(data, parent_hash)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A place in the chain to go on from: the last node so far, its hash. ``Point()`` is the root."""
-
-    node: int = ROOT
-    hash: int = 0
-
-
-START = Point()
-_NO_NODES: Int32Array = np.empty(0, np.int32)
+from tonnage.cache.compiled import compiled
+from tonnage.cache.eviction import oldest_to_evict
+from tonnage.cache.hashing import hash_tokens
+from tonnage.cache.pool import acquire, release, uncache
+from tonnage.cache.state import (
+    ANCHOR,
+    BLOCK_SIZE,
+    COLD,
+    EVICTIONS,
+    FREE,
+    GROUPS,
+    HOT,
+    LOGGED,
+    MERGED,
+    NODES,
+    NULL_BLOCK,
+    REMOVED,
+    ROOT,
+    STORED,
+    Int32Array,
+    State,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Nodes found, in chain order (int32), and the point after the last one."""
+@compiled
+def hash_row(state: State, row: int, blocks: int) -> None:
+    """Hashes of the row's first ``blocks`` full blocks; what has been hashed before stays."""
+    rows, size = state.rows, state.constants[BLOCK_SIZE]
+    at, hashes, tokens = rows.hashed[row], rows.hashes[row], rows.tokens[row]
+    shared, own = rows.shared[row], state.index.seeds[rows.salt[row]]
+    while at < blocks:
+        if at == 0:
+            seed = state.index.seeds[0] if shared > 0 else own
+        elif at == shared:
+            seed = hashes[at - 1] ^ own
+        else:
+            seed = hashes[at - 1]
+        hashes[at] = hash_tokens(tokens, at * size, size, seed)
+        at += 1
+    if rows.hashed[row] < at:
+        rows.hashed[row] = at
 
-    nodes: Int32Array
-    point: Point
+
+@compiled
+def find(state: State, row: int, at: int, parent: int) -> int:
+    """The node of the row's block ``at`` below ``parent``, or 0. Exact."""
+    index, rows, size = state.index, state.rows, state.constants[BLOCK_SIZE]
+    value = rows.hashes[row, at]
+    salt = 0 if at < rows.shared[row] else rows.salt[row]
+    node = int(index.heads[value & np.uint64(index.heads.size - 1)])
+    while node != NULL_BLOCK:
+        if index.hash[node] == value and index.parent[node] == parent and index.salt[node] == salt:
+            offset, equal = at * size, True
+            for token in range(size):
+                if index.tokens[node, token] != rows.tokens[row, offset + token]:
+                    equal = False
+                    break
+            if equal:
+                return node
+        node = int(index.chain[node])
+    return NULL_BLOCK
+
+
+@compiled
+def match(state: State, row: int, blocks: int) -> int:
+    """How many of the row's first ``blocks`` blocks are cached in every group; their nodes go into the row of
+    the anchor group's table, which must be empty there."""
+    index, table = state.index, state.rows.tables[state.constants[ANCHOR], row]
+    found, parent = 0, ROOT
+    while found < blocks:
+        node = find(state, row, found, parent)
+        if node == NULL_BLOCK:
+            break
+        table[found] = node
+        parent = node
+        found += 1
+    count = found
+    while count > 0:  # a sliding group may lack blocks of the last window: the hit ends before them
+        missing = -1
+        for group in range(state.constants[GROUPS]):
+            if state.windows[group] > 0:
+                first = first_needed(state.windows[group], count * state.constants[BLOCK_SIZE], state)
+                for at in range(count - 1, first - 1, -1):
+                    if index.blocks[group, table[at]] == NULL_BLOCK:
+                        missing = max(missing, at)
+                        break
+        if missing < 0:
+            break
+        count = missing
+    for at in range(count, found):
+        table[at] = NULL_BLOCK
+    return count
+
+
+@compiled
+def first_needed(window: int, computed: int, state: State) -> int:
+    """Index of the first block that a query at a position >= ``computed`` can still read (0 for full)."""
+    if window == 0 or computed < window:
+        return 0
+    return (computed - window + 1) // int(state.constants[BLOCK_SIZE])
+
+
+@compiled
+def lock(state: State, row: int, count: int) -> None:
+    """Take a reference to the blocks of the ``count`` nodes that `match` left in the row; they are hot now.
+    Blocks a sliding window has left are the null block."""
+    index, rows, anchor = state.index, state.rows, state.constants[ANCHOR]
+    slot, computed = rows.request[row], count * state.constants[BLOCK_SIZE]
+    for group in range(state.constants[GROUPS]):
+        full = state.windows[group] == 0
+        first = first_needed(state.windows[group], computed, state)
+        rows.first[group, row] = first
+        for at in range(first, count):
+            block = index.blocks[group, rows.tables[anchor, row, at]]
+            acquire(state, block, full, slot)
+            if full:
+                state.requests.held[slot] += 1
+            if group != anchor:
+                rows.tables[group, row, at] = block
+    for at in range(count):
+        index.kind[rows.tables[anchor, row, at]] = HOT
+
+
+@compiled
+def insert(state: State, row: int, at: int, parent: int) -> None:
+    """Publish the row's used block ``at`` as a node below ``parent``; `find` found none."""
+    index, rows, size = state.index, state.rows, state.constants[BLOCK_SIZE]
+    node = rows.tables[state.constants[ANCHOR], row, at]
+    value = rows.hashes[row, at]
+    for token in range(size):
+        index.tokens[node, token] = rows.tokens[row, at * size + token]
+    index.parent[node] = parent
+    index.hash[node] = value
+    salt = 0 if at < rows.shared[row] else rows.salt[row]
+    index.salt[node] = salt
+    index.salt_nodes[salt] += 1
+    hot = rows.kind[row] == HOT and (parent == ROOT or index.kind[parent] == HOT)
+    index.kind[node] = HOT if hot else COLD
+    bucket = value & np.uint64(index.heads.size - 1)
+    index.chain[node] = index.heads[bucket]
+    index.heads[bucket] = node
+    for group in range(state.constants[GROUPS]):
+        block = rows.tables[group, row, at]
+        index.blocks[group, node] = block
+        if block != NULL_BLOCK:
+            index.node_of[block] = node
+    state.pool.counters[NODES] += 1
+    if state.constants[LOGGED]:
+        index.stored[state.pool.counters[STORED]] = node
+        state.pool.counters[STORED] += 1
+
+
+@compiled
+def merge(state: State, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
+    """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
+    index, rows, slot = state.index, state.rows, state.rows.request[row]
+    parent = index.parent[node]
+    if parent == ROOT or index.kind[parent] == HOT:
+        index.kind[node] = HOT
+    for group in range(state.constants[GROUPS]):
+        full = state.windows[group] == 0
+        mine, theirs = rows.tables[group, row, at], index.blocks[group, node]
+        if mine == NULL_BLOCK or mine == theirs:  # noqa: SIM109 (numba wants one type in a tuple)
+            continue
+        if theirs == NULL_BLOCK:  # a sliding block that had been evicted alone
+            index.blocks[group, node] = mine
+            index.node_of[mine] = node
+            continue
+        acquire(state, theirs, full, slot)
+        release(state, mine, full, slot)
+        rows.tables[group, row, at] = theirs
+        if full and shared_by_sibling:
+            state.requests.held[slot] -= 1
+        state.pool.counters[MERGED] += 1
+
+
+@compiled
+def publish(state: State, row: int) -> None:
+    """Make nodes of the row's full computed blocks; where others have published the same, take theirs.
+
+    The chain of every sequence is then the index's chain, which is what lets eviction never orphan a node.
+    """
+    rows, anchor = state.rows, state.constants[ANCHOR]
+    table, slot = rows.tables[anchor, row], rows.request[row]
+    stop = rows.computed[row] // state.constants[BLOCK_SIZE]
+    hash_row(state, row, stop)
+    for at in range(rows.published[row], stop):
+        parent = table[at - 1] if at > 0 else ROOT
+        node = find(state, row, at, parent)
+        if node == NULL_BLOCK:
+            insert(state, row, at, parent)
+        elif node != table[at]:
+            sibling = False
+            if state.requests.live[slot] > 1:
+                for other in range(rows.request.size):
+                    if other != row and rows.request[other] == slot and rows.tables[anchor, other, at] == node:
+                        sibling = True
+            merge(state, row, at, node, sibling)
+    rows.published[row] = stop
+
+
+@compiled
+def evict(state: State, count: int) -> None:
+    """Turn at least ``count`` cached blocks into free ones."""
+    counters = state.pool.counters
+    goal = counters[FREE] + count
+    while counters[FREE] < goal:
+        _forget(state, oldest_to_evict(state.pool))
+        counters[EVICTIONS] += 1
+
+
+@compiled
+def _forget(state: State, block: int) -> None:
+    index = state.index
+    node = index.node_of[block]
+    if block != node:
+        for group in range(state.constants[GROUPS]):
+            if index.blocks[group, node] == block and state.windows[group] > 0:
+                index.blocks[group, node] = NULL_BLOCK
+                index.node_of[block] = NULL_BLOCK
+                uncache(state.pool, block)
+                return
+    value = index.hash[node]
+    bucket = value & np.uint64(index.heads.size - 1)
+    if index.heads[bucket] == node:
+        index.heads[bucket] = index.chain[node]
+    else:
+        before = index.heads[bucket]
+        while index.chain[before] != node:
+            before = index.chain[before]
+        index.chain[before] = index.chain[node]
+    for group in range(state.constants[GROUPS]):
+        held = index.blocks[group, node]
+        if held != NULL_BLOCK:
+            index.blocks[group, node] = NULL_BLOCK
+            index.node_of[held] = NULL_BLOCK
+            uncache(state.pool, held)
+    index.chain[node] = NULL_BLOCK
+    index.salt_nodes[index.salt[node]] -= 1
+    state.pool.counters[NODES] -= 1
+    if state.constants[LOGGED]:
+        index.removed[state.pool.counters[REMOVED]] = value
+        state.pool.counters[REMOVED] += 1
 
 
 class PrefixIndex:
-    """Maps token prefixes to blocks of ``pool``; ``anchor`` is the first full group of ``layout``."""
+    """What may be read of the index: for events, tests and checks."""
 
-    def __init__(self, layout: KVLayout, pool: BlockPool, hash_block: HashBlock = xxh3_block) -> None:
-        self.pool = pool
-        self.block_size = layout.block_size
-        self.windows = tuple(g.window if g.kind == "sliding" else None for g in layout.groups)
-        self.anchor = next(i for i, window in enumerate(self.windows) if window is None)
-        self._hash_block = hash_block
-        blocks = pool.num_blocks
-        self.tokens: Int32Array = np.zeros((blocks, self.block_size), np.int32)  # by node
-        self._blocks = array("i", bytes(4 * blocks * len(self.windows)))  # [group, node] -> block
-        self.blocks: Int32Array = np.frombuffer(self._blocks, dtype=np.int32).reshape(-1, blocks)
-        self._node_of = array("i", bytes(4 * blocks))  # block -> its node, 0 when not in the index
-        self.node_of: Int32Array = np.frombuffer(self._node_of, dtype=np.int32)
-        self._parent = array("i", bytes(4 * blocks))  # node -> parent node; -root id for a first block
-        self._hash = array("Q", bytes(8 * blocks))  # node -> its hash
-        self._by_hash: dict[int, int] = {}
-        self._roots: dict[bytes, int] = {}  # salt -> root id, > 0, while a node hangs on it
-        self._salts: dict[int, bytes] = {}
-        self._children_of_root: dict[int, int] = {}
-        self._unused_roots: list[int] = []
-        self.evictions = 0
+    def __init__(self, state: State, core: State) -> None:
+        self.state = state
+        self._core = core
 
     def __len__(self) -> int:
-        return len(self._by_hash)
+        return int(self.state.pool.counters[NODES])
 
-    def match(self, tokens: Int32Array, salt: bytes, start: Point = START) -> Match:
-        """The longest run of nodes that continues ``start`` with ``tokens``; int32 [blocks, block_size].
+    def nodes(self) -> Int32Array:
+        """All nodes, ordered by their block. O(pool): for checks."""
+        node_of = self.state.index.node_of
+        own = node_of == np.arange(len(node_of), dtype=np.int32)
+        own[NULL_BLOCK] = False
+        nodes: Int32Array = np.flatnonzero(own).astype(np.int32)
+        return nodes
 
-        Exact: tokens and parents are compared. Looks at the anchor group only; see `usable` for the others.
-        """
-        parent = start.node if start.node != ROOT else -self._roots.get(salt, 0)
-        if parent == 0 or not len(tokens):
-            return Match(_NO_NODES, start)
-        data, width = _bytes_of(tokens), 4 * self.block_size
-        hash_block, by_hash, parent_of = self._hash_block, self._by_hash, self._parent
+    def bucket(self, value: int) -> list[int]:
+        """Nodes of the bucket of a hash, newest first: for checks."""
+        index = self.state.index
+        node = int(index.heads[value & (index.heads.size - 1)])
         found: list[int] = []
-        hashes: list[int] = []
-        value = self._start_hash(salt, start)
-        for offset in range(0, len(data), width):
-            value = hash_block(data[offset : offset + width], value)
-            node = by_hash.get(value, 0)
-            if node == 0 or parent_of[node] != parent:
-                break
+        while node != NULL_BLOCK and len(found) <= index.chain.size:
             found.append(node)
-            hashes.append(value)
-            parent = node
-        if not found:
-            return Match(_NO_NODES, start)
-        nodes: Int32Array = np.array(found, dtype=np.int32)
-        equal = (self.tokens[nodes] == tokens[: len(nodes)]).all(axis=1)
-        if not equal.all():
-            nodes = nodes[: int(equal.argmin())]
-        if not len(nodes):
-            return Match(nodes, start)
-        return Match(nodes, Point(int(nodes[-1]), hashes[len(nodes) - 1]))
-
-    def usable(self, match: Match) -> Match:
-        """The longest part of a match from the root that is a hit in every group (see the module's text)."""
-        count = len(match.nodes)
-        possible = np.ones(count + 1, np.bool_)
-        lengths = np.arange(count + 1)
-        for group, window in enumerate(self.windows):
-            if window is None:  # the full groups live and die with the node
-                continue
-            present = self.blocks[group, match.nodes] != NULL_BLOCK
-            # gap[k]: 1 + index of the last of the first k nodes without a block here, 0 if there is none
-            gap = np.concatenate(([0], np.maximum.accumulate(np.where(present, 0, lengths[1:]))))
-            first = np.maximum(0, lengths * self.block_size - window + 1) // self.block_size
-            possible &= gap <= first
-        length = int(np.flatnonzero(possible)[-1])
-        if length == count:
-            return match
-        if length == 0:
-            return Match(match.nodes[:0], START)
-        node = int(match.nodes[length - 1])
-        return Match(match.nodes[:length], Point(node, self._hash[node]))
-
-    def lock(self, match: Match) -> tuple[Int32Array, ...]:
-        """Take a reference to the blocks of a usable match; per group int32 [len(match.nodes)].
-
-        Blocks a sliding window has left are the null block. Unreferenced ones leave the LRU list.
-        """
-        taken = []
-        for group, window in enumerate(self.windows):
-            ids: Int32Array = self.blocks[group, match.nodes]
-            first = first_needed_block(window, len(match.nodes) * self.block_size, self.block_size)
-            ids[:first] = NULL_BLOCK
-            self.pool.acquire(ids[first:])
-            taken.append(ids)
-        return tuple(taken)
-
-    def insert(self, tokens: Int32Array, salt: bytes, start: Point, blocks: Sequence[Int32Array]) -> list[int]:
-        """Publish used blocks as nodes after ``start``; returns the hashes of those inserted, in order.
-
-        ``tokens`` int32 [count, block_size], ``blocks`` per group int32 [count] with the null block where
-        a sliding window has left. The first must have no node yet (`match` found none). Stops early when
-        a hash is taken by another node.
-        """
-        if not len(tokens):
-            return []
-        parent = start.node if start.node != ROOT else -self._root(salt)
-        data, width = _bytes_of(tokens), 4 * self.block_size
-        anchor = blocks[self.anchor].tolist()
-        hashes: list[int] = []
-        value = self._start_hash(salt, start)
-        for index, node in enumerate(anchor):
-            value = self._hash_block(data[index * width : (index + 1) * width], value)
-            if value in self._by_hash:
-                break
-            self._by_hash[value] = node
-            self._hash[node] = value
-            self._parent[node] = parent
-            parent = node
-            hashes.append(value)
-        count = len(hashes)
-        if start.node == ROOT:
-            self._count_root(salt, 1 if count else 0)
-        nodes = blocks[self.anchor][:count]
-        self.tokens[nodes] = tokens[:count]
-        for group, ids in enumerate(blocks):
-            self.blocks[group, nodes] = ids[:count]
-            held = ids[:count] != NULL_BLOCK
-            self.node_of[ids[:count][held]] = nodes[held]
-        return hashes
-
-    def add_block(self, node: int, group: int, block: int) -> None:
-        """Give an existing node its block of a sliding group, where it has none."""
-        self.blocks[group, node] = block
-        self._node_of[block] = node
+            node = int(index.chain[node])
+        return found
 
     def evict(self, count: int) -> None:
-        """Turn at least ``count`` cached blocks into free ones, least recently used first."""
-        goal = self.pool.free + count
-        while self.pool.free < goal:
-            self._forget(self.pool.oldest)
-            self.evictions += 1
-
-    def parent_of(self, node: int) -> int:
-        """Parent node; ROOT for a first block."""
-        return max(ROOT, self._parent[node])
-
-    def hash_of(self, node: int) -> int:
-        """The hash that finds the node."""
-        return self._hash[node]
-
-    def salt_of(self, node: int) -> bytes | None:
-        """Salt of a first block; None for any other."""
-        return self._salts.get(-self._parent[node])
-
-    def nodes(self) -> dict[int, int]:
-        """hash -> node, a copy: for checks."""
-        return dict(self._by_hash)
-
-    def roots(self) -> dict[bytes, int]:
-        """salt -> first blocks that hang on it: for checks."""
-        return {self._salts[root]: count for root, count in self._children_of_root.items()}
-
-    def _forget(self, block: int) -> None:
-        node = self._node_of[block]
-        if block != node:  # not the anchor's
-            group = self.blocks[:, node].tolist().index(block)
-            if self.windows[group] is not None:
-                self._drop_block(group, node)
-                return
-        for group in range(len(self.windows)):
-            self._drop_block(group, node)
-        del self._by_hash[self._hash[node]]
-        parent = self._parent[node]
-        self._parent[node] = 0
-        if parent < 0:
-            self._count_root(self._salts[-parent], -1)
-
-    def _drop_block(self, group: int, node: int) -> None:
-        entry = group * self.pool.num_blocks + node
-        block = self._blocks[entry]
-        if block != NULL_BLOCK:
-            self._blocks[entry] = NULL_BLOCK
-            self._node_of[block] = 0
-            self.pool.uncache(block)
-
-    def _start_hash(self, salt: bytes, start: Point) -> int:
-        return start.hash if start.node != ROOT else self._hash_block(memoryview(salt), 0)
-
-    def _root(self, salt: bytes) -> int:
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._unused_roots.pop() if self._unused_roots else len(self._roots) + 1
-            self._roots[salt], self._salts[root], self._children_of_root[root] = root, salt, 0
-        return root
-
-    def _count_root(self, salt: bytes, change: int) -> None:
-        root = self._roots[salt]
-        self._children_of_root[root] += change
-        if self._children_of_root[root] == 0:
-            del self._roots[salt], self._salts[root], self._children_of_root[root]
-            self._unused_roots.append(root)
-
-
-def _bytes_of(tokens: npt.NDArray[np.int32]) -> memoryview:
-    return np.ascontiguousarray(tokens).data.cast("B")
+        """`evict`, for tests that want a smaller cache; ``count`` blocks must be cached."""
+        evict(self._core, count)

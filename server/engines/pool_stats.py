@@ -10,7 +10,7 @@ def pool_stats(manager: KVCacheManager) -> PoolStats:
     """A snapshot; costs a few microseconds."""
     stats, rows = manager.stats(), manager.rows
     # Each group has its own blocks for the same positions; rows that are not in use are all zeros.
-    waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(rows.blocks)
+    waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(manager.tables)
     return PoolStats(
         num_blocks=stats.num_blocks,
         usable=stats.usable,

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tonnage.cache.admission import Never, Wait
+from tonnage.cache.hashing import HashBlock, xxh64_block
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.prefix import HashBlock, xxh3_block
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -173,7 +173,11 @@ class Oracle:
 
 
 def make_oracle(
-    groups: tuple[KVGroup, ...], num_blocks: int, budget: int, hash_block: HashBlock = xxh3_block, size: int = 4
+    groups: tuple[KVGroup, ...],
+    num_blocks: int,
+    budget: int,
+    hash_block: HashBlock | None = None,
+    size: int = 4,
 ) -> Oracle:
     manager = KVCacheManager(
         layout_of(groups, size),
@@ -287,7 +291,7 @@ class ManagerMachine(RuleBasedStateMachine):
         mask = (1 << bits) - 1
 
         def hash_block(data: memoryview, parent: int) -> int:
-            return xxh3_block(data, parent) & mask
+            return xxh64_block(data, parent) & mask
 
         self.oracle = make_oracle(groups, blocks, budget, hash_block, size)
         self.budget = budget

@@ -19,8 +19,10 @@ from tonnage.cache.errors import (
     SequenceFinished,
     UnknownSequence,
 )
+from tonnage.cache.hashing import HashBlock, xxh64_block
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.prefix import HashBlock, xxh3_block
+from tonnage.cache.pool import push_cached, unlink
+from tonnage.cache.state import CALLS, COLD, FREE, HOT, NODES
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -35,7 +37,7 @@ def make(
     length: int = 128,
     budget: int = 64,
     caching: bool = True,
-    hash_block: HashBlock = xxh3_block,
+    hash_block: HashBlock | None = None,
 ) -> KVCacheManager:
     layout = KVLayout(groups or (FULL,), block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
     return KVCacheManager(
@@ -164,7 +166,7 @@ def test_extend_many_never_takes_slots_back() -> None:
     start(manager, 1, list(range(6)))
     start(manager, 2, list(range(6)))
     manager.extend_many([1, 2], [9, 9])
-    manager.extend_many([1, 2, 1], [7, 10, 6])
+    manager.extend_many([1, 2], [7, 10])
     assert [len(manager.slots(s, 0, 0, stop)) for s, stop in ((1, 9), (2, 10))] == [9, 10]
     manager.check_invariants()
 
@@ -234,14 +236,10 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     assert index is not None
     deepest = manager.tables[0][manager.row(2), 5]
     manager.free(2)
-    lost = int(index.blocks[1, deepest])
-    manager.pool.acquire(np.array([lost], np.int32))  # make it the oldest of the cached ones
-    others = np.array([b for b in manager.pool.lru_order() if b != lost], np.int32)
-    manager.pool.acquire(others)
-    manager.pool.release(np.array([lost], np.int32), np.array([True]))
-    manager.pool.release(others, np.ones(len(others), np.bool_))
+    lost = int(manager.state.index.blocks[1, deepest])
+    _oldest(manager, lost)
     index.evict(1)
-    assert manager.pool.oldest != lost
+    assert lost not in manager.pool.all_cached()
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
@@ -262,11 +260,10 @@ def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None
     assert (manager.stats().cached, manager.stats().free) == (4, 8)
     start(manager, 3, list(range(200, 236)), 4)  # 9 blocks: all 8 free ones, then the tail of the oldest
     assert manager.stats().evictions == 1
-    assert manager.index is not None
-    older = manager.index.match(np.arange(100, 108, dtype=np.int32).reshape(-1, 4), b"")
-    younger = manager.index.match(np.arange(8, dtype=np.int32).reshape(-1, 4), b"")
-    assert (len(older.nodes), len(younger.nodes)) == (1, 2)
     manager.check_invariants()
+    assert manager.index is not None
+    kept = {int(manager.state.index.tokens[node, 0]) for node in manager.index.nodes()}
+    assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
 
 def test_duplicates_are_merged_when_they_are_published() -> None:
@@ -283,29 +280,8 @@ def test_duplicates_are_merged_when_they_are_published() -> None:
     assert (manager.stats().used, manager.stats().merged) == (2, 2)
 
 
-def test_a_duplicate_that_forks_share_is_not_merged_until_one_is_left() -> None:
-    """A colliding hash keeps the forks' prompt unpublished while somebody else's content holds the hash."""
-    manager = make(blocks=33, hash_block=lambda data, parent: 5)
-    start(manager, 1, [9] * 4)  # takes the hash
-    start(manager, 2, list(range(4)), n=2)
-    manager.fork(2, 3)
-    manager.free(1)
-    assert manager.index is not None
-    manager.index.evict(1)
-    start(manager, 4, list(range(4)))  # publishes its own block of the same tokens
-    shared = blocks_of(manager, 2)[0]
-    assert blocks_of(manager, 4)[0] != shared
-    manager.commit(2, 4)
-    manager.check_invariants()
-    assert blocks_of(manager, 2)[0] == blocks_of(manager, 3)[0] == shared
-    manager.free(3)
-    manager.commit(2, 4)
-    manager.check_invariants()
-    assert blocks_of(manager, 2)[0] == blocks_of(manager, 4)[0]
-
-
 def test_equal_tokens_after_another_prefix_are_no_hit_whatever_the_hash_says() -> None:
-    manager = make(hash_block=lambda data, parent: xxh3_block(data, 0))
+    manager = make(hash_block=lambda data, parent: xxh64_block(data, 0))
     start(manager, 1, [1] * 4 + [2] * 4 + [3])
     start(manager, 2, [7] * 4)
     assert start(manager, 3, [7] * 4 + [2] * 4 + [3]) == 4
@@ -316,14 +292,18 @@ def test_equal_tokens_after_another_prefix_are_no_hit_whatever_the_hash_says() -
 
 
 def state(manager: KVCacheManager) -> tuple[object, ...]:
-    rows = manager.rows
-    arrays = (*manager.tables, rows.tokens, rows.length, rows.computed, rows.slots, rows.room, rows.limit)
-    arrays += (rows.first, rows.published, rows.shared_tail, manager.pool.refs)
-    owned = [(f.live, f.forks_left, f.promise) if f else None for f in rows.families]
-    index = manager.index.nodes() if manager.index else {}
-    lists = (manager.pool.lru_order(), manager.pool.free_blocks().tolist())
-    contents = tuple(array.tobytes() for array in arrays)
-    return contents, owned, index, lists, dict(rows.row_of), manager.stats(), manager.snapshot()
+    state = manager.state
+    counters = state.pool.counters.copy()
+    counters[CALLS] = 0
+    arrays = [
+        array
+        for part in state[:4]
+        for name, array in zip(part._fields, part, strict=True)
+        if name not in ("counters", "mark")
+    ]
+    owned = [(f.live, f.forks_left, f.promise) if f else None for f in manager.sequences.families]
+    contents = tuple(array.tobytes() for array in (*arrays, counters))
+    return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.snapshot()
 
 
 REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]] = {
@@ -362,6 +342,12 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
     "no output": (InvalidRequest, lambda m: m.admit(9, [1], 0)),
     "float tokens": (InvalidRequest, lambda m: m.admit(9, [1.5], 4)),  # type: ignore[list-item]
     "float array": (InvalidRequest, lambda m: m.admit(9, np.array([1.5]), 4)),
+    "extend_many twice the same": (InvalidRequest, lambda m: m.extend_many([1, 1], [11, 11])),
+    "decode_many twice the same": (InvalidRequest, lambda m: m.decode_many([1, 1], [3, 3])),
+    "decode_many without slots": (OutOfOrder, lambda m: m.decode_many([1, 4], [3, 3])),
+    "decode_many beyond max_tokens": (PromiseExceeded, lambda m: m.decode_many([1, 5], [0, 0])),
+    "decode_many of a negative token": (InvalidRequest, lambda m: m.decode_many([1, 2], [0, -1])),
+    "an allowed prefix below a block": (InvalidRequest, lambda m: m.allow_prefix([1, 2])),
     "a table of tokens": (InvalidRequest, lambda m: m.admit(9, np.ones((2, 2), np.int64), 4)),
     "text tokens": (InvalidRequest, lambda m: m.admit(9, "hello", 4)),  # type: ignore[arg-type]
     "bytes as tokens": (InvalidRequest, lambda m: m.admit(9, b"hell", 4)),
@@ -420,16 +406,27 @@ def test_a_finished_id_can_be_used_again() -> None:
 
 
 def _orphan(manager: KVCacheManager) -> None:
-    index = manager.index
-    assert index is not None
-    first = manager.tables[0][manager.row(1), 0]
-    del index._by_hash[index.hash_of(int(first))]
+    node = int(manager.tables[0][manager.row(1), 0])
+    manager.state.index.node_of[node] = 0
+    manager.state.pool.counters[NODES] -= 1
 
 
-def _swap_lru(manager: KVCacheManager) -> None:
-    order = manager.pool.lru_order()
-    manager.pool.acquire(np.array(order[:1], np.int32))
-    manager.pool.release(np.array(order[:1], np.int32), np.array([True]))
+def _oldest(manager: KVCacheManager, block: int) -> None:
+    """Make the block the oldest of the cold class, whatever it was."""
+    unlink(manager.state.pool, block)
+    others = manager.pool.cached_blocks(COLD)
+    for other in others:
+        unlink(manager.state.pool, other)
+    for each in (block, *others):
+        push_cached(manager.state.pool, each, COLD)
+    manager.state.pool.time[block] -= np.uint32(1000)
+
+
+def _swap(manager: KVCacheManager) -> None:
+    order = manager.pool.all_cached()
+    kind = HOT if order == manager.pool.cached_blocks(HOT) else COLD
+    unlink(manager.state.pool, order[0])
+    push_cached(manager.state.pool, order[0], kind)
 
 
 def _set(values: np.ndarray, at: int, value: int) -> None:
@@ -441,11 +438,12 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
     "one block twice": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, int(m.tables[0][m.row(1), 0]))),
     "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
     "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
-    "a leaked block": ("conservation", lambda m: setattr(m.pool, "free", m.pool.free - 1)),
+    "a leaked block": ("conservation", lambda m: _set(m.state.pool.counters, FREE, m.pool.free - 1)),
     "a promise forgotten": ("promise", lambda m: setattr(m, "_promised", m._promised - 1)),
-    "a promise too small": ("promise", lambda m: setattr(m.rows.family(m.row(1)), "promise", 1)),
+    "a promise too small": ("promise", lambda m: setattr(m.sequences.family(m.row(1)), "promise", 1)),
     "a parent that is no node": ("reachability", _orphan),
-    "a parent older than its child": ("reachability", _swap_lru),
+    "a parent older than its child": ("reachability", _swap),
+    "a private count too high": ("promise", lambda m: _set(m.state.requests.private, 0, 50)),
     "tokens that changed": ("prefix index", lambda m: _set(m.rows.tokens[m.row(1)], 0, 77)),
 }
 
