@@ -412,8 +412,8 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     t.head("lm_head", vocab, hidden, "model.embeddings.weight" if tied else None)
     return common.decoder(
         fields, model_type, "NemotronHForCausalLM", t, dims, tuple(cache), layers=layers,
-        inner=max(inner if "-" in kinds else 0, chosen * expert + shared, mixer.inner), vocab=vocab, gated=False,
-        experts=count, experts_per_token=chosen,
+        inner=max(inner if "-" in kinds else 0, chosen * expert + shared, mixer.inner), vocab=vocab,
+        gated=False, experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def step3p7(fields: Fields) -> Architecture:
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     _end(t, vocab, dims, tied)
     for kind in dict.fromkeys(kinds):
-        t.rotary(dims.head_size // (2 if kind == "full_attention" else 1), f"model.rotary_emb.{kind}_")
+        t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
     return common.decoder(
         fields, "step3p7", "Step3p7ForCausalLM", t, dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,

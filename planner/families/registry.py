@@ -36,6 +36,7 @@ _MODULES = {
     "recurrent": "recurrent_gemma rwkv xlstm",
     "gemma": "gemma gemma2 gemma3_text vaultgemma",
     "gemma4": "gemma4_text",
+    "deepseek_v4": "deepseek_v4 deepseek_ref",
     "multimodal": (
         "gemma3 gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mllama "
         "mllama_text_model llama4 kimi_k25 minimax_m3_vl step3p7"

@@ -1,0 +1,144 @@
+"""DeepSeek-V4: one shared K=V head per layer, a window of recent tokens, and compressed entries of older ones.
+
+Shapes after transformers 5.23, models/deepseek_v4/. A layer keeps its window (one head of ``head_dim``, K and V
+are the same tensor); by ``compress_ratios`` also one entry per 4 tokens, found by an indexer whose keys are
+compressed alike, or one entry per 128 tokens; and the tokens of the entry that is being gathered.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields, shown
+
+_SPARSE, _HEAVY = 4, 128  # compress ratios: with an indexer, and without
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    size = fields.integer("head_dim", 512, limit="width")
+    if fields.integer("num_key_value_heads", 1, limit="heads") != 1:
+        raise ConfigError("is not 1: K and V are one shared head", field="num_key_value_heads")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    q_rank = fields.integer("q_lora_rank", limit="width")
+    groups = fields.integer("o_groups", limit="heads")
+    o_rank = fields.integer("o_lora_rank", limit="width")
+    common.divisible(heads, groups, "num_attention_heads", "o_groups")
+    rope = fields.integer("qk_rope_head_dim", 64, limit="width")
+    window = fields.integer("sliding_window", 128, limit="positions")
+    index_heads = fields.integer("index_n_heads", 64, limit="heads")
+    index_size = fields.integer("index_head_dim", 128, limit="width")
+    count = fields.integer("n_routed_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", 6, limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    shared = inner * fields.integer("n_shared_experts", 1, limit="width", minimum=0)
+    hashed = fields.integer("num_hash_layers", 3, limit="layers", minimum=0)
+    streams = fields.integer("hc_mult", 4, limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    ratios = _ratios(fields, layers)
+    fields.ignore(
+        "attention_bias", "compress_rope_parameters", "compress_rope_theta", "expert_dtype",
+        "first_k_dense_replace",
+        "hc_eps", "hc_sinkhorn_iters", "index_topk", "kv_lora_rank", "num_nextn_predict_layers",
+        "qk_nope_head_dim",
+        "v_head_dim", "layer_types", "mlp_layer_types", "compress_rates",
+    )  # fmt: skip
+    half = rope // 2
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        attention = f"{at}.self_attn"
+        t.add(f"{attention}.sinks", (heads,), "attention", "DeepseekV4Attention", shard=0)
+        t.linear(f"{attention}.q_a_proj", q_rank, hidden)
+        t.norm(f"{attention}.q_a_norm", q_rank)
+        t.linear(f"{attention}.q_b_proj", heads * size, q_rank, shard="column")
+        t.linear(f"{attention}.kv_proj", size, hidden)
+        t.norm(f"{attention}.kv_norm", size)
+        into = heads * size // groups
+        t.linear(f"{attention}.o_a_proj", groups * o_rank, into, shard="column", module_class="GroupedLinear")
+        t.linear(f"{attention}.o_b_proj", hidden, groups * o_rank, shard="row")
+        cache.append(CacheLayer(i, "sliding", window, 1, size, value_head_size=0))
+        if ratios[i]:
+            sparse = ratios[i] == _SPARSE
+            here = f"{attention}.compressor"
+            _compressor(t, here, ratios[i], hidden, size, 2 if sparse else 1, "Compressor")
+            _rotary(t, here, half)
+            if sparse:
+                index = f"{here}.indexer"
+                _compressor(t, index, ratios[i], hidden, index_size, 2, "Indexer")
+                t.linear(f"{index}.q_b_proj", index_heads * index_size, q_rank)
+                t.linear(f"{index}.scorer.weights_proj", index_heads, hidden)
+                _rotary(t, index, half)
+            cache.append(
+                CacheLayer(
+                    i, "mla", None, 1, size, compression=ratios[i], index_size=index_size if sparse else 0
+                )
+            )
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=_gathered(ratios[i], size, index_size)))
+        t.norm(f"{at}.input_layernorm", hidden)
+        t.norm(f"{at}.post_attention_layernorm", hidden)
+        for name in ("attn_hc", "ffn_hc"):
+            rows = streams * (streams + 2)
+            t.add(f"{at}.{name}.fn", (rows, streams * hidden), "norm", "HyperConnection")
+            t.add(f"{at}.{name}.base", (rows,), "norm", "HyperConnection")
+            t.add(f"{at}.{name}.scale", (3,), "norm", "HyperConnection")
+        t.router(f"{at}.mlp.gate", count, hidden)
+        if i < hashed:
+            t.buffer(f"{at}.mlp.gate.tid2eid", (vocab, chosen), "HashRouter", "int64")
+        else:
+            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.experts(f"{at}.mlp.experts", count, hidden, inner)
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", hidden, shared)
+    t.layer = None
+    t.norm("model.norm", hidden)
+    t.add("model.hc_head.hc_fn", (streams, streams * hidden), "norm", "HyperHead")
+    t.add("model.hc_head.hc_base", (streams,), "norm", "HyperHead")
+    t.add("model.hc_head.hc_scale", (1,), "norm", "HyperHead")
+    t.head("lm_head", vocab, hidden, "model.embed_tokens.weight" if tied else None)
+    _rotary(t, "model", half)
+    return common.decoder(
+        fields, model_type, "DeepseekV4ForCausalLM", t, Heads(hidden, heads, 1, size), tuple(cache),
+        layers=layers, inner=chosen * inner + shared, vocab=vocab, rotary=Rotary(rope, 2), experts=count,
+        experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
+    """One ratio per layer (a further one is the speculative layer's)."""
+    value = fields.raw("compress_ratios")
+    if not isinstance(value, list) or len(value) < layers or not all(type(v) is int for v in value):
+        raise ConfigError(f"{shown(value)} does not give {layers} ratios", field="compress_ratios")
+    if not set(value) <= {0, _SPARSE, _HEAVY}:
+        raise ConfigError(f"{shown(value)} is not made of 0, {_SPARSE} and {_HEAVY}", field="compress_ratios")
+    return tuple(value[:layers])
+
+
+def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap: int, name: str) -> None:
+    """``overlap`` 2: each entry gathers two windows, so K and gate are made twice."""
+    t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
+    t.linear(f"{at}.kv_proj", overlap * size, hidden)
+    t.linear(f"{at}.gate_proj", overlap * size, hidden)
+    t.norm(f"{at}.kv_norm", size)
+
+
+def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]:
+    """The tokens of the entry being gathered: K and gate of up to ``ratio`` tokens (twice with an indexer)."""
+    if ratio == _HEAVY:
+        return (StateTensor("compressor", (2, ratio, size), shard_dim=None),)
+    return (
+        StateTensor("compressor", (2, 2 * ratio, 2 * size), shard_dim=None),
+        StateTensor("indexer", (2, 2 * ratio, 2 * index_size), shard_dim=None),
+    )
+
+
+def _rotary(t: Tensors, at: str, half: int) -> None:
+    for kind in ("main", "compress"):
+        t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
