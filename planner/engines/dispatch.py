@@ -55,4 +55,6 @@ def _vllm_request(chosen: Resolved) -> Request:
         tensor_parallel=flags.tensor_parallel_size,
         context_parallel=flags.decode_context_parallel_size,
         speculative_tokens=flags.num_speculative_tokens,
+        # the draft layers published so far (DeepSeek V3, GLM 4.5, Qwen3-Next and 3.5) are one layer run again
+        draft_layers=1 if flags.speculative_model == "mtp" else 0,
     )

@@ -80,6 +80,7 @@ class Request:
     tensor_parallel: int = 1
     context_parallel: int = 1
     speculative_tokens: int = 0
+    draft_layers: int = 0  # attention layers of the checkpoint's own draft (multi-token prediction)
     amx: bool = False
     float32_states: bool = False  # --mamba-ssm-cache-dtype float32, or where that is the default
 
@@ -94,6 +95,8 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
         request = replace(request, float32_states=True)
     if architecture.model_type in EXPANDED_MLA:
         architecture = _expanded(architecture)
+    if request.draft_layers:
+        architecture = _with_draft(architecture, request.draft_layers)
     block, notes = _block_size(architecture, request)
     pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
     states = {page.page_bytes for page in pages if page.kind == "state"}
@@ -133,6 +136,17 @@ def heads_per_rank(heads: int, ranks: int) -> int:
     if heads < ranks and ranks % heads:
         raise DeploymentError(f"{ranks} is no multiple of {heads} KV heads", field="--tensor-parallel-size")
     return max(1, heads // ranks)
+
+
+def _with_draft(architecture: Architecture, count: int) -> Architecture:
+    """Draft layers of multi-token prediction keep a cache as the model's attention layers do."""
+    model = next((layer for layer in architecture.cache_layers if layer.kind in ("full", "mla")), None)
+    if model is None:
+        raise UnsupportedArchitecture(
+            "no attention layer to draft with", field="model_type", hint="leave --speculative-model out"
+        )
+    draft = tuple(replace(model, layer=architecture.layers + i) for i in range(count))
+    return replace(architecture, cache_layers=(*architecture.cache_layers, *draft))
 
 
 def _expanded(architecture: Architecture) -> Architecture:

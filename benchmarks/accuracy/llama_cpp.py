@@ -1,0 +1,78 @@
+"""``llama_cpp``: size of the KV cache llama.cpp and ik_llama.cpp print, within the print's rounding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from accuracy.common import Inputs, Section, read_jsonl
+from accuracy.reports import decimals, label, model_config, printed_interval
+
+NAME = "llama_cpp"
+
+MIB = 1 << 20
+# ik_llama.cpp's -mla: 0 expands K and V, 1 keeps a transposed copy beside the latent, 2 and 3 the latent only
+_MLA: dict[str, Literal["expanded", "latent", "latent+transposed"]] = {
+    "0": "expanded", "1": "latent+transposed", "2": "latent", "3": "latent",
+}  # fmt: skip
+
+
+def score(inputs: Inputs) -> Section | None:
+    if inputs.configs is None or inputs.reports is None:
+        return None
+    section = Section()
+    left_out: list[str] = []
+    section.extra["left_out"] = left_out
+    for index, row in enumerate(read_jsonl(inputs.reports)):
+        if "llama.cpp" not in row["engine"] or not row["observed"].get("available_kv_gib"):
+            continue
+        config = model_config(inputs, row)
+        if config is None:
+            left_out.append(f"{label(index, row)}: no config")
+            continue
+        _row(section, label(index, row), row, config)
+    return section
+
+
+def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
+    from tonnage.planner.engines.llama_cpp import size_cache
+    from tonnage.planner.errors import TonnageError
+    from tonnage.planner.families.registry import build_architecture
+
+    said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)
+    old = row["engine"] == "ik_llama.cpp"
+    sequences = _sequences(row)
+    try:
+        cache = size_cache(
+            build_architecture(config),
+            row["max_model_len"],
+            row["kv_cache_dtype"] or "f16",
+            sequences=sequences,
+            ubatch=int(said.get("n_ubatch", 512)),
+            full_sliding=old,
+            unified=sequences == 1,
+            mla=_MLA.get(said.get("mla_attn", "0"), "expanded") if old else "latent",
+        )
+    except TonnageError as error:
+        section.refuse(name, error)
+        return
+    seen = row["observed"]
+    planned = cache.k_bytes + cache.v_bytes
+    printed, unit = (
+        (seen["kv_self_mib"], MIB) if seen.get("kv_self_mib") else (seen["available_kv_gib"], 1 << 30)
+    )
+    low, high = printed_interval(printed, max(2, decimals(printed)))
+    section.rows += 1
+    section.errors.append(abs(planned / unit - printed) / printed)
+    if low <= planned / unit <= high:
+        section.exact += 1
+    else:
+        section.misses.append(f"{name}: planned {planned / unit:.4f}, printed {printed}")
+
+
+def _sequences(row: dict[str, Any]) -> int:
+    """Sequences the cache is divided for: "(... cells, ... layers, 2/2 seqs)" in the log: streams / sequences."""
+    if row["max_num_seqs"]:
+        return int(row["max_num_seqs"])
+    before, found, _ = (row["quote"] or "").partition(" seqs)")
+    counts = before.rsplit(" ", 1)[-1].split("/")
+    return int(counts[1]) if found and len(counts) == 2 and counts[1].isdigit() else 1
