@@ -1,1 +1,1 @@
-"""Memory of training: model states, sharding, activations, communication, and what to change when it does not fit."""
+"""Memory of training: model states, sharding, activations, communication, and what makes a model fit."""

@@ -43,7 +43,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers that keep the same: ``masked`` (given an explicit mask), whether their input needs a gradient, whether they are trained."""
+    """Layers that keep the same: ``masked`` (given an explicit mask), whether their input needs a gradient,
+    whether they are trained."""
 
     masked: bool
     input_grad: bool
@@ -304,9 +305,10 @@ def activations_of(
     def tape(trainable: bool, masked: bool) -> Tape:
         return Tape(
             compute=convention.compute, autocast=convention.autocast,
-            weight=convention.weights if convention.autocast else stream, frozen=frozen if convention.autocast else stream,
-            attention=attention, cuda=cuda, explicit_mask=explicit_mask, targets=targets, method=method, rank=rank,
-            fp8=fp8, trainable=trainable, masked=masked,
+            weight=convention.weights if convention.autocast else stream,
+            frozen=frozen if convention.autocast else stream, attention=attention, cuda=cuda,
+            explicit_mask=explicit_mask, targets=targets, method=method, rank=rank, fp8=fp8,
+            trainable=trainable, masked=masked,
         )  # fmt: skip
 
     table = [Value(Size(position=block.rotary), stream, False) for _ in range(2)]

@@ -32,8 +32,9 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One kind of traffic of a rank: ``elements`` of one round in the paper's convention (16-bit values: int8
-    counts half, int4 a quarter), ``bytes`` over one optimizer step; ``inter_node_bytes``: the part of one node's ranks together that crosses its network port."""
+    """One kind of traffic of a rank. ``elements``: of one round in the paper's convention (16-bit values: int8
+    counts half, int4 a quarter); ``bytes``: over one optimizer step; ``inter_node_bytes``: the part of one
+    node's ranks together that crosses its network port."""
 
     name: str
     what: str

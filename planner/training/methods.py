@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from tonnage.planner.architecture import Architecture, TensorSpec
@@ -64,7 +65,7 @@ class Held:
         return len(self.layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trained:
     """A model under a method. ``targets``: the module names adapters sit on, empty without adapters."""
 
@@ -72,16 +73,16 @@ class Trained:
     targets: frozenset[str]
     buffer_bytes: int
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the base model, tied ones once."""
         return sum(h.elements * h.count for h in self.held if not h.adapter)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         return sum(h.elements * h.count for h in self.held if h.trainable)
 
-    @property
+    @cached_property
     def adapters(self) -> int:
         return sum(h.elements * h.count for h in self.held if h.adapter)
 

@@ -66,12 +66,13 @@ def shared_bytes(name: str) -> int:
     return BNB_MAPS_BYTES if "8bit" in name else 0
 
 
-def step_workspace(name: str, kernel: str, trainable: int, state: int) -> int:
-    """Temporary bytes of one step with multi-tensor ("foreach") kernels; fused ones keep none.
+def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int) -> int:
+    """Temporary bytes of one step over ``trainable`` elements on the rank, ``largest`` in one tensor.
 
     AdamW's denominator is a list of copies of the second state (torch/optim/adamw.py, 2.13,
-    ``_multi_tensor_adamw``: ``_foreach_sqrt``). SGD and Lion update in place from one copy at most.
+    ``_multi_tensor_adamw``: ``_foreach_sqrt``); fused kernels keep none. Adafactor, Lion and Muon go tensor
+    by tensor with two temporaries; SGD and bitsandbytes update in place.
     """
-    if kernel == "fused" or "8bit" in name or name == "sgd":
+    if kernel == "fused" or "8bit" in name or name.startswith("sgd"):
         return 0
-    return trainable * state
+    return state * (trainable if name == "adamw" else 2 * min(largest, trainable))

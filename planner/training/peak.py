@@ -152,7 +152,7 @@ def peak_of(
             cpu, saved, rounding = saved - resident, resident, 0
     base = saved + ends
     head_cast = head_kept = forward = backward = alive = 0
-    head_gradient = embedding_gradient = 0
+    head_gradient = embedding_gradient = matrix = 0
     if stage.head:
         elements = tokens * ceil_div(acts.vocab, tp)
         width = acts.logit_width
@@ -184,7 +184,7 @@ def peak_of(
         (base + head_kept, forward, casts + (0 if setup.checkpointing == "full" else frozen) + head_cast, 0),
         (base + head_kept, backward, live_casts + head_cast, 0),
         (base, alive, live_casts, recompute + in_layer),
-        (base + head_kept, 2 * alive, live_casts + head_cast, moments[3] - base - head_kept - live_casts - head_cast - 2 * alive),
+        (base + head_kept, 2 * alive, live_casts + head_cast, matrix if head_trained else 0),
         (0, alive, 0, moments[4] - alive),
         (0, 0, 0, step_workspace),
     )[worst]  # fmt: skip

@@ -64,8 +64,9 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
              "DeepSpeed ZeRO-Offload: fp32 gradients of the partition")  # fmt: skip
         if where == "nvme":
-            line("NVMe buffers (optimizer)", "cpu", NVME_OPTIMIZER_BUFFERS * states.largest * 4 * node,
-                 "4 buffers of the largest tensor in fp32", "DeepSpeed offload_optimizer.buffer_count")  # fmt: skip
+            size = NVME_OPTIMIZER_BUFFERS * states.largest * 4 * node
+            formula = "4 buffers of the largest tensor in fp32"
+            line("NVMe buffers (optimizer)", "cpu", size, formula, "DeepSpeed offload_optimizer.buffer_count")
     if weights_off:
         where = "nvme" if setup.offload_param == "nvme" else "cpu"
         size = states.weights + states.frozen

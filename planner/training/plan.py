@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
@@ -152,7 +152,7 @@ class Planner:
         if setup.offload_optimizer == "none":
             part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
             size = 4 if setup.method in ("lora", "qlora", "ia3") else convention.state
-            workspace = step_workspace(setup.optimizer, setup.optimizer_kernel, part, size)
+            workspace = step_workspace(setup.optimizer, setup.optimizer_kernel, part, states.largest, size)
         return peak_of(
             setup, acts, shape, self.length(setup), architecture.intermediate_size, workspace,
             setup.method == "full", self.model.tied,
@@ -185,13 +185,12 @@ class Planner:
         stream = setup.micro_batch * ceil_div(length, setup.context_parallel)
         stream *= model.architecture.hidden_size * 2 * len(stage_of(model.architecture, setup, stage))
         traffic = communication_of(setup, states, stream)
-        plan = TrainingPlan(
+        fits, reasons = judge(setup, lines, placed.init)
+        return TrainingPlan(
             model.id, model.architecture.class_name, setup, length, convention, trained.parameters,
             trained.trainable, trained.adapters, tuple(lines), peak.moment if peak else "not planned", stage,
-            traffic, None, (), _notes(self, setup, trained, peak), placed.init,
+            traffic, fits, reasons, _notes(self, setup, trained, peak), placed.init,
         )  # fmt: skip
-        fits, reasons = judge(plan)
-        return replace(plan, fits=fits, reasons=reasons)
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
@@ -223,17 +222,15 @@ def _state_lines(
     if not placed.gradients_off:
         shared = ranks if setup.zero_stage >= 2 else ""
         out.append(
-            _exact("gradients", states.gradients, f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}",
+            _exact("gradients", states.gradients,
+                   f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}",
                    "--gradient-dtype")
         )  # fmt: skip
     if not placed.optimizer_off:
         inner = states.optimizer + (0 if c.master_with_weights else states.master)
         held = f"{c.master} (fp32 master) + " if states.master and not c.master_with_weights else ""
-        out.append(
-            _exact("optimizer states", inner,
-                   f"{held}{OPTIMIZER[setup.optimizer].formula} of {c.state} bytes x {states.trainable:,}{ranks}",
-                   f"--optimizer {setup.optimizer}")
-        )  # fmt: skip
+        formula = f"{held}{OPTIMIZER[setup.optimizer].formula} of {c.state} bytes x {states.trainable:,}{ranks}"
+        out.append(_exact("optimizer states", inner, formula, f"--optimizer {setup.optimizer}"))
     if (setup.zero_stage == 3 and setup.shard_ranks > 1) or placed.weights_off:
         out.append(placed.gathered)
     return out
@@ -252,7 +249,7 @@ def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int) -> list[Li
     source = "saved tensors of the forward pass (planner/training/activations.py)"
     out = [_exact("activations", peak.activations, at, source)]
     if peak.logits:
-        low = peak.logits
+        low = peak.logits  # 12 of the 14 bytes where the caller does not keep the logits
         formula = "logits, log_softmax and their gradients: 14 bytes each (16 in fp32)"
         if setup.loss == "fused":
             formula = "logits of one chunk of rows"
@@ -288,7 +285,7 @@ def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int) -> list[Li
             "segments of 10 MiB and more in steps of 2 MiB",
             "c10/cuda/CUDACachingAllocator.cpp",
         )
-    )  # noqa: E501
+    )
     return out
 
 
@@ -304,29 +301,29 @@ def _host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, stat
     return out
 
 
-def judge(plan: TrainingPlan) -> tuple[bool | None, tuple[str, ...]]:
-    """Fits into what was given? None when nothing was given to fit into."""
-    setup, reasons = plan.setup, []
-    given = False
-    for place, limit, name in (
+def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
+    """Fits into what was given? None when nothing was given to fit into. ``init``: CPU bytes of a node while
+    its ranks build the model."""
+    reasons = []
+    limits = (
         ("gpu", setup.device_memory, "--device-memory"),
         ("cpu", setup.cpu_memory, "--cpu-memory"),
         ("nvme", setup.nvme, "--nvme"),
-    ):
+    )
+    for where, limit, name in limits:
         if limit is None:
             continue
-        given = True
-        need = plan.total(place)  # type: ignore[arg-type]
-        what = ""
-        if place == "cpu" and plan.cpu_init_bytes > need:
-            need, what = plan.cpu_init_bytes, " while the model is built"
+        here = [line for line in lines if line.place == where]
+        need, what = sum(line.bytes for line in here), ""
+        if where == "cpu" and init > need:
+            need, what = init, " while the model is built"
         if need > limit:
-            lines = sorted((x for x in plan.lines if x.place == place), key=lambda x: -x.bytes)[:3]
-            largest = ", ".join(f"{x.name} {gib(x.bytes)}" for x in lines)
+            largest = ", ".join(f"{x.name} {gib(x.bytes)}" for x in sorted(here, key=lambda x: -x.bytes)[:3])
             reasons.append(
-                f"{place}: {gib(need)} ({need:,} bytes) are needed{what}, {gib(need - limit)} more than "
-                f"{name} {gib(limit)}; largest: {largest}"
+                f"{where}: {gib(need)} ({need:,} bytes) are needed{what}, {gib(need - limit)} more than "
+                f"{name} {gib(limit)}" + (f"; largest: {largest}" if largest else "")
             )
+    given = any(limit is not None for _, limit, _ in limits)
     return (not reasons if given else None), tuple(reasons)
 
 
@@ -334,8 +331,8 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
     out = []
     if peak is None:
         out.append(
-            f"activations of {planner.model.architecture.model_type} are not planned: the figures are model states "
-            "and overheads only"
+            f"activations of {planner.model.architecture.model_type} are not planned: the figures are model "
+            "states and overheads only"
         )
     if setup.precision == "fp16-mixed":
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")

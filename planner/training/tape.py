@@ -195,7 +195,7 @@ class Tape:
         return self.like(x, max(weight, x.width) if weight == 4 else x.width, x.grad or trained)
 
     def layer_norm(self, x: Value) -> Value:
-        """torch's fused one: keeps the input, mean and 1/std; fp32 under CUDA's autocast, not under the CPU's."""
+        """torch's fused one: keeps the input, mean and 1/std; fp32 under CUDA's autocast, not the CPU's."""
         x = self.cast(x, 4) if self.autocast and self.cuda else x
         trained = self.trainable and self.method in ("full", "freeze")
         if x.grad or trained:

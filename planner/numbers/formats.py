@@ -1,0 +1,164 @@
+"""Number formats bit by bit: encode, decode, round, overflow. Integers and fractions only, no float tricks.
+
+IEEE 754 binary32 and binary16; bfloat16 and TF32 (NVIDIA A100 whitepaper); OCP 8-bit floating point (E4M3,
+E5M2) and OCP microscaling MX 1.0 (E2M1 elements, one E8M0 scale per 32 values); NVFP4 (E2M1, one E4M3 scale
+per 16 values and one fp32 per tensor); NF4 (QLoRA, arXiv 2305.14314, appendix E).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Overflow = Literal["infinity", "saturate", "nan"]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """Sign, ``exponent`` and ``mantissa`` bits. ``stored_bits``: what one value takes in memory (tf32: 32).
+    ``overflow``: what becomes of a value too large. ``extra``: bits of shared scales per value."""
+
+    name: str
+    exponent: int
+    mantissa: int
+    stored_bits: int
+    overflow: Overflow
+    top_exponent_is_number: bool = False  # E4M3 and E2M1 use the top exponent for numbers
+    nan_at_top: bool = False  # E4M3: only the all-ones pattern is NaN
+    scale: str = ""
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def bias(self) -> int:
+        return int((1 << (self.exponent - 1)) - 1)
+
+    @property
+    def top(self) -> int:
+        """Largest exponent field of finite numbers."""
+        return (1 << self.exponent) - (1 if self.top_exponent_is_number else 2)
+
+    @property
+    def largest(self) -> float:
+        mantissa = (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
+        return math.ldexp((1 << self.mantissa) + mantissa, self.top - self.bias - self.mantissa)
+
+    @property
+    def smallest_normal(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        return math.ldexp(1.0, 1 - self.bias - self.mantissa)
+
+    def decode(self, sign: int, exponent: int, mantissa: int) -> float:
+        """Fields -> value (infinity and NaN included)."""
+        if not self.top_exponent_is_number and exponent == (1 << self.exponent) - 1:
+            return math.nan if mantissa else (-math.inf if sign else math.inf)
+        if self.nan_at_top and exponent == self.top and mantissa == (1 << self.mantissa) - 1:
+            return math.nan
+        if exponent == 0:
+            value = math.ldexp(mantissa, 1 - self.bias - self.mantissa)
+        else:
+            value = math.ldexp((1 << self.mantissa) + mantissa, exponent - self.bias - self.mantissa)
+        return -value if sign else value
+
+    def encode(self, value: float) -> tuple[int, int, int]:
+        """Value -> (sign, exponent field, mantissa field), rounded to nearest, ties to even."""
+        sign = 1 if math.copysign(1.0, value) < 0 else 0
+        if math.isnan(value):
+            return self._nan(sign)
+        size = abs(value)
+        if math.isinf(size):
+            return self._too_large(sign)
+        if size == 0.0:
+            return sign, 0, 0
+        _, power = math.frexp(size)  # size = m x 2^power, m in [0.5, 1)
+        exponent = max(power - 1 + self.bias, 1)
+        steps = round(math.ldexp(size, self.bias + self.mantissa - exponent))  # Python rounds ties to even
+        if steps >= 2 << self.mantissa:
+            steps, exponent = steps >> 1, exponent + 1
+        if steps < 1 << self.mantissa:
+            return sign, 0, steps
+        mantissa = steps - (1 << self.mantissa)
+        if exponent > self.top or (
+            self.nan_at_top and exponent == self.top and mantissa == (1 << self.mantissa) - 1
+        ):
+            return self._too_large(sign)
+        return sign, exponent, mantissa
+
+    def _nan(self, sign: int) -> tuple[int, int, int]:
+        if self.top_exponent_is_number and not self.nan_at_top:
+            return self._finite_top(sign)  # E2M1 has no NaN
+        ones = (1 << self.exponent) - 1
+        return sign, ones, (1 << self.mantissa) - 1 if self.nan_at_top else 1 << (self.mantissa - 1)
+
+    def _too_large(self, sign: int) -> tuple[int, int, int]:
+        if self.overflow == "infinity":
+            return sign, (1 << self.exponent) - 1, 0
+        return self._nan(sign) if self.overflow == "nan" else self._finite_top(sign)
+
+    def _finite_top(self, sign: int) -> tuple[int, int, int]:
+        return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
+
+    def pattern(self, sign: int, exponent: int, mantissa: int) -> str:
+        """``0 10000000 1001...``: the three fields in binary."""
+        return f"{sign} {exponent:0{self.exponent}b} {mantissa:0{self.mantissa}b}"
+
+
+FLOATS = (
+    FloatFormat("fp32", 8, 23, 32, "infinity"),
+    FloatFormat("tf32", 8, 10, 32, "infinity", scale="19 bits used, stored in 4 bytes"),
+    FloatFormat("fp16", 5, 10, 16, "infinity"),
+    FloatFormat("bf16", 8, 7, 16, "infinity"),
+    # OCP OFP8 1.0 5.2: conversions may saturate or not; torch's .to() does not, E4M3 overflows to NaN
+    FloatFormat("fp8_e4m3", 4, 3, 8, "nan", top_exponent_is_number=True, nan_at_top=True),
+    FloatFormat("fp8_e5m2", 5, 2, 8, "infinity"),
+    FloatFormat("fp4_e2m1", 2, 1, 4, "saturate", top_exponent_is_number=True),
+)
+
+INTEGERS = (("int8", -128, 127, 8), ("int4", -8, 7, 4))
+
+# QLoRA, arXiv 2305.14314, appendix E
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A format whose values share scales: ``bits`` of a value, ``group`` values per scale of ``scale_bits``."""
+
+    name: str
+    bits: int
+    group: int
+    scale_bits: int
+    per_tensor_bytes: int
+    what: str
+
+    @property
+    def bits_per_value(self) -> float:
+        return self.bits + self.scale_bits / self.group
+
+
+BLOCKS = (
+    Block("mxfp4", 4, 32, 8, 0, "E2M1 values, one E8M0 scale (a power of two) per 32"),
+    Block("nvfp4", 4, 16, 8, 4, "E2M1 values, one E4M3 scale per 16 and one fp32 per tensor"),
+    Block("nf4", 4, 64, 32, 64, "16 levels of a normal distribution, one fp32 absmax per 64"),
+    Block("nf4-double", 4, 64, 8, 64, "the same, the absmax itself in 8 bits with one fp32 per 256 of them"),
+)
+
+
+def float_format(name: str) -> FloatFormat:
+    return next(f for f in FLOATS if f.name == name)
+
+
+def nearest_nf4(value: float) -> tuple[int, float]:
+    """Index and level next to ``value`` in [-1, 1] (values are divided by their block's absmax before)."""
+    index = min(range(16), key=lambda i: abs(NF4_LEVELS[i] - value))
+    return index, NF4_LEVELS[index]

@@ -1,0 +1,202 @@
+"""Ready configuration for the tools that train: DeepSpeed JSON, Accelerate YAML (DDP, FSDP, DeepSpeed), the
+arguments of transformers' Trainer and PEFT's config. Key names are those of DeepSpeed 0.17, Accelerate 1.15,
+transformers 5.19 and PEFT 0.21."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.training.methods import IA3_TARGETS, LORA_TARGETS
+from tonnage.planner.training.plan import TrainingPlan
+from tonnage.planner.training.setup import TrainingSetup, hybrid_group
+
+KINDS = ("deepspeed", "accelerate", "trainer", "peft")
+
+_OPTIM = {
+    "adamw": ("adamw_torch", "adamw_torch_fused"), "adamw-8bit": ("adamw_bnb_8bit",) * 2,
+    "paged-adamw-8bit": ("paged_adamw_8bit",) * 2, "sgd": ("sgd",) * 2, "sgd-momentum": ("sgd",) * 2,
+    "adafactor": ("adafactor",) * 2, "lion": ("lion_32bit",) * 2,
+}  # fmt: skip
+
+
+def emit(kind: str, plan: TrainingPlan, model_type: str) -> str:
+    """The configuration as text. Raises DeploymentError where the setup has none of that kind."""
+    if kind == "deepspeed":
+        return json.dumps(deepspeed(plan.setup), indent=2)
+    if kind == "accelerate":
+        return _yaml(accelerate(plan.setup))
+    if kind == "trainer":
+        return json.dumps(trainer(plan.setup), indent=2)
+    if kind == "peft":
+        return json.dumps(peft(plan.setup, model_type), indent=2)
+    raise DeploymentError(f"{kind!r} is not one of {', '.join(KINDS)}", field="--emit")
+
+
+def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
+    """Accepted by ``deepspeed.initialize`` and ``TrainingArguments(deepspeed=...)``."""
+    if not setup.strategy.startswith("zero"):
+        raise DeploymentError(
+            f"{setup.strategy} is not DeepSpeed's", field="--emit", hint="--strategy zero1, zero2 or zero3"
+        )
+    zero: dict[str, Any] = {
+        "stage": setup.zero_stage,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": setup.bucket_elements,
+    }
+    if setup.zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        if setup.quantized_weights:
+            zero["zero_quantized_weights"] = True
+        if setup.quantized_gradients:
+            zero["zero_quantized_gradients"] = True
+        if setup.hpz_partition_size > 1:
+            zero["zero_hpz_partition_size"] = setup.hpz_partition_size
+    for field in ("offload_optimizer", "offload_param"):
+        where = getattr(setup, field)
+        if where != "none":
+            zero[field] = {"device": where, "pin_memory": True}
+            if where == "nvme":
+                zero[field]["nvme_path"] = "/local_nvme"
+    out: dict[str, Any] = {
+        "train_batch_size": setup.effective_batch,
+        "train_micro_batch_size_per_gpu": setup.micro_batch,
+        "gradient_accumulation_steps": setup.gradient_accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+    }
+    if setup.precision.startswith("bf16"):
+        out["bf16"] = {"enabled": True}
+    elif setup.precision.startswith("fp16"):
+        out["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
+    if setup.partition_activations:
+        out["activation_checkpointing"] = {
+            "partition_activations": True,
+            "cpu_checkpointing": setup.offload_activations,
+            "contiguous_memory_optimization": True,
+        }
+    return out
+
+
+def accelerate(setup: TrainingSetup) -> dict[str, Any]:
+    """``accelerate launch --config_file``."""
+    precision = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8"}
+    out: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "NO",
+        "mixed_precision": precision[setup.precision],
+        "num_machines": setup.nodes,
+        "num_processes": setup.world,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": False,
+    }
+    if setup.strategy.startswith("zero"):
+        out["distributed_type"] = "DEEPSPEED"
+        out["deepspeed_config"] = {
+            "deepspeed_config_file": "deepspeed.json",
+            "zero3_init_flag": setup.zero_init,
+        }
+    elif setup.is_fsdp and setup.strategy != "fsdp-no-shard":
+        out["distributed_type"] = "FSDP"
+        out["fsdp_config"] = _fsdp(setup)
+    elif setup.world > 1:
+        out["distributed_type"] = "MULTI_GPU"
+    return out
+
+
+def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "fsdp_version": setup.fsdp_version,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": setup.offload_param != "none",
+        "fsdp_activation_checkpointing": setup.checkpointing == "full",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+    }
+    if setup.fsdp_version == 2:
+        out["fsdp_reshard_after_forward"] = setup.strategy != "fsdp-grad-op"
+        if setup.strategy == "fsdp-hybrid":
+            out["fsdp_reshard_after_forward"] = True
+    else:
+        names = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "fsdp-hybrid": "HYBRID_SHARD"}
+        out["fsdp_sharding_strategy"] = names[setup.strategy]
+        out["fsdp_backward_prefetch"] = "BACKWARD_PRE"
+        out["fsdp_use_orig_params"] = True
+    return out
+
+
+def trainer(setup: TrainingSetup) -> dict[str, Any]:
+    """Keyword arguments of ``transformers.TrainingArguments``."""
+    if setup.optimizer not in _OPTIM:
+        raise DeploymentError(
+            f"TrainingArguments has no {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
+        )
+    fused = setup.optimizer_kernel == "fused"
+    out: dict[str, Any] = {
+        "per_device_train_batch_size": setup.micro_batch,
+        "gradient_accumulation_steps": setup.gradient_accumulation,
+        "gradient_checkpointing": setup.checkpointing == "full",
+        "bf16": setup.precision in ("bf16-mixed", "fp8"),
+        "fp16": setup.precision == "fp16-mixed",
+        "optim": _OPTIM[setup.optimizer][fused],
+        "dataloader_pin_memory": True,
+        "dataloader_num_workers": 4,
+    }
+    if setup.optimizer == "sgd-momentum":
+        out["optim_args"] = "momentum=0.9"
+    if setup.checkpointing == "full":
+        out["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if setup.loss == "fused":
+        out["use_liger_kernel"] = True
+    if setup.strategy.startswith("zero"):
+        out["deepspeed"] = "deepspeed.json"
+    return out
+
+
+def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
+    """``peft.LoraConfig`` or ``peft.IA3Config``, and for QLoRA transformers' BitsAndBytesConfig."""
+    if setup.method not in ("lora", "qlora", "ia3"):
+        raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
+    defaults = IA3_TARGETS if setup.method == "ia3" else LORA_TARGETS
+    targets = list(setup.target_modules or defaults[model_type])
+    modules: Any = "all-linear" if targets == ["all-linear"] else targets
+    if setup.method == "ia3":
+        return {"peft_type": "IA3", "task_type": "CAUSAL_LM", "target_modules": modules}
+    out: dict[str, Any] = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": setup.rank, "lora_alpha": 2 * setup.rank,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": modules,
+    }  # fmt: skip
+    if setup.method == "qlora":
+        four = setup.base_quantization != "int8"
+        out["quantization_config"] = (
+            {
+                "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+                "bnb_4bit_use_double_quant": setup.base_quantization == "nf4-double",
+            }
+            if four
+            else {"load_in_8bit": True}
+        )  # fmt: skip
+    return out
+
+
+def hybrid_note(setup: TrainingSetup) -> str:
+    """What accelerate's file cannot say: the groups of hybrid sharding come from the device mesh."""
+    return f"device mesh: ({setup.shard_ranks // hybrid_group(setup)} replicas, {hybrid_group(setup)} shards)"
+
+
+def _yaml(value: dict[str, Any], indent: int = 0) -> str:
+    """Flat enough for no YAML library: strings, numbers, booleans and one level of nesting."""
+    lines = []
+    for key, item in value.items():
+        if isinstance(item, dict):
+            lines.append(" " * indent + f"{key}:")
+            lines.append(_yaml(item, indent + 2))
+        else:
+            text = str(item).lower() if isinstance(item, bool) else str(item)
+            if isinstance(item, str) and item.lower() in ("no", "yes", "on", "off", "true", "false"):
+                text = f"'{item}'"
+            lines.append(" " * indent + f"{key}: {text}")
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""A TrainingPlan as JSON, as plain lines and, in a terminal, as a table with bars."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from tonnage.planner.training.plan import SCHEMA_VERSION, Line, TrainingPlan
+from tonnage.planner.training.tricks import Trick
+from tonnage.planner.units import gib
+
+_PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, per node"))
+
+
+def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
+    """The JSON object; keys are only ever added. Bytes are ints. ``ranks`` figures are of the fullest rank."""
+    setup, convention, traffic = plan.setup, plan.convention, plan.communication
+    lines = []
+    for line in plan.lines:
+        entry: dict[str, Any] = {
+            "name": line.name, "place": line.place, "bytes": line.bytes, "low": line.low, "high": line.high,
+        }  # fmt: skip
+        if explain:
+            entry |= {"formula": line.formula, "source": line.source}
+        lines.append(entry)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {
+            "id": plan.model, "architecture": plan.architecture, "parameters": plan.parameters,
+            "trainable": plan.trainable, "adapter_parameters": plan.adapters,
+        },
+        "setup": _setup(plan),
+        "convention": {
+            "name": convention.name, "weights": convention.weights, "master": convention.master,
+            "gradients": convention.gradients, "state": convention.state,
+            "bytes_per_parameter": convention.bytes_per_parameter, "used_by": convention.used_by,
+        },
+        "lines": lines,
+        "gpu_bytes": plan.total(), "gpu_bounds": list(plan.bounds()),
+        "cpu_bytes": plan.total("cpu"), "cpu_init_bytes": plan.cpu_init_bytes, "nvme_bytes": plan.total("nvme"),
+        "peak_moment": plan.moment, "pipeline_stage": plan.stage,
+        "effective_batch": setup.effective_batch,
+        "communication": {
+            "elements": traffic.elements, "bytes": traffic.bytes, "bytes_high": traffic.high_bytes,
+            "inter_node_bytes": traffic.inter_node_bytes, "seconds": traffic.seconds,
+            "collectives": [asdict(c) for c in traffic.collectives], "note": traffic.note,
+        },
+        "fits": plan.fits, "reasons": list(plan.reasons), "notes": list(plan.notes),
+    }  # fmt: skip
+
+
+def _setup(plan: TrainingPlan) -> dict[str, Any]:
+    out = asdict(plan.setup)
+    out["sequence_length"] = plan.length
+    out["convention"] = plan.convention.name
+    return out
+
+
+def headline(plan: TrainingPlan) -> list[str]:
+    setup, c = plan.setup, plan.convention
+    share = 100 * plan.trainable / (plan.parameters + plan.adapters) if plan.parameters else 0
+    adapters = f", {plan.adapters:,} of them in adapters" if plan.adapters else ""
+    where = (
+        f"{setup.nodes} node{'s' if setup.nodes > 1 else ''} x {setup.gpus} GPU{'s' if setup.gpus > 1 else ''}"
+    )
+    parts = [
+        f"{label} {value}"
+        for label, value in (
+            ("TP", setup.tensor_parallel), ("PP", setup.pipeline_parallel), ("CP", setup.context_parallel),
+            ("EP", setup.expert_parallel),
+        )
+        if value > 1
+    ]  # fmt: skip
+    return [
+        f"{plan.model}: {plan.architecture}, {plan.parameters:,} parameters, {plan.trainable:,} trained "
+        f"({share:.2f} %{adapters})",
+        f"method {setup.method}, precision {setup.precision}, optimizer {setup.optimizer}, {setup.strategy} on "
+        + ", ".join([where, *parts]),
+        f"convention {c.name}: {c.weights} weights + {c.master} master + {c.gradients} gradients + "
+        f"2 x {c.state} AdamW states = {c.bytes_per_parameter} bytes a parameter ({c.used_by})",
+        f"batch: {setup.micro_batch} x {setup.gradient_accumulation} step(s) x {setup.data_parallel} rank(s) = "
+        f"{setup.effective_batch} sequences of {plan.length:,} tokens{' (packed)' if setup.packing else ''}",
+    ]
+
+
+def bounds(line: Line) -> str:
+    return "exact" if line.low == line.high else f"{gib(line.low)} to {gib(line.high)}"
+
+
+def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
+    out = []
+    for place, title in _PLACES:
+        lines = [line for line in plan.lines if line.place == place]
+        if lines:
+            out.append((title, lines))
+    return out
+
+
+def tail(plan: TrainingPlan) -> list[str]:
+    """Communication, CPU at the start, notes and the verdict."""
+    out = []
+    traffic = plan.communication
+    for c in traffic.collectives:
+        inter = f", {c.inter_node_bytes / 1e9:,.1f} GB leave each node" if c.inter_node_bytes else ""
+        took = f", {c.seconds:.3f} s" if c.seconds is not None else ""
+        out.append(f"step: {c.name} of {c.what}: {c.bytes / 1e9:,.2f} GB per rank (per {c.per}){inter}{took}")
+    if traffic.note:
+        out.append(f"step: {traffic.note}")
+    if plan.cpu_init_bytes:
+        out.append(
+            f"CPU at initialization: {gib(plan.cpu_init_bytes)} per node (every rank builds the model in fp32, "
+            "x 1.5; zero_init with stage 3 avoids it)"
+        )
+    out += [f"note: {note}" for note in plan.notes]
+    return out
+
+
+def verdict(plan: TrainingPlan) -> list[str]:
+    if plan.fits is None:
+        return ["No device was named: --gpu or --device-memory answers whether it fits."]
+    return ["Fits."] if plan.fits else [f"Does not fit: {reason}" for reason in plan.reasons]
+
+
+def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
+    out = ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):"]
+    for t in rows:
+        fits = {True: "fits", False: "does not fit", None: ""}[t.fits]
+        out.append(
+            f"  {t.name:<46}{gib(t.gpu_bytes):>13} GPU {gib(t.cpu_bytes):>13} CPU "
+            f"{t.relative_time:>7.2f}x  {fits:<14}{t.note}".rstrip()
+        )
+        if t.flags:
+            out.append(f"      {t.flags}")
+    return out
+
+
+def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
+    lines = headline(plan)
+    for title, rows in place_rows(plan):
+        lines += ["", title]
+        for row in rows:
+            lines.append(f"  {row.name:<26}{row.bytes:>20,} bytes {gib(row.bytes):>14}  {bounds(row)}")
+            if explain:
+                lines.append(f"      {row.formula}  [{row.source}]")
+        total = sum(row.bytes for row in rows)
+        lines.append(f"  {'total':<26}{total:>20,} bytes {gib(total):>14}")
+    lines += ["", f"Peak moment: {plan.moment}", *tail(plan), *verdict(plan)]
+    return lines
+
+
+def print_plan(plan: TrainingPlan, explain: bool, file: TextIO) -> None:
+    """A table with bars in a terminal, plain lines when ``file`` is none."""
+    if not file.isatty():
+        for line in plain_lines(plan, explain):
+            print(line, file=file)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(file=file, highlight=False)
+    for line in headline(plan):
+        console.print(escape(line))
+    width = max(8, min(30, console.width - 74))
+    for title, rows in place_rows(plan):
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name, side in (("", "left"), ("", "right"), ("bytes", "right"), ("", "left"), ("bounds", "left")):
+            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        scale = max(plan.setup.device_memory or 0, sum(row.bytes for row in rows), 1)
+        for row in rows:
+            cells = max(0, min(width, round(width * row.bytes / scale)))
+            table.add_row(row.name, gib(row.bytes), f"{row.bytes:,}", f"[cyan]{'█' * cells}[/]", bounds(row))
+            if explain:
+                table.add_row(f"  [dim]{escape(row.formula)}[/]", "", "", "", f"[dim]{escape(row.source)}[/]")
+        total = sum(row.bytes for row in rows)
+        table.add_row("total", gib(total), f"{total:,}", "", "")
+        console.print(table)
+    console.print(escape(f"Peak moment: {plan.moment}"))
+    for line in tail(plan):
+        console.print(escape(line))
+    for line in verdict(plan):
+        console.print(f"[{'red' if plan.fits is False else 'green'}]{escape(line)}[/]")

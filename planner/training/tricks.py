@@ -1,0 +1,168 @@
+"""What makes it fit: every trick planned for this model and setup, ranked by what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.training.plan import Planner, TrainingPlan
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.speed import work_of
+from tonnage.planner.units import gib
+
+
+@dataclass(frozen=True, slots=True)
+class Trick:
+    """``saved``: GPU bytes less than without (negative: more); ``relative_time``: reference step time over
+    the one without; ``changes``: the flags; ``note``: what the figure does not show."""
+
+    name: str
+    flags: str
+    gpu_bytes: int
+    saved: int
+    cpu_bytes: int
+    relative_time: float
+    fits: bool | None
+    note: str
+    changes: tuple[tuple[str, Any], ...]
+
+
+def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[tuple[str, dict[str, Any], str]]:
+    out: list[tuple[str, dict[str, Any], str]] = []
+    many = setup.shard_ranks > 1
+    if setup.micro_batch > 1:
+        steps = setup.gradient_accumulation * setup.micro_batch
+        out.append(("gradient accumulation", {"micro_batch": 1, "gradient_accumulation": steps},
+                    "same effective batch"))  # fmt: skip
+    odd = setup.micro_batch % 8
+    if odd:
+        up = setup.micro_batch + 8 - odd
+        aligned = "b x s is a multiple of 64 already" if hidden_tokens % 64 == 0 else "fills tensor-core tiles"
+        out.append((f"micro-batch {up} (multiple of 8; 64 on A100)", {"micro_batch": up}, aligned))
+    if setup.checkpointing != "full":
+        out.append(("gradient checkpointing", {"checkpointing": "full"}, "recomputes each layer"))
+        root = isqrt(layers)
+        out.append((f"checkpointing in {root} segments", {"checkpointing": "full", "checkpoint_segments": root},
+                    "about sqrt(layers) segments"))  # fmt: skip
+    if setup.checkpointing == "none" and setup.attention == "eager":
+        out.append(("selective checkpointing", {"checkpointing": "selective"}, "recomputes attention scores"))
+    if setup.attention != "flash" and setup.precision != "fp32":
+        out.append(("FlashAttention", {"attention": "flash"}, "no score matrix in memory; fewer HBM passes"))
+    if setup.loss == "full":
+        out.append(("fused linear cross-entropy", {"loss": "fused"}, "logits in chunks (Liger kernel)"))
+    if setup.precision == "fp32":
+        out.append(("mixed precision", {"precision": "bf16-mixed"}, "16-bit tensor cores"))
+    if setup.precision != "bf16":
+        out.append(("pure bf16", {"precision": "bf16", "convention": None}, "small updates are rounded away"))
+    for name in ("adamw-8bit", "paged-adamw-8bit", "adafactor", "lion", "sgd"):
+        if setup.optimizer != name:
+            out.append((f"optimizer {name}", {"optimizer": name}, ""))
+    if setup.optimizer_kernel != "fused":
+        out.append(("fused optimizer", {"optimizer_kernel": "fused"}, "no copies during the step"))
+    if many and setup.strategy == "ddp" and not setup.gradient_as_bucket_view:
+        out.append(
+            ("gradient_as_bucket_view", {"gradient_as_bucket_view": True}, "gradients live in the buckets")
+        )
+    for stage in ("zero1", "zero2", "zero3"):
+        if many and setup.strategy in ("ddp", "zero1", "zero2") and stage > setup.strategy:
+            out.append((f"ZeRO stage {stage[-1]}", {"strategy": stage}, ""))
+    if many and setup.strategy == "ddp":
+        out.append(("FSDP full shard", {"strategy": "fsdp"}, ""))
+    if setup.offload_optimizer == "none" and not setup.is_fsdp:
+        strategy = setup.strategy if setup.zero_stage else "zero2"
+        out.append(("ZeRO-Offload (optimizer to CPU)", {"strategy": strategy, "offload_optimizer": "cpu"},
+                    "CPU Adam"))  # fmt: skip
+        out.append(
+            ("ZeRO-Infinity (weights and optimizer to CPU)",
+             {"strategy": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}, "CPU Adam")
+        )  # fmt: skip
+    if not setup.offload_activations:
+        out.append(("offloaded activations", {"offload_activations": True}, "over PCIe, both ways"))
+    if setup.method == "full":
+        out.append(("LoRA", {"method": "lora"}, "trains adapters only"))
+    if setup.method in ("full", "lora"):
+        out.append(("QLoRA", {"method": "qlora"}, "adapters over a 4-bit base; about 30 % slower than LoRA"))
+    return out
+
+
+def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
+    """Every applicable trick alone, the ones that fit first, then by relative time, then by memory; a last
+    row puts together the cheapest ones when none alone fits. A trick the setup refuses is left out."""
+    base = planner.plan(setup)
+    reference = work_of(planner, base).seconds
+    out = []
+    tokens = setup.micro_batch * base.length
+    for name, changes, note in _candidates(setup, planner.model.architecture.layers, tokens):
+        found = _row(planner, setup, base, reference, name, changes, note)
+        if found is not None:
+            out.append(found)
+    out.append(_data_loader(base))
+    out.sort(key=lambda t: (not t.fits, round(t.relative_time, 3), t.gpu_bytes))
+    if base.fits is False and not any(t.fits for t in out):
+        together = _together(planner, setup, base, reference, out)
+        if together is not None:
+            out.insert(0, together)
+    return tuple(out)
+
+
+def _row(
+    planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
+    changes: dict[str, Any], note: str,
+) -> Trick | None:  # fmt: skip
+    try:
+        plan = planner.plan(replace(setup, **changes))
+    except TonnageError:
+        return None
+    work = work_of(planner, plan)
+    scale = plan.setup.effective_batch / base.setup.effective_batch
+    if work.pcie:
+        note = f"{note}; {gib(work.pcie)} over PCIe a step" if note else f"{gib(work.pcie)} over PCIe a step"
+    return Trick(
+        name, _flags(changes), plan.total(), base.total() - plan.total(), plan.total("cpu"),
+        work.seconds / reference / scale, plan.fits, note, tuple(changes.items()),
+    )  # fmt: skip
+
+
+def _flags(changes: dict[str, Any]) -> str:
+    parts = []
+    for field, value in changes.items():
+        flag = "--" + field.replace("_", "-")
+        if value is True:
+            parts.append(flag)
+        elif value is not None:
+            parts.append(f"{flag} {value}")
+    return " ".join(parts)
+
+
+def _data_loader(plan: TrainingPlan) -> Trick:
+    """Pinned batches of 4 workers, 2 ahead each (torch DataLoader's prefetch_factor): ids, labels and mask of
+    8 bytes a token, on the CPU only."""
+    size = 4 * 2 * 3 * 8 * plan.setup.micro_batch * plan.length * plan.setup.gpus
+    return Trick(
+        "data loader (pinned, 4 workers)", "pin_memory, num_workers=4", plan.total(),
+        0, plan.total("cpu") + size, 1.0, plan.fits, f"{gib(size)} of CPU memory; saves none on the GPU",
+        (),
+    )  # fmt: skip
+
+
+def _together(
+    planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, rows: list[Trick]
+) -> Trick | None:
+    """Adds tricks in order of cost until it fits; a later one replaces what it contradicts."""
+    changes: dict[str, Any] = {}
+    names: list[str] = []
+    held = base.total()
+    for row in sorted(rows, key=lambda t: (round(t.relative_time, 2), t.gpu_bytes)):
+        if not row.changes or any(field in changes for field, _ in row.changes):
+            continue
+        tried = _row(planner, setup, base, reference, "", {**changes, **dict(row.changes)}, "")
+        if tried is None or tried.gpu_bytes >= held:
+            continue
+        changes.update(row.changes)
+        names.append(row.name)
+        held = tried.gpu_bytes
+        if tried.fits:
+            return replace(tried, name="together: " + ", ".join(names))
+    return None
