@@ -1,8 +1,8 @@
-"""/metrics: one collector over snapshots (plan, engine stats, counts of the API). Own registry for each app.
+"""/metrics: one page over snapshots (plan, engine stats, counts of the API), one Metrics for each app.
 
 Everything is built at the scrape from values that are there already, so a scrape never waits for the engine.
 Clean snake case, base units, every label value present from the start; what is not measured is absent, not
-zero. The families are made by hand, which also leaves out the ``_created`` series.
+zero. There are no ``_created`` series.
 
 ============== ===============================================================================
 ``memory``     planned and measured bytes by component and device
@@ -16,15 +16,9 @@ zero. The families are made by hand, which also leaves out the ``_created`` seri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
 from tonnage.server.engines.base import limits_of
 from tonnage.server.metrics.config import config_families
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.metrics.headroom import Trend, headroom_families
 from tonnage.server.metrics.memory import memory_families
 from tonnage.server.metrics.pool import pool_families
@@ -38,44 +32,33 @@ from tonnage.server.metrics.usage import Usage
 from tonnage.server.metrics.vllm_names import vllm_families
 from tonnage.server.state import ServerState
 
-__all__ = ["ADMISSIONS", "Metrics", "StateCollector"]
+__all__ = ["ADMISSIONS", "Metrics"]
 
 
 class Metrics:
-    """The registry of one app."""
-
-    def __init__(self, state: ServerState) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(StateCollector(state))
-
-    def render(self) -> bytes:
-        """Prometheus text format 0.0.4."""
-        return generate_latest(self.registry)
-
-
-class StateCollector(Collector):
-    """Reads one ServerState."""
+    """The page of one app; listens to its accounts from the start."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._limits = limits_of(state.plan)
         self._usage = Usage(state.accounts, self._limits)
         self._trend = Trend()
-        self._make = Families(state.model_name)
+        self._page = Page(model=state.model_name)
+        self._vllm = Page(model_name=state.model_name, engine="0")
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are checked by promtool in the tests, and a registration must not collect."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        state, make = self._state, self._make
+    def render(self) -> bytes:
+        """Prometheus text format 0.0.4."""
+        state, page = self._state, self._page
         stats = state.engine.stats()
-        yield from memory_families(make, state, stats)
-        yield from config_families(make, state, stats)
-        yield from pool_families(make, state, stats)
-        yield from headroom_families(make, state, stats, self._usage, self._limits, self._trend)
-        yield from request_families(make, state, stats)
-        yield from latency_families(make, state)
-        yield from tenant_families(make, state, self._usage)
+        memory_families(page, state, stats)
+        config_families(page, state, stats)
+        pool_families(page, state, stats)
+        headroom_families(page, state, stats, self._usage, self._limits, self._trend)
+        request_families(page, state, stats)
+        latency_families(page, state)
+        tenant_families(page, state, self._usage)
+        text = page.take()
         if state.settings.metrics_compat == "vllm":
-            yield from vllm_families(state, stats)
+            vllm_families(self._vllm, state, stats)
+            text += self._vllm.take()
+        return text.encode()

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from prometheus_client.core import Metric
-
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import EngineStats
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.state import ServerState
 
 
-def config_families(make: Families, state: ServerState, stats: EngineStats) -> Iterator[Metric]:
+def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     plan = state.plan
     plans = [plan, state.engine.capacity().plan] if state.started and stats.ready else [plan]
-    yield make.info(
+    page.info(
         "tonnage_plan_info",
         "The plan the pool is sized by; always 1. Revision 0 was foretold before the load, revision 1 is what "
         "the engine has after it.",
         ("plan_id", "revision", "engine", "architecture", "quantization"),
         [_identity(item) for item in plans],
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_engine_ready",
         "1 when the engine can serve, 0 while it loads or when it is dead.",
         int(state.started and stats.ready),
     )
-    yield make.counter("tonnage_engine_restarts", "Times the engine was started again.", stats.restarts)
-    yield make.counter(
+    page.counter("tonnage_engine_restarts", "Times the engine was started again.", stats.restarts)
+    page.counter(
         "tonnage_invariant_violations",
         "Broken laws of the block accounts (blocks lost or counted twice); anything but 0 is a bug.",
         stats.invariant_violations,
     )
     for name, (text, value) in _numbers(state).items():
         if value is not None:
-            yield make.gauge(f"tonnage_config_{name}", text, value)
+            page.gauge(f"tonnage_config_{name}", text, value)
 
 
 def _identity(plan: Plan) -> tuple[str, ...]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from prometheus_client.core import Metric
 
 from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, promised_blocks
 from tonnage.server.engines.base import EngineStats, PoolStats
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.metrics.usage import RequestMix, Usage
 from tonnage.server.state import ServerState
 
@@ -82,34 +79,34 @@ class Trend:
 
 
 def headroom_families(
-    make: Families, state: ServerState, stats: EngineStats, usage: Usage, limits: Limits, trend: Trend
-) -> Iterator[Metric]:
+    page: Page, state: ServerState, stats: EngineStats, usage: Usage, limits: Limits, trend: Trend
+) -> None:
     pool = stats.pool
     room = headroom(pool, stats.running, usage.mix, limits, state.settings.default_max_tokens)
     trend.observe(time.monotonic(), pool.usable - room.blocks)
-    yield make.gauge("tonnage_headroom_blocks", "KV blocks that admission can still promise.", room.blocks)
-    yield make.gauge(
+    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still promise.", room.blocks)
+    page.gauge(
         "tonnage_headroom_bytes",
         "Bytes of the KV blocks that admission can still promise.",
         room.blocks * state.plan.kv_cache.layout.bytes_per_block,
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_headroom_requests",
         "More requests of the present mix (running mean of what was asked for) that fit now.",
         room.requests,
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_headroom_prompt_tokens",
         "Largest prompt that would be admitted now with the default max_tokens; 0: none.",
         room.prompt_tokens,
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_time_to_full_seconds",
         "Seconds until nothing more can be promised, at the growth of the last two minutes; "
         f"{FOREVER_SECONDS:.0f}: not within a day.",
         trend.seconds_to(room.blocks),
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_drain_seconds",
         "Seconds until the requests in flight are through at the rate of the last completions; "
         f"{FOREVER_SECONDS:.0f}: not within a day, or no rate known.",

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from prometheus_client.core import Metric
-
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import EngineStats
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.report import measured_components, rank_components
 from tonnage.server.state import ServerState
 
 
-def memory_families(make: Families, state: ServerState, stats: EngineStats) -> Iterator[Metric]:
+def memory_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     plan, memory = state.plan, stats.memory
     planned = {
         (device_name(plan, number), component): size
         for number, rank in enumerate(plan.ranks)
         for component, size in rank_components(rank).items()
     }
-    yield make.gauges(
+    page.gauges(
         "tonnage_memory_planned_bytes",
         "Bytes planned before the load (revision 0), by component; they add up to the device.",
         ("device", "component"),
@@ -29,7 +25,7 @@ def memory_families(make: Families, state: ServerState, stats: EngineStats) -> I
     # What an engine measures is the sum over its processes, told for the rank that decides.
     device = device_name(plan, plan.worst_rank)
     measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
-    yield make.gauges(
+    page.gauges(
         "tonnage_memory_measured_bytes",
         "Bytes the server really holds, by component; absent where not measured.",
         ("device", "component"),
@@ -40,27 +36,27 @@ def memory_families(make: Families, state: ServerState, stats: EngineStats) -> I
     }
     if memory.process_peak and plan.rank.used_bytes:
         ratios[device, "process"] = memory.process_peak / plan.rank.used_bytes
-    yield make.gauges(
+    page.gauges(
         "tonnage_memory_measured_to_planned_ratio",
         "Measured bytes over planned bytes; 1 is a plan that came true. process: the peak of all processes "
         "over the sum of the plan.",
         ("device", "component"),
         ratios,
     )
-    yield make.gauges(
+    page.gauges(
         "tonnage_weights_planned_bytes",
         "Planned bytes of the weights by the dtype they are stored in and their quantization.",
         ("dtype", "quantization"),
         {(part.dtype, part.quantization): part.bytes for part in plan.weight_formats},
     )
     if memory.process is not None:
-        yield make.gauge(
+        page.gauge(
             "tonnage_process_memory_bytes",
             "Anonymous plus shared memory of all processes of the server now.",
             memory.process,
         )
     if memory.process_peak is not None:
-        yield make.gauge(
+        page.gauge(
             "tonnage_process_memory_peak_bytes",
             "Largest anonymous plus shared memory of all processes of the server.",
             memory.process_peak,

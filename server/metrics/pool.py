@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from prometheus_client.core import Metric
-
 from tonnage.server.engines.base import EngineStats
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.report import promised_unused
 from tonnage.server.state import ServerState
 
 
-def pool_families(make: Families, state: ServerState, stats: EngineStats) -> Iterator[Metric]:
+def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     pool, layout = stats.pool, state.plan.kv_cache.layout
     states = {
         ("used",): pool.used,
@@ -25,59 +21,59 @@ def pool_families(make: Families, state: ServerState, stats: EngineStats) -> Ite
         ("bytes", layout.bytes_per_block, "Bytes of the KV blocks"),
         ("tokens", layout.block_size, "Token slots of the KV blocks"),
     ):
-        yield make.gauges(
+        page.gauges(
             f"tonnage_pool_{unit}",
             f"{text} by state: used by running requests, cached (reclaimable prefixes), free, reserved (never "
             "given out); they add up to the pool.",
             ("state",),
             {key: blocks * factor for key, blocks in states.items()},
         )
-    yield make.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", pool.usable)
-    yield make.gauge(
+    page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", pool.usable)
+    page.gauge(
         "tonnage_pool_usage_ratio",
         "Used blocks over usable blocks; cached ones are not used.",
         pool.used / pool.usable if pool.usable else 0.0,
     )
     unused = promised_unused(pool)
-    yield make.gauge(
+    page.gauge(
         "tonnage_pool_promised_unused_blocks",
         "KV blocks promised to admitted requests, not yet held.",
         unused,
     )
-    yield make.gauge(
+    page.gauge(
         "tonnage_pool_promised_unused_bytes",
         "Bytes of the KV blocks promised to admitted requests, not yet held.",
         unused * layout.bytes_per_block,
     )
     if pool.tail_waste_slots is not None:
-        yield make.gauge(
+        page.gauge(
             "tonnage_pool_tail_waste_tokens",
             "Token slots in used blocks that hold no token yet: the unfilled ends of the sequences.",
             pool.tail_waste_slots,
         )
-        yield make.gauge(
+        page.gauge(
             "tonnage_pool_tail_waste_bytes",
             "Bytes of the token slots in used blocks that hold no token yet.",
             pool.tail_waste_slots * layout.bytes_per_block // layout.block_size,
         )
-    yield make.counters(
+    page.counters(
         "tonnage_evictions",
         "Cached KV blocks given up, by cause. allocation: for new tokens.",
         ("cause",),
         {("allocation",): pool.evictions},
     )
-    yield make.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
-    yield make.counter(
+    page.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
+    page.counter(
         "tonnage_preempted_tokens",
         "Computed tokens that preemptions threw away and that are computed again.",
         stats.preempted_tokens,
     )
-    yield make.counter(
+    page.counter(
         "tonnage_prefix_query_tokens",
         "Prompt tokens that were looked up in the prefix cache.",
         stats.prompt_tokens,
     )
-    yield make.counters(
+    page.counters(
         "tonnage_prefix_hit_tokens",
         "Prompt tokens whose K/V came from a cache, by the memory it was in.",
         ("source",),

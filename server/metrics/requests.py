@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from prometheus_client.core import Metric
-
 from tonnage.cache.admission import NeverReason, WaitReason
 from tonnage.server.accounts import OUTCOMES
 from tonnage.server.engines.base import EngineStats
-from tonnage.server.metrics.families import Families
+from tonnage.server.metrics.families import Page
 from tonnage.server.metrics.usage import TenantUsage, Usage
 from tonnage.server.state import ServerState
 
@@ -23,9 +19,9 @@ ADMISSIONS: tuple[tuple[str, str], ...] = (
 )
 
 
-def request_families(make: Families, state: ServerState, stats: EngineStats) -> Iterator[Metric]:
+def request_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     accounts = state.accounts
-    yield make.gauges(
+    page.gauges(
         "tonnage_engine_requests",
         "Requests in the engine by state.",
         ("state",),
@@ -37,7 +33,7 @@ def request_families(make: Families, state: ServerState, stats: EngineStats) -> 
         decisions[key] = decisions.get(key, 0) + count
     for key, count in accounts.refused.items():
         decisions[key] = decisions.get(key, 0) + count
-    yield make.counters(
+    page.counters(
         "tonnage_admission_decisions",
         "Admission decisions; a request that waits is counted as wait once and as admit when it runs.",
         ("outcome", "reason"),
@@ -47,31 +43,29 @@ def request_families(make: Families, state: ServerState, stats: EngineStats) -> 
     for outcome, reason, blocks in stats.refused_blocks:
         if (outcome, str(reason)) in missing:
             missing[outcome, str(reason)] += blocks
-    yield make.counters(
+    page.counters(
         "tonnage_admission_refused_blocks",
         "KV blocks that were missing when a request had to wait or could never fit.",
         ("outcome", "reason"),
         missing,
     )
-    yield make.counter(
+    page.counter(
         "tonnage_requests_received",
         "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
         accounts.received,
     )
-    yield make.gauge(
-        "tonnage_requests_in_flight", "Requests received that have no outcome yet.", accounts.in_flight
-    )
-    yield make.counters(
+    page.gauge("tonnage_requests_in_flight", "Requests received that have no outcome yet.", accounts.in_flight)
+    page.counters(
         "tonnage_requests",
         "Requests by their one outcome.",
         ("outcome",),
         {(outcome,): accounts.outcomes[outcome] for outcome in OUTCOMES},
     )
-    yield make.counter("tonnage_prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
-    yield make.counter("tonnage_generation_tokens", "Tokens generated.", stats.generation_tokens)
+    page.counter("tonnage_prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
+    page.counter("tonnage_generation_tokens", "Tokens generated.", stats.generation_tokens)
 
 
-def latency_families(make: Families, state: ServerState) -> Iterator[Metric]:
+def latency_families(page: Page, state: ServerState) -> None:
     accounts = state.accounts
     for name, text, histogram in (
         ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", accounts.queue_wait),
@@ -87,24 +81,24 @@ def latency_families(make: Families, state: ServerState) -> Iterator[Metric]:
             accounts.request_duration,
         ),
     ):
-        yield make.histogram(f"tonnage_{name}_seconds", text, histogram)
+        page.histogram(f"tonnage_{name}_seconds", text, histogram)
 
 
-def tenant_families(make: Families, state: ServerState, usage: Usage) -> Iterator[Metric]:
+def tenant_families(page: Page, state: ServerState, usage: Usage) -> None:
     tenants: dict[str, TenantUsage] = usage.tenants
-    yield make.counters(
+    page.counters(
         "tonnage_tenant_requests",
         "Requests by tenant and outcome; tenants beyond the first 64 are one, other.",
         ("tenant", "outcome"),
         {(name, outcome): one.outcomes[outcome] for name, one in tenants.items() for outcome in OUTCOMES},
     )
-    yield make.gauges(
+    page.gauges(
         "tonnage_tenant_requests_in_flight",
         "Requests of the tenant in the engine, waiting or running.",
         ("tenant",),
         {(name,): one.in_flight for name, one in tenants.items()},
     )
-    yield make.gauges(
+    page.gauges(
         "tonnage_tenant_asked_bytes",
         "Bytes of the KV blocks that the tenant's unfinished requests may come to hold.",
         ("tenant",),
@@ -113,13 +107,13 @@ def tenant_families(make: Families, state: ServerState, usage: Usage) -> Iterato
             for name, one in tenants.items()
         },
     )
-    yield make.counters(
+    page.counters(
         "tonnage_tenant_prompt_tokens",
         "Prompt tokens of the tenant's finished requests.",
         ("tenant",),
         {(name,): one.prompt_tokens for name, one in tenants.items()},
     )
-    yield make.counters(
+    page.counters(
         "tonnage_tenant_generation_tokens",
         "Tokens generated for the tenant's finished requests.",
         ("tenant",),
