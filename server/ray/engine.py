@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
@@ -80,7 +81,7 @@ class RayEngine:
             answers = await self._handle.broadcast("report").results_async(
                 timeout_s=5 * _REPORT_SECONDS, return_exceptions=True
             )
-        except (RayError, TimeoutError):  # none alive right now
+        except (RayError, RayServeException, TimeoutError):  # none alive right now
             answers = []
         self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
         self._stats = total(self._reports, self._stats)
@@ -99,7 +100,7 @@ class RayEngine:
                 yield answer
             if remaining:
                 raise EngineDead("the replica ended before the answer did")
-        except RayError as error:
+        except (RayError, RayServeException) as error:
             raise EngineDead(
                 f"the replica died ({type(error).__name__})", hint="send the request again"
             ) from None

@@ -63,10 +63,10 @@ def _wait_for_replicas(count: int, other_than: frozenset[str] = frozenset()) -> 
     raise AssertionError(f"not {count} replicas after 120 s: {_replicas()}")
 
 
-def _metric(address: str, start: str) -> float:
+def _metric(address: str, start: str, label: str = "") -> float:
     page = httpx.get(f"http://{address}/metrics").text
-    values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(start)]
-    assert values, f"no {start} on {address}"
+    values = [line.rsplit(" ", 1)[1] for line in page.splitlines() if line.startswith(start) and label in line]
+    assert values, f"no {start} with {label} on {address}"
     return sum(float(value) for value in values)
 
 
@@ -96,8 +96,8 @@ async def test_both_replicas_answer_and_both_pages_are_scraped(cluster: str) -> 
     }
     assert min(written.values()) > 0, f"one replica did nothing: {written}"
     for address in replicas.values():  # each page has its own memory beside its own plan
-        assert _metric(address, 'tonnage_planned_bytes{component="kv_pool"') > 0
-        assert _metric(address, 'tonnage_measured_bytes{component="kv_pool"') > 0
+        planned = _metric(address, "tonnage_memory_planned_bytes{", 'component="weights"')
+        assert _metric(address, "tonnage_memory_measured_bytes{", 'component="weights"') == planned > 0
 
 
 async def test_a_common_beginning_goes_to_the_replica_that_has_it(cluster: str) -> None:
