@@ -39,8 +39,8 @@ from tonnage.cache.admission import (
     refusal,
     split_promise,
 )
-from tonnage.cache.core import handle
 from tonnage.cache.admission.safety import finishing_order
+from tonnage.cache.core import handle
 from tonnage.cache.errors import (
     DoubleFree,
     InvalidRequest,
@@ -129,9 +129,9 @@ class KVCacheManager:
         self.state = new_state(
             self.limits, num_blocks, caching=self.prefix_caching, seed=seed_of(b"", key), logged=False
         )
-        self._core = handle(self.state)  # the same arrays, for compiled code
+        self.core = handle(self.state)  # the same arrays, for compiled code
         self.pool = BlockPool(self.state)
-        self.index = PrefixIndex(self.state, self._core) if self.prefix_caching else None
+        self.index = PrefixIndex(self.state, self.core) if self.prefix_caching else None
         self.rows = self.state.rows
         self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)
         self.sequences = Sequences(max_num_seqs)
@@ -161,7 +161,7 @@ class KVCacheManager:
         place = np.zeros(self.limits.max_num_seqs, np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         lengths = np.zeros((3, len(order)), np.int32)
-        steps.summarize(self._core, place, lengths)
+        steps.summarize(self.core, place, lengths)
         requests = self.state.requests
         return RunningSnapshot(
             usable=self.pool.usable,
@@ -217,7 +217,7 @@ class KVCacheManager:
                 self._drop_hit(row, count)
                 return decision
         self._register(sequence_id, request, salt_bytes)
-        hits.lock_hit(self._core, row, count)
+        hits.lock_hit(self.core, row, count)
         hit = count * self.block_size
         self._query_tokens += len(tokens)
         self._hit_tokens += hit
@@ -242,7 +242,7 @@ class KVCacheManager:
         if self.admission is None:
             return ends
         wanted = np.zeros(len(batch), np.int64)
-        steps.wanted_blocks(self._core, batch, ends, wanted)
+        steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
             return ends
         entries = self.entries(sequence_ids)
@@ -268,7 +268,7 @@ class KVCacheManager:
         self, admission: Admission, request: AdmissionRequest, row: int, count: int, head: Head | None
     ) -> Decision:
         lost = np.zeros(self.limits.max_num_seqs, np.int32)
-        used, cached = hits.count_hit(self._core, row, count, lost)
+        used, cached = hits.count_hit(self.core, row, count, lost)
         order = np.fromiter(self._requests, dtype=np.int32, count=len(self._requests))
         return admission.decide(
             request,
@@ -290,12 +290,12 @@ class KVCacheManager:
         self.salts.enter(self.state, row, salt, tokens)
         rows.kind[row] = HOT
         self._hash(row)
-        return hits.find_hit(self._core, row)
+        return hits.find_hit(self.core, row)
 
     def _drop_hit(self, row: int, count: int) -> None:
         if self.prefix_caching:
             self.salts.leave(self.state, row)
-        hits.drop_hit(self._core, row, count)
+        hits.drop_hit(self.core, row, count)
 
     def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
         full, sliding = split_promise(request, self.limits)
@@ -366,7 +366,7 @@ class KVCacheManager:
         shared block) cost more than a comparison."""
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
         copies = self._copies(batch)
-        code, at = steps.extend(self._core, batch, ends, copies)
+        code, at = steps.extend(self.core, batch, ends, copies)
         if code != steps.OK:
             raise self._extend_error(code, sequence_ids[at], int(batch[at]), int(ends[at]))
         return _copies_of(copies, at)
@@ -375,7 +375,7 @@ class KVCacheManager:
         """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
         wanted = np.zeros(len(batch), np.int64)
-        steps.wanted_blocks(self._core, batch, ends, wanted)
+        steps.wanted_blocks(self.core, batch, ends, wanted)
         return wanted
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
@@ -397,7 +397,7 @@ class KVCacheManager:
     def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
         """One token for each of the distinct sequences."""
         batch, tokens = self._batch_tokens(sequence_ids, token_ids)
-        code, at = steps.append(self._core, batch, tokens)
+        code, at = steps.append(self.core, batch, tokens)
         if code != steps.OK:
             raise self._token_error(code, sequence_ids[at], int(batch[at]), int(tokens[at]))
 
@@ -413,7 +413,7 @@ class KVCacheManager:
         """`commit` for a whole step; everything is checked first."""
         batch, ends = self._batch(sequence_ids, num_computed, "num_computed")
         self._hash(*batch)
-        code, at = steps.commit(self._core, batch, ends)
+        code, at = steps.commit(self.core, batch, ends)
         if code == steps.TWICE:
             raise self._twice(sequence_ids[at])
         if code != steps.OK:
@@ -428,7 +428,7 @@ class KVCacheManager:
         batch, tokens = self._batch_tokens(sequence_ids, token_ids)
         copies = self._copies(batch)
         self._hash(*batch)
-        code, at = steps.decode(self._core, batch, tokens, copies)
+        code, at = steps.decode(self.core, batch, tokens, copies)
         if code == steps.OK:
             return _copies_of(copies, at)
         sequence_id, row = sequence_ids[at], int(batch[at])
@@ -470,7 +470,7 @@ class KVCacheManager:
         family.live += 1
         requests = self.state.requests
         requests.live[family.slot], requests.forks_left[family.slot] = family.live, family.forks_left
-        steps.share(self._core, parent, child)
+        steps.share(self.core, parent, child)
         self.salts.share(self.state, child)
         return child
 
@@ -482,7 +482,7 @@ class KVCacheManager:
         row = self.sequences.row(sequence_id)
         family = self.sequences.family(row)
         self.salts.leave(self.state, row)
-        steps.leave(self._core, row)
+        steps.leave(self.core, row)
         self.sequences.close(sequence_id)
         before, promise, sliding = family.sequences, family.promise, family.sliding
         requests, slot = self.state.requests, family.slot
