@@ -7,9 +7,11 @@ import torch
 
 from tonnage.planner.errors import DoesNotFit
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.hf.attention import PagedBatch, PagedPool
+from tonnage.server.engines.hf.attention import PagedBatch, choose_backend
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.fuse import fuse
 from tonnage.server.engines.hf.loading import DTYPES, load_model, storage_bytes
+from tonnage.server.engines.hf.pool import PagedPool
 
 
 class ModelRunner:
@@ -31,7 +33,9 @@ class ModelRunner:
                 f"{plan.rank.total_bytes}",
                 hint="lower --kv-cache-memory-bytes or --max-num-seqs",
             ) from error
-        self.query_heads: int = self.model.config.get_text_config().num_attention_heads
+        self.fused = fuse(self.model)
+        query_heads: int = self.model.config.get_text_config().num_attention_heads
+        self.attention, self._step = choose_backend(self.pool, query_heads, torch.get_num_threads())
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -41,7 +45,7 @@ class ModelRunner:
                 np.array([copy.src for copy in batch.copies], dtype=np.int64),
                 np.array([copy.dst for copy in batch.copies], dtype=np.int64),
             )
-        paged = PagedBatch(batch, self.pool, self.query_heads)
+        paged = PagedBatch(self._step(batch), self.pool)
         output = self.model(
             input_ids=torch.from_numpy(batch.token_ids)[None].to(self.device),
             position_ids=torch.from_numpy(batch.positions)[None].to(self.device),

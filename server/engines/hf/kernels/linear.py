@@ -1,0 +1,123 @@
+"""y = x W^T for bfloat16 on a CPU, reading W [out, in] as the checkpoint stores it.
+
+Rows of W are dotted with rows of x, so nothing is packed and nothing is stored twice: weights keep their bytes,
+and a head tied to the embedding stays tied. Each output depends on its own row of x alone, so an answer does
+not change with what else is in the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from tonnage.server.engines.hf.kernels.jit import compiled
+from tonnage.server.engines.hf.kernels.rows import gate_row
+from tonnage.server.engines.hf.kernels.vector import dot_tile
+
+_ZERO = np.float32(0)
+
+# Columns (rows of W) per block: 16 rows of W stay in the first-level cache while all rows of x pass.
+# Tiles by rows of x; the number is how many rows of the next block each fetches ahead, so that the tiles of one
+# block together fetch 16.
+_tile_4 = dot_tile(4, 4)
+_tile_4_ahead_1 = dot_tile(4, 4, 1)
+_tile_4_ahead_2 = dot_tile(4, 4, 2)
+_tile_4_ahead_4 = dot_tile(4, 4, 4)
+_tile_2 = dot_tile(2, 8)
+_tile_2_ahead = dot_tile(2, 8, 8)
+_tile_1 = dot_tile(1, 16)
+_tile_1_ahead = dot_tile(1, 16, 16)
+
+
+@compiled()
+def _block(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
+    """16 columns: ``w`` and ``out`` are the addresses of the first; ``stride`` bytes between rows of out."""
+    size = 2 * k
+    row = 0
+    while row + 4 <= rows:
+        for c in range(0, 16, 4):
+            xr, wr, to = x + row * size, w + c * size, out + row * stride + 2 * c
+            if rows >= 16 and row < 16:
+                _tile_4_ahead_1(xr, size, wr, size, k, to, stride, w + (16 + row + c // 4) * size)
+            elif 8 <= rows < 16 and row < 8:
+                _tile_4_ahead_2(xr, size, wr, size, k, to, stride, w + (16 + 2 * row + c // 2) * size)
+            elif rows < 8:
+                _tile_4_ahead_4(xr, size, wr, size, k, to, stride, w + (16 + c) * size)
+            else:
+                _tile_4(xr, size, wr, size, k, to, stride, 0)
+        row += 4
+    if row + 2 <= rows:
+        for c in range(0, 16, 8):
+            xr, wr, to = x + row * size, w + c * size, out + row * stride + 2 * c
+            if row == 0:
+                _tile_2_ahead(xr, size, wr, size, k, to, stride, w + (16 + c) * size)
+            else:
+                _tile_2(xr, size, wr, size, k, to, stride, 0)
+        row += 2
+    if row < rows:
+        xr, to = x + row * size, out + row * stride
+        if row == 0:  # one row: a block takes about as long as memory answers, so two ahead
+            _tile_1_ahead(xr, size, w, size, k, to, stride, w + 32 * size)
+        else:
+            _tile_1(xr, size, w, size, k, to, stride, 0)
+
+
+@compiled(parallel=True)
+def _linear(
+    x: int, w: int, up: int, out: int, scratch: int, rows: int, columns: int, k: int, linear: float,
+    cubic: float, threads: int,
+) -> None:  # fmt: skip
+    """out = x w^T, and with ``up`` (an address, or 0): act(x w^T) * (x up^T)."""
+    blocks = columns // 16
+    for thread in prange(threads):
+        ups = scratch + 32 * rows * thread
+        for block in range(thread * blocks // threads, (thread + 1) * blocks // threads):
+            to = out + 32 * block
+            _block(x, w + 32 * block * k, to, rows, k, 2 * columns)
+            if up:
+                _block(x, up + 32 * block * k, ups, rows, k, 32)
+                for row in range(rows):
+                    gate_row(to + 2 * columns * row, ups + 32 * row, 16, linear, cubic)
+
+
+def serves(weight: torch.Tensor) -> bool:
+    """Whether this weight can be read as it lies: bfloat16 on the CPU, contiguous, rows a multiple of 16."""
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and weight.shape[0] % 16 == 0
+    )
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x`` [..., in] bfloat16, ``weight`` [out, in] that `serves`; returns [..., out] bfloat16."""
+    columns, k = weight.shape
+    if not x.is_contiguous():
+        x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
+    rows = x.numel() // k
+    _linear(
+        x.data_ptr(), weight.data_ptr(), 0, out.data_ptr(), 0, rows, columns, k, _ZERO, _ZERO,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out if bias is None else out.add_(bias)
+
+
+def gated(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: tuple[float, float]
+) -> torch.Tensor:
+    """act(x gate^T) * (x up^T) for weights that `serves`; ``activation`` as in :func:`.rows.gate_row`."""
+    columns, k = gate.shape
+    if not x.is_contiguous():
+        x = x.contiguous()
+    threads = torch.get_num_threads()
+    rows = x.numel() // k
+    out = torch.empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
+    scratch = torch.empty(16 * rows * threads, dtype=torch.bfloat16)
+    _linear(
+        x.data_ptr(), gate.data_ptr(), up.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows, columns, k,
+        np.float32(activation[0]), np.float32(activation[1]), threads,
+    )  # fmt: skip
+    return out

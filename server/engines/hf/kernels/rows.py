@@ -1,0 +1,400 @@
+"""Operations on one row of bfloat16 or float32 values, as LLVM IR: norms, rotation, gates, softmax, sums.
+
+Lengths are multiples of 16 unless said; addresses are int64 in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tonnage.server.engines.hf.kernels.vector import (
+    F32,
+    I16,
+    I32,
+    I64,
+    V16F,
+    V16H,
+    V16I,
+    V32H,
+    call,
+    constant,
+    fma,
+    halves,
+    lanes,
+    load,
+    masked_load,
+    splat,
+    store,
+    to_bfloat,
+)
+
+_LOG2E = math.log2(math.e)
+# ln 2 in two parts, the first exact in a few bits, so that x - n ln 2 keeps its digits (Cody and Waite, 1980).
+_LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
+_SMALLEST, _LARGEST = -87.0, 88.0  # beyond: float32 would be subnormal or infinite
+
+
+def exp16(builder: Any, x: Any) -> Any:
+    """e^x in 16 lanes, relative error below 1e-6 (Taylor on |r| <= ln 2 / 2); 0 below -87, NaN stays NaN."""
+    low = builder.fcmp_ordered("<", x, constant(V16F, _SMALLEST))
+    x = builder.select(low, constant(V16F, _SMALLEST), x)
+    high = builder.fcmp_ordered(">", x, constant(V16F, _LARGEST))
+    x = builder.select(high, constant(V16F, _LARGEST), x)
+    n = call(builder, "llvm.rint.v16f32", V16F, [builder.fmul(x, constant(V16F, _LOG2E))])
+    r = fma(builder, n, constant(V16F, -_LN2_HIGH), x)
+    r = fma(builder, n, constant(V16F, -_LN2_LOW), r)
+    series = constant(V16F, 1 / math.factorial(6))
+    for degree in range(5, -1, -1):
+        series = fma(builder, series, r, constant(V16F, 1 / math.factorial(degree)))
+    whole = call(builder, "llvm.fptosi.sat.v16i32.v16f32", V16I, [n])
+    power = builder.shl(builder.add(whole, constant(V16I, 127)), constant(V16I, 23))
+    result = builder.fmul(series, builder.bitcast(power, V16F))
+    return builder.select(low, constant(V16F, 0.0), result)
+
+
+def _widen(builder: Any, address: Any, offset: Any) -> Any:
+    """16 bfloat16 values as float32."""
+    half = load(builder, address, V16H, offset)
+    return builder.bitcast(builder.shl(builder.zext(half, V16I), constant(V16I, 16)), V16F)
+
+
+def _loop(
+    builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """``for i in range(0, count, 16)``; the values in ``carried`` go round."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("row.head", "row.body", "row.after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    values = []
+    for value in carried:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        values.append(phi)
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+    builder.position_at_end(inside)
+    new = body(index, values)
+    index.add_incoming(builder.add(index, ir.Constant(I64, 16)), builder.block)
+    for phi, value in zip(values, new, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _bytes(builder: Any, index: Any, shift: int) -> Any:
+    return builder.shl(index, ir.Constant(I64, shift))
+
+
+def _fold(builder: Any, name: str, value: Any, start: float) -> Any:
+    """Reduce 16 lanes to one by a tree (order fixed)."""
+    width = 8
+    while width:
+        other = builder.shuffle_vector(value, value, lanes([(i + width) % 16 for i in range(16)]))
+        if name == "add":
+            value = builder.fadd(value, other)
+        else:
+            value = builder.select(builder.fcmp_ordered(">", other, value), other, value)
+        width //= 2
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def square_sum(_typing: Any, x: Any, n: Any) -> Any:
+    """Sum of squares of ``n`` bfloat16 values, float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            value = _widen(builder, args[0], _bytes(builder, index, 1))
+            return [fma(builder, value, value, sums[0])]
+
+        (total,) = _loop(builder, args[1], [constant(V16F, 0.0)], step)
+        return _fold(builder, "add", total, 0.0)
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, shift: Any) -> Any:
+    """out = x * factor * (weight + shift), bfloat16 in and out, float32 between."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, weight, out, n, factor, shift = args
+        many, plus = splat(builder, factor, V16F), splat(builder, shift, V16F)
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 1)
+            scaled = builder.fmul(_widen(builder, x, offset), many)
+            gain = builder.fadd(_widen(builder, weight, offset), plus)
+            store(builder, to_bfloat(builder, builder.fmul(scaled, gain)), out, offset)
+            return []
+
+        _loop(builder, n, [], step)
+        return context.get_dummy_value()
+
+    signature = types.void(types.int64, types.int64, types.int64, types.int64, types.float32, types.float32)
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
+    """Rotary embedding in place: x and its other half ``half`` values on; cosine and sine have 2 x half."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, cosine, sine, half = args
+        far = _bytes(builder, half, 1)
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            near_at = _bytes(builder, index, 1)
+            far_at = builder.add(near_at, far)
+            a, b = _widen(builder, x, near_at), _widen(builder, x, far_at)
+            turned = builder.fneg(builder.fmul(b, _widen(builder, sine, near_at)))
+            first = fma(builder, a, _widen(builder, cosine, near_at), turned)
+            turned = builder.fmul(a, _widen(builder, sine, far_at))
+            second = fma(builder, b, _widen(builder, cosine, far_at), turned)
+            store(builder, to_bfloat(builder, first), x, near_at)
+            store(builder, to_bfloat(builder, second), x, far_at)
+            return []
+
+        _loop(builder, half, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> Any:
+    """gate = g sigmoid(linear g + cubic g^3) up, bfloat16 in place: SiLU is (1, 0); GELU's tanh form is
+    (2 sqrt(2 / pi), 0.044715 of that), since (1 + tanh z) / 2 = sigmoid(2 z)."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        gate, up, n, linear, cubic = args
+        linear, cubic = splat(builder, linear, V16F), splat(builder, cubic, V16F)
+        one = constant(V16F, 1.0)
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 1)
+            g = _widen(builder, gate, offset)
+            z = builder.fmul(g, fma(builder, builder.fmul(g, g), cubic, linear))
+            open_ = builder.fdiv(g, builder.fadd(one, exp16(builder, builder.fneg(z))))
+            value = builder.fmul(open_, _widen(builder, up, offset))
+            store(builder, to_bfloat(builder, value), gate, offset)
+            return []
+
+        _loop(builder, n, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
+    """x = x scale, or cap tanh(x scale / cap) where cap > 0; float32 in place; returns the maximum."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, n, scale, cap = args
+        by = splat(builder, scale, V16F)
+        capped = builder.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
+        with builder.if_then(capped):
+            top = splat(builder, cap, V16F)
+
+            def squash(index: Any, _: list[Any]) -> list[Any]:
+                offset = _bytes(builder, index, 2)
+                y = builder.fdiv(builder.fmul(load(builder, x, V16F, offset), by), top)
+                e = exp16(builder, builder.fmul(y, constant(V16F, 2.0)))
+                share = builder.fdiv(constant(V16F, 2.0), builder.fadd(e, constant(V16F, 1.0)))
+                store(builder, builder.fmul(top, builder.fsub(constant(V16F, 1.0), share)), x, offset)
+                return []
+
+            _loop(builder, n, [], squash)
+        factor = builder.select(capped, constant(V16F, 1.0), by)
+
+        def step(index: Any, best: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 2)
+            value = builder.fmul(load(builder, x, V16F, offset), factor)
+            store(builder, value, x, offset)
+            return [builder.select(builder.fcmp_ordered(">", value, best[0]), value, best[0])]
+
+        (best,) = _loop(builder, n, [constant(V16F, float("-inf"))], step)
+        return _fold(builder, "max", best, 0.0)
+
+    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
+    """x = e^(x - shift), float32 in place; returns the sum."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, n, shift = args
+        by = splat(builder, shift, V16F)
+
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 2)
+            value = exp16(builder, builder.fsub(load(builder, x, V16F, offset), by))
+            store(builder, value, x, offset)
+            return [builder.fadd(sums[0], value)]
+
+        (total,) = _loop(builder, n, [constant(V16F, 0.0)], step)
+        return _fold(builder, "add", total, 0.0)
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
+    """x *= factor, float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        x, n, factor = args
+        by = splat(builder, factor, V16F)
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 2)
+            store(builder, builder.fmul(load(builder, x, V16F, offset), by), x, offset)
+            return []
+
+        _loop(builder, n, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+def weighted_sum(rows: int) -> Callable[..., None]:
+    """Intrinsic: sums[r] += sum over tokens of p[r, t] v[t], 32 values wide.
+
+    ``(p, p_stride, v, v_stride, tokens, sums, sums_stride, width)``: p and sums float32, v bfloat16 of which
+    ``width`` <= 32 values are read; sums hold the even values, then the odd ones.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add(
+        _typing: Any,
+        p: Any,
+        p_stride: Any,
+        v: Any,
+        v_stride: Any,
+        tokens: Any,
+        sums: Any,
+        stride: Any,
+        width: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            p, p_stride, v, v_stride, tokens, sums, stride, width = args
+            places = []
+            for r in range(rows):
+                row = builder.add(sums, builder.mul(stride, ir.Constant(I64, r)))
+                places += [row, builder.add(row, ir.Constant(I64, 64))]
+            start = [load(builder, place, V16F) for place in places]
+            full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
+
+            def loop(fetch: Callable[[Any], Any]) -> None:
+                def step(index: Any, totals: list[Any]) -> list[Any]:
+                    token = builder.lshr(index, ir.Constant(I64, 4))
+                    even, odd = halves(builder, fetch(builder.mul(token, v_stride)))
+                    new = []
+                    for r in range(rows):
+                        where = builder.add(
+                            builder.mul(p_stride, ir.Constant(I64, r)), _bytes(builder, token, 2)
+                        )
+                        weight = splat(builder, load(builder, p, F32, where), V16F)
+                        new.append(fma(builder, weight, even, totals[2 * r]))
+                        new.append(fma(builder, weight, odd, totals[2 * r + 1]))
+                    return new
+
+                totals = _loop(builder, _bytes(builder, tokens, 4), start, step)
+                for place, total in zip(places, totals, strict=True):
+                    store(builder, total, place)
+
+            with builder.if_else(full) as (whole, part):
+                with whole:
+                    loop(lambda offset: load(builder, v, V16I, offset))
+                with part:
+                    index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
+                    mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(width, I16), V32H))
+                    loop(lambda offset: masked_load(builder, v, offset, mask))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return add  # type: ignore[no-any-return]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> Any:
+    """``width`` <= 32 bfloat16 values: the even and odd ``sums`` of `weighted_sum` times ``factor``."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        sums, out, width, factor = args
+        by = splat(builder, factor, V16F)
+        even = to_bfloat(builder, builder.fmul(load(builder, sums, V16F), by))
+        odd = to_bfloat(builder, builder.fmul(load(builder, sums, V16F, ir.Constant(I64, 64)), by))
+        order = [i // 2 + 16 * (i % 2) for i in range(32)]
+        both = builder.shuffle_vector(even, odd, lanes(order))
+        full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
+        with builder.if_else(full) as (whole, part):
+            with whole:
+                store(builder, both, out)
+            with part:
+                index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
+                mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(width, I16), V32H))
+                pointer = builder.inttoptr(out, V32H.as_pointer())
+                call(
+                    builder,
+                    "llvm.masked.store.v32i16.p0",
+                    ir.VoidType(),
+                    [both, pointer, ir.Constant(I32, 2), mask],
+                )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def copy_bytes(_typing: Any, destination: Any, source: Any, count: Any) -> Any:
+    """memcpy."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.IntType(8).as_pointer()
+        to, start = (builder.inttoptr(address, kind) for address in args[:2])
+        call(
+            builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), [to, start, args[2], ir.Constant(ir.IntType(1), 0)]
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_rows(_typing: Any, address: Any, stride: Any, rows: Any, width: Any) -> Any:
+    """Prefetch ``rows`` rows of ``width`` bytes into the second-level cache."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, stride, rows, width = args
+
+        def row(index: Any, _: list[Any]) -> list[Any]:
+            start = builder.add(address, builder.mul(builder.lshr(index, ir.Constant(I64, 4)), stride))
+
+            def line(index: Any, _: list[Any]) -> list[Any]:
+                where = builder.inttoptr(
+                    builder.add(start, _bytes(builder, index, 2)), ir.IntType(8).as_pointer()
+                )
+                read, level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+                call(builder, "llvm.prefetch.p0", ir.VoidType(), [where, read, level, data])
+                return []
+
+            _loop(builder, builder.lshr(width, ir.Constant(I64, 2)), [], line)
+            return []
+
+        _loop(builder, _bytes(builder, rows, 4), [], row)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate

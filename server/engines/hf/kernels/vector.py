@@ -1,0 +1,230 @@
+"""The few vector operations that numba's own code generator does not reach, as LLVM IR.
+
+Everything works on 512-bit values: 32 bfloat16 as <16 x i32>, or 16 float32. Where the CPU has AVX512-BF16
+one instruction multiplies 32 pairs and adds them to 16 float32 sums; elsewhere the same product is made of two
+float32 FMAs, which LLVM splits to the width at hand. Addresses are plain integers (bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+NATIVE = llvm.get_host_cpu_features().get("avx512bf16", False)
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+V16F, V16I, V16H = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType(I16, 16)
+V32H, V32B1, V16B1 = ir.VectorType(I16, 32), ir.VectorType(I1, 32), ir.VectorType(I1, 16)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    null = "0.0"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_V32B, _V16B = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
+
+
+def constant(kind: ir.Type, value: float) -> ir.Constant:
+    """A scalar, or a vector with the value in every lane."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [ir.Constant(kind.element, value)] * kind.count)
+    return ir.Constant(kind, value)
+
+
+def lanes(indices: Sequence[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, len(indices)), [ir.Constant(I32, i) for i in indices])
+
+
+def at(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
+    if offset is not None:
+        address = builder.add(address, offset)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def load(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
+    value = builder.load(at(builder, address, kind, offset))
+    value.align = 2
+    return value
+
+
+def store(builder: Any, value: Any, address: Any, offset: Any = None) -> None:
+    builder.store(value, at(builder, address, value.type, offset)).align = 2
+
+
+def splat(builder: Any, scalar: Any, kind: ir.VectorType) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, one, lanes([0] * kind.count))
+
+
+def call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """<16 x i32> of bfloat16 pairs -> the even and the odd elements as float32: a shift or a mask each."""
+    even = builder.shl(pairs, constant(V16I, 16))
+    odd = builder.and_(pairs, constant(V16I, 0xFFFF0000))
+    return builder.bitcast(even, V16F), builder.bitcast(odd, V16F)
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", V16F, [a, b, c])
+
+
+def to_bfloat(builder: Any, value: Any) -> Any:
+    """<16 x float> -> <16 x i16>, rounded to the nearest, ties to even; NaN stays NaN."""
+    if NATIVE:
+        half = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _V16B, [value])
+        return builder.bitcast(half, V16H)
+    bits = builder.bitcast(value, V16I)
+    lsb = builder.and_(builder.lshr(bits, constant(V16I, 16)), constant(V16I, 1))
+    rounded = builder.add(bits, builder.add(lsb, constant(V16I, 0x7FFF)))
+    nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(nan, constant(V16I, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(rounded, constant(V16I, 16)), V16H)
+
+
+def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """total[i] += a[2i] b[2i] + a[2i+1] b[2i+1] on <16 x i32> of bfloat16 pairs."""
+    if NATIVE:
+        a, b = builder.bitcast(a, _V32B), builder.bitcast(b, _V32B)
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", V16F, [total, a, b])
+    (a0, a1), (b0, b1) = halves(builder, a), halves(builder, b)
+    return fma(builder, a1, b1, fma(builder, a0, b0, total))
+
+
+def sum_lanes(builder: Any, sums: list[Any]) -> Any:
+    """16 vectors -> one whose lane i is the sum of the lanes of vector i, by a tree of shuffles."""
+    width = 1
+    while len(sums) > 1:
+        low: list[int] = []
+        high: list[int] = []
+        for base in range(0, 16, 2 * width):
+            for side in (0, 16):
+                low += range(side + base, side + base + width)
+                high += range(side + base + width, side + base + 2 * width)
+        sums = [
+            builder.fadd(builder.shuffle_vector(a, b, lanes(low)), builder.shuffle_vector(a, b, lanes(high)))
+            for a, b in zip(sums[::2], sums[1::2], strict=True)
+        ]
+        width *= 2
+    return sums[0]
+
+
+def masked_load(builder: Any, address: Any, offset: Any, mask: Any) -> Any:
+    """32 bfloat16 values as <16 x i32>, 0 where ``mask`` is off; what is off is not read."""
+    pointer = at(builder, address, V32H, offset)
+    values = call(
+        builder, "llvm.masked.load.v32i16.p0", V32H, [pointer, ir.Constant(I32, 2), mask, constant(V32H, 0)]
+    )
+    return builder.bitcast(values, V16I)
+
+
+def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = False) -> Callable[..., None]:
+    """Intrinsic: ``rows`` x ``columns`` (16 in all) dot products of bfloat16 rows of length k.
+
+    ``(x, x_stride, w, w_stride, k, out, out_stride, ahead)``: all int64, addresses and strides in bytes. Writes
+    out[r, c] = x[r] . w[c], as bfloat16, or as float32 with ``float_out``. ``prefetch`` rows of w_stride bytes
+    from ``ahead`` are fetched into the second-level cache beside the work.
+    A result depends on its own two rows and k alone, whatever tile it is computed in.
+    """
+    if rows * columns != 16:
+        raise ValueError(f"{rows} x {columns} is not 16")
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def tile(
+        _typing: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        w_stride: Any,
+        k: Any,
+        out: Any,
+        out_stride: Any,
+        ahead: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            x, x_stride, w, w_stride, k, out, out_stride, ahead = args
+            xs = [builder.add(x, builder.mul(x_stride, ir.Constant(I64, r))) for r in range(rows)]
+            ws = [builder.add(w, builder.mul(w_stride, ir.Constant(I64, c))) for c in range(columns)]
+
+            def accumulate(sums: list[Any], fetch: Callable[[Any], Any]) -> list[Any]:
+                mine = [fetch(address) for address in xs]
+                new = list(sums)
+                for c, address in enumerate(ws):
+                    column = fetch(address)
+                    for r in range(rows):
+                        new[r * columns + c] = multiply_pairs(builder, new[r * columns + c], mine[r], column)
+                return new
+
+            whole = builder.shl(
+                builder.lshr(k, ir.Constant(I64, 5)), ir.Constant(I64, 6)
+            )  # bytes in full vectors
+            before = builder.block
+            head, body, after = (builder.append_basic_block(name) for name in ("k.head", "k.body", "k.after"))
+            builder.branch(head)
+            builder.position_at_end(head)
+            offset = builder.phi(I64)
+            offset.add_incoming(ir.Constant(I64, 0), before)
+            sums = [builder.phi(V16F) for _ in range(16)]
+            for total in sums:
+                total.add_incoming(constant(V16F, 0.0), before)
+            builder.cbranch(builder.icmp_signed("<", offset, whole), body, after)
+            builder.position_at_end(body)
+            for row in range(prefetch):
+                line = builder.add(builder.add(ahead, builder.mul(w_stride, ir.Constant(I64, row))), offset)
+                read, level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+                call(builder, "llvm.prefetch.p0", ir.VoidType(), [at(builder, line, I8), read, level, data])
+            new = accumulate(sums, lambda address: load(builder, address, V16I, offset))
+            offset.add_incoming(builder.add(offset, ir.Constant(I64, 64)), body)
+            for total, value in zip(sums, new, strict=True):
+                total.add_incoming(value, body)
+            builder.branch(head)
+
+            builder.position_at_end(after)
+            tail = builder.and_(k, ir.Constant(I64, 31))
+            rest, done = (builder.append_basic_block(name) for name in ("k.tail", "k.done"))
+            builder.cbranch(builder.icmp_signed("!=", tail, ir.Constant(I64, 0)), rest, done)
+            builder.position_at_end(rest)
+            index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
+            mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(tail, I16), V32H))
+            tailed = accumulate(sums, lambda address: masked_load(builder, address, whole, mask))
+            builder.branch(done)
+            builder.position_at_end(done)
+            final = []
+            for total, value in zip(sums, tailed, strict=True):
+                merged = builder.phi(V16F)
+                merged.add_incoming(total, after)
+                merged.add_incoming(value, rest)
+                final.append(merged)
+
+            result = sum_lanes(builder, final)
+            if not float_out:
+                result = to_bfloat(builder, result)
+            for r in range(rows):
+                part = builder.shuffle_vector(result, result, lanes(range(r * columns, (r + 1) * columns)))
+                store(builder, part, out, builder.mul(out_stride, ir.Constant(I64, r)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return tile  # type: ignore[no-any-return]
