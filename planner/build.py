@@ -41,7 +41,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     quantization = read_quantization(source.config, deployment.quantization)
     check_quantization(architecture, quantization, deployment.engine)
     copies = _check_checkpoint(source, architecture)
-    chosen = complete(deployment, architecture, _auto_dtype(source))
+    chosen = complete(deployment, architecture, auto_dtype(source))
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
@@ -127,7 +127,7 @@ def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[
     return stored_tied_copies(architecture, source.tensors)
 
 
-def _auto_dtype(source: ModelSource) -> str:
+def auto_dtype(source: ModelSource) -> str:
     """What ``--dtype auto`` means: config.json's dtype, else the checkpoint's, else float32 (transformers'
     own order). A GGUF file states none and is dequantized while loading: bfloat16."""
     found = config_dtype(source.config.get("dtype", source.config.get("torch_dtype")))
@@ -136,6 +136,14 @@ def _auto_dtype(source: ModelSource) -> str:
     if found is None and source.tensors is not None:
         found = floating_dtype(source.tensors)
     return found or "float32"
+
+
+def limit_bytes(chosen: Resolved, weights: int) -> int:
+    """Bytes of the device that weights, runtime terms and pool may take together. SGLang's
+    mem_fraction_static is the share for weights and pool; the rest is for the runtime terms."""
+    if chosen.flags.engine == "sglang" and chosen.flags.mem_fraction_static is not None:
+        return int(chosen.device_memory * chosen.flags.mem_fraction_static)
+    return chosen.limit
 
 
 def _num_blocks(chosen: Resolved, pool: Pool, fixed: int) -> int:

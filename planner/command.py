@@ -8,8 +8,8 @@ import sys
 from typing import NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.plan import Deployment
-from tonnage.planner.units import parse_count, parse_size
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.units import GiB, parse_count, parse_size
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
@@ -19,7 +19,10 @@ exit codes: 0 the plan fits, 1 it does not (the reasons say why and what would),
 examples:
   tonnage plan demo
   tonnage plan demo --kv-cache-memory-bytes 512MiB --explain
-  tonnage plan ./Llama-3.1-8B --device cuda --device-memory 80GiB --quantization nf4 --json
+  tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
+  tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
+  tonnage plan ./Qwen3-32B --sweep --html sweep.html
+  tonnage plan ./Llama-3.1-8B --engine vllm --engine-version 0.11.0 --gpu a100-40g --json
 """
 
 
@@ -46,52 +49,129 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("model", metavar="MODEL", help="demo, a folder with config.json, a .gguf file or a hub id")
-    p.add_argument("--engine", default="hf", metavar="hf|vllm", help="whose rules and overheads (default: hf)")
-    p.add_argument("--device", default="cpu", metavar="cpu|cuda", help="default: cpu")
-    p.add_argument("--device-memory", metavar="SIZE", help="for example 80GiB (default on cpu: this machine's)")
+    _engine_flags(p.add_argument_group("engine and device"))
+    _model_flags(p.add_argument_group("model"))
+    _cache_flags(p.add_argument_group("KV cache and batch"))
+    _parallel_flags(p.add_argument_group("parallelism and extras"))
+    _output_flags(p.add_argument_group("answers and output"))
+    return p
+
+
+_Group = argparse._ArgumentGroup
+
+
+def _engine_flags(p: _Group) -> None:
+    p.add_argument(
+        "--engine", metavar="vllm|hf|sglang|llama.cpp",
+        help="whose rules and overheads (default: hf; vllm with --gpu or --engine-version)",
+    )  # fmt: skip
+    p.add_argument("--engine-version", metavar="V", help="rules of this version, for example 0.11.0")
+    p.add_argument("--gpu", metavar="NAME|cpu|auto", help="a GPU of the catalogue, or ask this machine")
+    p.add_argument("--device", metavar="cpu|cuda", help="default: cpu, or the GPU's")
+    p.add_argument("--device-memory", metavar="SIZE", help="for example 79.18GiB (default: the device's own)")
     p.add_argument(
         "--gpu-memory-utilization", metavar="SHARE", help="share of the device's memory to use (default: 0.9)"
     )
+    p.add_argument("--mem-fraction-static", metavar="SHARE", help="sglang: for weights and pool")
+    p.add_argument("--swa-full-tokens-ratio", metavar="SHARE", help="sglang (default: 0.8)")
+    p.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+
+def _model_flags(p: _Group) -> None:
     p.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
-    p.add_argument("--quantization", metavar="METHOD", help="int8, nf4, nf4-double or gptq")
+    p.add_argument("--quantization", metavar="METHOD", help="int8, nf4, gptq ... (default: the checkpoint's)")
+    p.add_argument("--max-model-len", metavar="N", help="longest sequence (default: the model's own)")
+
+
+def _cache_flags(p: _Group) -> None:
     p.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE", help="default: auto, the model's dtype")
     p.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="size of the KV pool, for example 512MiB")
-    p.add_argument("--max-model-len", metavar="N", help="longest sequence (default: the model's own)")
+    p.add_argument(
+        "--num-gpu-blocks-override", metavar="N", help="vllm: blocks of the pool, whatever the memory"
+    )
+    p.add_argument("--block-size", metavar="N", help="tokens per KV block (default: 16; vllm on cpu: 128)")
     p.add_argument("--max-num-seqs", metavar="N", help="most sequences running at once")
     p.add_argument("--max-num-batched-tokens", metavar="N", help="most tokens of one step")
-    p.add_argument("--block-size", metavar="N", help="tokens per KV block (default: 16; vllm on cpu: 128)")
     p.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share blocks of equal prefixes (default: on)",
+        default=None,
+        help="share blocks of equal prefixes (default: on, where the engine has it on)",
     )
-    p.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _parallel_flags(p: _Group) -> None:
+    for name, what in (
+        ("tensor", "GPUs a layer is divided over"),
+        ("pipeline", "GPUs the layers are divided over"),
+        ("data", "replicas"),
+    ):
+        p.add_argument(f"--{name}-parallel-size", metavar="N", help=f"{what} (default: 1)")
+    p.add_argument("--enable-expert-parallel", action="store_true", help="whole experts per GPU")
+    p.add_argument(
+        "--decode-context-parallel-size", metavar="N", help="ranks that divide a sequence's KV cache"
+    )
+    p.add_argument("--cpu-offload-gb", metavar="GIB", help="GiB of weights per GPU kept in the host's memory")
+    p.add_argument("--enable-lora", action="store_true", help="hold LoRA slots")
+    p.add_argument("--max-loras", metavar="N", help="slots (default: 1)")
+    p.add_argument("--max-lora-rank", metavar="N", help="rank of each slot (default: 16)")
+    p.add_argument(
+        "--speculative-model", metavar="M", help="draft model, or mtp for the checkpoint's own layers"
+    )
+    p.add_argument(
+        "--num-speculative-tokens", metavar="N", help="tokens drafted a step (default: 1 with a draft)"
+    )
+
+
+def _output_flags(p: _Group) -> None:
+    p.add_argument(
+        "--target-concurrency", metavar="N", help="find the cheapest GPU and TP that hold N sequences"
+    )
+    p.add_argument("--sweep", action="store_true", help="quantization x KV dtype x TP x GPU as a table")
     p.add_argument("--explain", action="store_true", help="print every term with its formula and source")
-    return p
+    p.add_argument("--serve-line", action="store_true", help="print only the commands that serve this plan")
+    out = p.add_mutually_exclusive_group()
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    out.add_argument("--csv", action="store_true", help="print CSV")
+    p.add_argument("--html", metavar="FILE", help="write a self-contained page with memory bars")
 
 
 def deployment_from(args: argparse.Namespace) -> Deployment:
     """Flags -> Deployment. Raises DeploymentError naming the flag."""
 
+    def flag(name: str) -> str:
+        return "--" + name.replace("_", "-")
+
     def size(name: str) -> int | None:
         text = getattr(args, name)
-        return None if text is None else parse_size(text, "--" + name.replace("_", "-"))
+        return None if text is None else parse_size(text, flag(name))
 
     def count(name: str) -> int | None:
         text = getattr(args, name)
-        return None if text is None else parse_count(text, "--" + name.replace("_", "-"))
+        return None if text is None else parse_count(text, flag(name))
 
-    share = args.gpu_memory_utilization
-    try:
-        utilization = 0.9 if share is None else float(share)
-    except ValueError:
-        raise DeploymentError(f"{share!r} is not a number", field="--gpu-memory-utilization") from None
+    def share(name: str) -> float | None:
+        text = getattr(args, name)
+        try:
+            return None if text is None else float(text)
+        except ValueError:
+            raise DeploymentError(f"{text!r} is not a number", field=flag(name)) from None
+
+    offload = share("cpu_offload_gb") or 0.0
+    if not 0 <= offload < 1 << 20:
+        raise DeploymentError(f"{args.cpu_offload_gb!r} is not a size in GiB", field="--cpu-offload-gb")
+    on_gpu = args.gpu not in (None, "cpu") or args.engine_version is not None
+    drafted = count("num_speculative_tokens")
+    if drafted is None:
+        drafted = 1 if args.speculative_model else 0
     return Deployment(
-        engine=args.engine,
-        device=args.device,
+        engine=args.engine or ("vllm" if on_gpu else "hf"),
+        engine_version=args.engine_version,
+        device=args.device or "cpu",
+        gpu=args.gpu,
         device_memory=size("device_memory"),
-        gpu_memory_utilization=utilization,
+        gpu_memory_utilization=share("gpu_memory_utilization") or 0.9,
         dtype=args.dtype,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -101,6 +181,21 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         block_size=count("block_size"),
         kv_cache_memory_bytes=size("kv_cache_memory_bytes"),
         enable_prefix_caching=args.enable_prefix_caching,
+        num_gpu_blocks_override=count("num_gpu_blocks_override"),
+        tensor_parallel_size=count("tensor_parallel_size") or 1,
+        pipeline_parallel_size=count("pipeline_parallel_size") or 1,
+        data_parallel_size=count("data_parallel_size") or 1,
+        enable_expert_parallel=args.enable_expert_parallel,
+        decode_context_parallel_size=count("decode_context_parallel_size") or 1,
+        enforce_eager=args.enforce_eager,
+        cpu_offload_bytes=int(offload * GiB),
+        enable_lora=args.enable_lora,
+        max_loras=count("max_loras") or 1,
+        max_lora_rank=count("max_lora_rank") or 16,
+        speculative_model=args.speculative_model,
+        num_speculative_tokens=drafted,
+        mem_fraction_static=share("mem_fraction_static"),
+        swa_full_tokens_ratio=share("swa_full_tokens_ratio") or 0.8,
     )
 
 
@@ -108,20 +203,52 @@ def run(argv: list[str]) -> int:
     """Run ``tonnage plan`` with ``argv`` (without the sub-command's name). Returns the exit code."""
     try:
         args = parser().parse_args(argv)
+        return _answer(args)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
-        return _refuse(error)
-    # imported here: --help needs none of it
-    from tonnage.planner.build import make_plan
-    from tonnage.planner.render import plan_to_dict, print_plan
+        print(f"tonnage plan: {error}", file=sys.stderr)
+        return BAD_INPUT
 
-    try:
-        plan = make_plan(args.model, deployment_from(args))
-    except TonnageError as error:
-        return _refuse(error)
-    if args.json:
+
+def _answer(args: argparse.Namespace) -> int:
+    # imported here: --help needs none of it
+    from tonnage.planner.source import resolve_model
+
+    deployment = deployment_from(args)
+    if args.sweep or args.target_concurrency:
+        from tonnage.planner.sweep_command import run_sweep
+
+        target = args.target_concurrency
+        wanted = None if target is None else parse_count(target, "--target-concurrency")
+        return run_sweep(resolve_model(args.model), deployment, wanted, args)
+    from tonnage.planner.build import plan_source
+
+    source = resolve_model(args.model)
+    plan = plan_source(source, deployment)
+    if not plan.fits:
+        from dataclasses import replace
+
+        from tonnage.planner.answers import advise
+
+        plan = replace(plan, advice=advise(source, deployment))
+    if args.html:
+        from tonnage.planner.html import write_plan_page
+
+        write_plan_page(args.html, [plan])
+    _print(plan, args)
+    return FITS if plan.fits else DOES_NOT_FIT
+
+
+def _print(plan: Plan, args: argparse.Namespace) -> None:
+    if args.serve_line:
+        from tonnage.planner.answers import serve_lines
+
+        print("\n".join(serve_lines(plan)))
+    elif args.json:
         import json
+
+        from tonnage.planner.render import plan_to_dict
 
         result = plan_to_dict(plan)
         if args.explain:
@@ -129,11 +256,11 @@ def run(argv: list[str]) -> int:
                 {"name": t.name, "value": t.value, "formula": t.formula, "source": t.source} for t in plan.terms
             ]
         print(json.dumps(result, indent=2))
+    elif args.markdown or args.csv:
+        from tonnage.planner.tables import plan_table, print_table
+
+        print_table(plan_table(plan), sys.stdout, markdown=args.markdown)
     else:
+        from tonnage.planner.render import print_plan
+
         print_plan(plan, args.explain, sys.stdout)
-    return FITS if plan.fits else DOES_NOT_FIT
-
-
-def _refuse(error: TonnageError) -> int:
-    print(f"tonnage plan: {error}", file=sys.stderr)
-    return BAD_INPUT

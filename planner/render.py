@@ -96,10 +96,22 @@ def headline(plan: Plan) -> tuple[str, str]:
         + f" (via {model.via})"
     )
     second = (
-        f"engine {deployment.engine} on {deployment.device}, max_model_len {deployment.max_model_len:,}, "
+        f"engine {_engine(plan)} on {_device(plan)}, max_model_len {deployment.max_model_len:,}, "
         f"max_num_seqs {deployment.max_num_seqs:,}, block size {deployment.block_size}"
     )
     return first, second
+
+
+def _engine(plan: Plan) -> str:
+    flags = plan.deployment
+    named = flags.engine_version not in (None, "none") and flags.engine != "hf"
+    return f"{flags.engine} {flags.engine_version}" if named else flags.engine
+
+
+def _device(plan: Plan) -> str:
+    flags = plan.deployment
+    name = flags.gpu or flags.device
+    return f"{len(plan.ranks)} x {name}" if len(plan.ranks) > 1 else name
 
 
 def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
@@ -145,9 +157,9 @@ def capacity_lines(plan: Plan) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    if plan.fits:
-        return ["Fits."]
-    return [f"Does not fit: {reason}" for reason in plan.reasons]
+    lines = ["Fits."] if plan.fits else [f"Does not fit: {reason}" for reason in plan.reasons]
+    lines += [f"Would fit with {change}" for change in plan.advice]
+    return lines + [f"Note: {note}" for note in plan.notes]
 
 
 def plain_lines(plan: Plan, explain: bool) -> list[str]:

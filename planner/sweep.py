@@ -1,0 +1,197 @@
+"""Quantization x KV dtype x TP x GPU: one row a combination, the parts that do not change computed once.
+
+Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), the runtime terms on
+(GPU, TP); a combination itself is a division. 10,000 combinations take well under half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from tonnage.planner.build import auto_dtype, limit_bytes
+from tonnage.planner.deployment import Resolved, complete
+from tonnage.planner.engines.dispatch import build_pool, capacity
+from tonnage.planner.engines.pool import Pool
+from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.extras import lora_bytes
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.gpus import Gpu
+from tonnage.planner.plan import Deployment
+from tonnage.planner.quantization import check_quantization, read_quantization
+from tonnage.planner.runtime import Runtime, runtime_terms
+from tonnage.planner.source import ModelSource
+from tonnage.planner.weights import sum_weights
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None without a list price.
+    ``refused``: why there is no plan (the other figures are 0 then)."""
+
+    gpu: str
+    gpus: int
+    quantization: str
+    kv_cache_dtype: str
+    fits: bool
+    weights_bytes: int = 0
+    kv_pool_bytes: int = 0
+    runtime_bytes: int = 0
+    free_bytes: int = 0
+    total_bytes: int = 0
+    tokens: int = 0
+    max_concurrency: float = 0.0
+    usd_per_hour: float | None = None
+    refused: str = ""
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Priced offers first, the cheapest first; the others by their memory."""
+        if self.usd_per_hour is not None:
+            return 0, self.usd_per_hour
+        return 1, float(self.gpus * self.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is combined. ``quantizations``: names of --quantization, or "as is" for the checkpoint's own."""
+
+    gpus: tuple[Gpu, ...]
+    quantizations: tuple[str, ...]
+    kv_cache_dtypes: tuple[str, ...]
+    tensor_parallel_sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return (
+            len(self.gpus)
+            * len(self.quantizations)
+            * len(self.kv_cache_dtypes)
+            * len(self.tensor_parallel_sizes)
+        )
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Once(Generic[K, V]):
+    """Values computed once per key; a TonnageError is kept and raised again as itself."""
+
+    def __init__(self, make: Callable[[K], V]) -> None:
+        self._make = make
+        self._found: dict[K, V | TonnageError] = {}
+
+    def __call__(self, key: K) -> V:
+        if key not in self._found:
+            try:
+                self._found[key] = self._make(key)
+            except TonnageError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, TonnageError):
+            raise found
+        return found
+
+
+def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[SweepRow]:
+    """Every combination of ``grid``; the other flags are ``deployment``'s. Raises what the model itself does."""
+    architecture = build_architecture(source.config)
+    dtype = auto_dtype(source)
+
+    def weights(key: tuple[str, int]) -> int:
+        scheme, ranks = key
+        asked = None if scheme == "as is" else scheme
+        flags = replace(deployment, tensor_parallel_size=ranks, quantization=asked)
+        quantization = read_quantization(source.config, flags.quantization)
+        check_quantization(architecture, quantization, deployment.engine)
+        resolved = flags if flags.dtype != "auto" else replace(flags, dtype=dtype)
+        part = rank_architecture(architecture, resolved, 0)
+        return sum_weights(part, quantization, resolved).total + lora_bytes(architecture, resolved)
+
+    def resolve(key: tuple[int, str, int]) -> Resolved:
+        place, kv_dtype, ranks = key
+        gpu = grid.gpus[place]
+        flags = replace(
+            deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes, kv_cache_dtype=kv_dtype,
+            tensor_parallel_size=ranks,
+        )  # fmt: skip
+        return complete(replace(flags, gpu=gpu.name), architecture, dtype)
+
+    def pool(key: tuple[str, int, int, int]) -> Pool:
+        return build_pool(architecture, resolved_for[key])
+
+    def runtime(key: tuple[int, int]) -> Runtime:
+        place, ranks = key
+        chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
+        return runtime_terms(rank_architecture(architecture, chosen.flags, 0), chosen)
+
+    resolved_for: dict[tuple[str, int, int, int], Resolved] = {}
+    weights_of, resolved = _Once(weights), _Once(resolve)
+    pool_of, runtime_of = _Once(pool), _Once(runtime)
+    rows = []
+    for place, gpu in enumerate(grid.gpus):
+        for ranks in grid.tensor_parallel_sizes:
+            price = None if gpu.usd_per_hour is None else gpu.usd_per_hour * ranks
+            for kv_dtype in grid.kv_cache_dtypes:
+                refused = ""
+                try:
+                    chosen = resolved((place, kv_dtype, ranks))
+                    key = (kv_dtype, ranks, chosen.max_num_batched_tokens, chosen.max_model_len)
+                    resolved_for.setdefault(key, chosen)
+                    layout, terms = pool_of(key), runtime_of((place, ranks)).total
+                except TonnageError as error:
+                    refused = str(error)
+                for scheme in grid.quantizations:
+                    if not refused:
+                        try:
+                            held = weights_of((scheme, ranks))
+                        except TonnageError as error:
+                            why = str(error)
+                            rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))
+                            continue
+                        rows.append(_row(gpu, ranks, scheme, kv_dtype, chosen, layout, held, terms, price))
+                        continue
+                    rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=refused))
+    return rows
+
+
+def _row(
+    gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: Pool, weights: int, terms: int,
+    price: float | None,
+) -> SweepRow:  # fmt: skip
+    size = pool.layout.bytes_per_block
+    given = chosen.flags.kv_cache_memory_bytes
+    room = given if given is not None else max(0, limit_bytes(chosen, weights) - weights - terms)
+    blocks = room // size
+    held = capacity(pool, chosen, blocks)
+    taken = weights + terms + blocks * size
+    fits = taken <= limit_bytes(chosen, weights) and held.blocks_per_sequence <= held.usable_blocks
+    return SweepRow(
+        gpu.name, ranks, scheme, kv_dtype, fits, weights, blocks * size, terms, gpu.memory_bytes - taken,
+        gpu.memory_bytes, held.tokens, held.max_concurrency, price,
+    )  # fmt: skip
+
+
+def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
+    """Rows that hold so many sequences of max_model_len tokens, the cheapest first."""
+    return sorted(
+        (row for row in rows if row.fits and row.max_concurrency >= concurrency), key=lambda r: r.cost
+    )
+
+
+def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
+    """Whatever a flag fixes is not varied."""
+    from tonnage.planner.quantization import Scheme
+
+    schemes: tuple[str, ...] = ("as is", *(s for s in Scheme.__args__ if s != "none"))  # type: ignore[attr-defined]
+    if deployment.quantization is not None:
+        schemes = (deployment.quantization,)
+    kv = ("auto", "fp8") if deployment.engine in ("vllm", "sglang") else ("auto",)
+    if deployment.kv_cache_dtype != "auto":
+        kv = (deployment.kv_cache_dtype,)
+    sizes = (1, 2, 4, 8) if deployment.engine != "hf" else (1,)
+    if deployment.tensor_parallel_size != 1:
+        sizes = (deployment.tensor_parallel_size,)
+    return Grid(tuple(gpus), schemes, kv, sizes)
