@@ -170,6 +170,8 @@ def _blocks_short(
     capacity = snapshot.capacity - sliding - margin
     block_size, groups = limits.layout.block_size, full_groups(limits)
     prompt_blocks = -(-new.request.prompt_tokens // block_size) * groups
+    if head is not None and policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT):
+        return 1  # first come first served
     if policy.mode is AdmissionMode.NO_EVICT:
         return int(snapshot.promised.sum()) + full - capacity
     unallocated = -(-snapshot.prompt_left.astype(np.int64) // block_size)
