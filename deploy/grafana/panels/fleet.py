@@ -1,0 +1,111 @@
+"""Fleet: all servers beside each other, and which plan each runs."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from panels.parts import LEGEND, ONE, frame, instances, lines, number, query, rate
+
+
+def fleet() -> dashboard.Dashboard:
+    return frame(
+        "fleet",
+        "Fleet",
+        "All servers beside each other: who is up, who has room, who works.",
+        number(
+            "Servers ready",
+            "tonnage_engine_ready added up.",
+            "short",
+            f"sum(tonnage_engine_ready{{{ONE}}})",
+            steps=((None, "red"), (1, "green")),
+        ),
+        number(
+            "Servers not scraped",
+            "up is 0: the process is gone or /metrics does not answer.",
+            "short",
+            'count(up{job=~"$job", instance=~"$instance"} == 0) or vector(0)',
+            steps=((None, "green"), (1, "red")),
+        ),
+        number(
+            "Headroom, requests",
+            "tonnage_headroom_requests added up over the servers: more requests of the present mix that fit.",
+            "short",
+            f"sum(tonnage_headroom_requests{{{ONE}}})",
+            steps=((None, "red"), (1, "orange"), (4, "green")),
+        ),
+        number(
+            "Waiting",
+            'tonnage_engine_requests{state="waiting"} added up.',
+            "short",
+            f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
+        ),
+        number(
+            "Plans",
+            "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals means "
+            "that settings or versions differ.",
+            "short",
+            f'count(count by (plan_id) (tonnage_plan_info{{{ONE}, revision="0"}}))',
+        ),
+        number(
+            "Engine restarts, one hour",
+            "tonnage_engine_restarts_total. Repeated ones: see the log of that server.",
+            "short",
+            f"sum(increase(tonnage_engine_restarts_total{{{ONE}}}[1h]))",
+            steps=((None, "green"), (1, "orange"), (3, "red")),
+        ),
+        instances(
+            "Pool in use by server",
+            "tonnage_pool_usage_ratio. Far apart under equal load: the router is not balancing.",
+            "percentunit",
+            f"tonnage_pool_usage_ratio{{{ONE}}}",
+            LEGEND,
+        ),
+        instances(
+            "Headroom by server",
+            "tonnage_headroom_bytes: what admission can still promise there.",
+            "bytes",
+            f"tonnage_headroom_bytes{{{ONE}}}",
+            LEGEND,
+        ),
+        lines(
+            "Generated tokens by server",
+            "tonnage_generation_tokens_total per second.",
+            "short",
+            query(f"sum by (instance, model) ({rate('tonnage_generation_tokens_total')})"),
+        ),
+        lines(
+            "Waiting by server",
+            'tonnage_engine_requests{state="waiting"}. One server that queues while others have headroom: '
+            "route by headroom.",
+            "short",
+            query(f'tonnage_engine_requests{{{ONE}, state="waiting"}}'),
+        ),
+        lines(
+            "Plan drift by server",
+            'tonnage_memory_measured_to_planned_ratio{component="process"}: measured peak over planned bytes; '
+            "1 is a plan that came true.",
+            "percentunit",
+            query(f'tonnage_memory_measured_to_planned_ratio{{{ONE}, component="process"}}'),
+        ),
+        lines(
+            "Configured pool",
+            "tonnage_config_kv_cache_memory_bytes and tonnage_config_device_memory_bytes of each server.",
+            "bytes",
+            query(f"tonnage_config_kv_cache_memory_bytes{{{ONE}}}", "pool {{instance}}"),
+            query(f"tonnage_config_device_memory_bytes{{{ONE}}}", "device {{instance}}"),
+        ),
+        lines(
+            "Ready and scraped",
+            "tonnage_engine_ready and up: 0 is a server that cannot serve, or one that is gone.",
+            "short",
+            query(f"tonnage_engine_ready{{{ONE}}}", "ready {{instance}}"),
+            query('up{job=~"$job", instance=~"$instance"}', "scraped {{instance}}"),
+        ),
+        lines(
+            "Broken laws",
+            "tonnage_invariant_violations_total: blocks lost or counted twice. Anything but 0 is a bug: keep "
+            "the log and restart that server.",
+            "short",
+            query(f"tonnage_invariant_violations_total{{{ONE}}}"),
+        ),
+    )

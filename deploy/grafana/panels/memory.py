@@ -1,0 +1,137 @@
+"""Memory: plan against reality, the pool by state, what still fits and for how long."""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from panels.parts import DASHED, ONE, frame, lines, number, query, stacked
+
+# 600 s: the alert TonnageTimeToFull; 3 %: the alert TonnagePlanDrift (prometheus/rules).
+_SOON = ((None, "red"), (600, "orange"), (3600, "green"))
+_FEW = ((None, "red"), (1, "orange"), (4, "green"))
+
+
+def memory() -> dashboard.Dashboard:
+    measured = f'tonnage_memory_measured_bytes{{{ONE}, component!="free"}}'
+    planned = f'tonnage_memory_planned_bytes{{{ONE}, component!="free"}}'
+    return frame(
+        "memory",
+        "Memory",
+        "What was planned, what is really held, and what still fits.",
+        number(
+            "Headroom, requests",
+            "tonnage_headroom_requests: more requests of the present mix that fit now. At 0 new ones wait: add "
+            "a replica, or lower max_tokens of the callers.",
+            "short",
+            f"min(tonnage_headroom_requests{{{ONE}}})",
+            steps=_FEW,
+        ),
+        number(
+            "Largest prompt now",
+            "tonnage_headroom_prompt_tokens: the largest prompt that would be admitted now with the default "
+            "max_tokens.",
+            "short",
+            f"min(tonnage_headroom_prompt_tokens{{{ONE}}})",
+        ),
+        number(
+            "Time to full",
+            "tonnage_time_to_full_seconds at the growth of the last two minutes; a day means: not filling. "
+            "Under ten minutes an alert fires: scale out before requests wait.",
+            "s",
+            f"min(tonnage_time_to_full_seconds{{{ONE}}})",
+            steps=_SOON,
+        ),
+        number(
+            "Time to drain",
+            "tonnage_drain_seconds: until the requests in flight are through. Give a stop at least this long "
+            "(terminationGracePeriodSeconds).",
+            "s",
+            f"max(tonnage_drain_seconds{{{ONE}}})",
+        ),
+        number(
+            "Plan drift",
+            "tonnage_memory_measured_to_planned_ratio: weights and pool off their plan in either direction, or "
+            "the process above it. Above 3 % the plan is wrong for this build: run tonnage verify.",
+            "percentunit",
+            f'max(abs(tonnage_memory_measured_to_planned_ratio{{{ONE}, component=~"weights|kv_pool"}} - 1) or '
+            f'clamp_min(tonnage_memory_measured_to_planned_ratio{{{ONE}, component="process"}} - 1, 0))',
+            steps=((None, "green"), (0.03, "red")),
+        ),
+        number(
+            "Pool in use",
+            "tonnage_pool_usage_ratio of the fullest server: blocks in use over usable ones, cached prefixes "
+            "not counted. High is good as long as headroom is left.",
+            "percentunit",
+            f"max(tonnage_pool_usage_ratio{{{ONE}}})",
+        ),
+        lines(
+            "Plan against reality",
+            "tonnage_memory_planned_bytes (dashed; revision 0, computed before anything was loaded) and "
+            "tonnage_memory_measured_bytes by component; the process at its peak against the sum of the plan. "
+            "Lines of one component that part are a plan that is wrong: run tonnage verify.",
+            "bytes",
+            query(planned, "{{component}} planned"),
+            query(measured, "{{component}}"),
+            query(f"sum by (model, instance) ({planned})", "process planned"),
+            query(f"tonnage_process_memory_peak_bytes{{{ONE}}}", "process peak"),
+        ).override_by_regexp("/ planned$/", [DASHED]),
+        stacked(
+            lines(
+                "KV pool by state",
+                "tonnage_pool_bytes, stacked: used by running requests, cached (reusable prefixes, evicted "
+                "when needed), free, reserved (never given out). The line is "
+                "tonnage_pool_promised_unused_bytes: promised to admitted requests, not yet held. When it "
+                "fills what is not used, new requests wait.",
+                "bytes",
+                query(f"tonnage_pool_bytes{{{ONE}}}", "{{state}}"),
+                query(f"tonnage_pool_promised_unused_bytes{{{ONE}}}", "promised, not yet held"),
+            ),
+            "promised, not yet held",
+        ),
+        lines(
+            "Promised and unused",
+            "tonnage_pool_promised_unused_blocks beside the used blocks: what max_tokens reserves and answers "
+            "do not use. Far above the used blocks: callers ask for more max_tokens than they need, or choose "
+            "--admission-mode predictive.",
+            "short",
+            query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
+            query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "promised, not yet held"),
+        ),
+        lines(
+            "Tail waste",
+            "tonnage_pool_tail_waste_bytes: slots in used blocks that hold no token (the unfilled ends). "
+            "Large beside the used bytes: sequences are short for this block size; lower --block-size.",
+            "bytes",
+            query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "tail waste"),
+            query(f'tonnage_pool_bytes{{{ONE}, state="used"}}', "used"),
+        ),
+        lines(
+            "Headroom",
+            "tonnage_headroom_requests: more requests of the present mix that fit. A line that falls to 0 "
+            "under constant load: this is the capacity, add a replica.",
+            "short",
+            query(f"tonnage_headroom_requests{{{ONE}}}"),
+        ),
+        lines(
+            "Time to full, time to drain",
+            "tonnage_time_to_full_seconds and tonnage_drain_seconds, on a scale of an hour. Full before "
+            "drained: requests will wait.",
+            "s",
+            query(f"clamp_max(tonnage_time_to_full_seconds{{{ONE}}}, 3600)", "to full"),
+            query(f"clamp_max(tonnage_drain_seconds{{{ONE}}}, 3600)", "to drain"),
+        ),
+        lines(
+            "Weights by format",
+            "tonnage_weights_planned_bytes by stored dtype and quantization: what a quantization left as it "
+            "was (embeddings, head, norms) stands apart.",
+            "bytes",
+            query(f"tonnage_weights_planned_bytes{{{ONE}}}", "{{dtype}} {{quantization}}"),
+        ),
+        lines(
+            "Process memory",
+            "tonnage_process_memory_bytes now and at its peak. A climb without an end is a leak.",
+            "bytes",
+            query(f"tonnage_process_memory_bytes{{{ONE}}}", "now"),
+            query(f"tonnage_process_memory_peak_bytes{{{ONE}}}", "peak"),
+        ),
+    )

@@ -1,0 +1,174 @@
+"""Every query of every panel and rule, run on a real Prometheus that scrapes a real server under load."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import promql_parser
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+# Labels that Prometheus itself puts on every sample.
+TARGET_LABELS = {"instance", "job"}
+# Made by Prometheus, not by the server.
+OWN = {"up": [{}]}
+# The largest value that makes sense in a unit of our panels.
+LARGEST = {"bytes": 1e15, "s": 86_400.0, "percentunit": 2.0, "reqps": 1e4, "short": 1e9}
+
+Series = dict[str, list[dict[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def series(server: str) -> Series:
+    """Sample name -> the label sets it has on the live server."""
+    found: Series = {name: list(labels) for name, labels in OWN.items()}
+    for family in text_string_to_metric_families(httpx.get(f"{server}/metrics", trust_env=False).text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def filled(expression: str) -> str:
+    """With the dashboard's variables set to All, and the rate interval of a scrape each second."""
+    return re.sub(r"\$(job|model|instance)", ".*", expression.replace("$__rate_interval", "15s"))
+
+
+def panel_queries(dashboards: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """(where, unit, expression) of every target."""
+    return [
+        (
+            f"{built['title']}: {panel['title']}",
+            panel["fieldConfig"]["defaults"]["unit"],
+            filled(target["expr"]),
+        )
+        for built in dashboards.values()
+        for panel in built["panels"]
+        for target in panel["targets"]
+    ]
+
+
+def operands(expression: str) -> list[str]:
+    """The sides of comparisons and set operators: what an alert looks at, whether it fires or not."""
+    node = promql_parser.parse(expression)
+    while isinstance(node, promql_parser.ParenExpr):
+        node = node.expr
+    if isinstance(node, promql_parser.NumberLiteral):
+        return []
+    if isinstance(node, promql_parser.BinaryExpr) and str(node.op) in {
+        "and", "or", "unless", "<", "<=", ">", ">=", "==", "!=",
+    }:  # fmt: skip
+        return operands(str(node.lhs)) + operands(str(node.rhs))
+    if isinstance(node, promql_parser.Call) and node.func.name == "absent":
+        return []
+    return [str(node)]
+
+
+def check_names(where: str, expression: str, series: Series, selectors: list[Any]) -> None:
+    assert selectors, where
+    for selector in selectors:
+        assert selector.name in series, f"{where}: no metric {selector.name}"
+        labels = set().union(*series[selector.name]) | TARGET_LABELS
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels, f"{where}: {selector.name} has no label {matcher.name}"
+            if matcher.name in TARGET_LABELS or matcher.value == ".*":
+                continue
+            values = {sample.get(matcher.name, "") for sample in series[selector.name]}
+            for value in matcher.value.split("|"):  # a value that no sample has hides or shows everything
+                assert value in values, f"{where}: no {selector.name} with {matcher.name}={value}"
+    known = {key for selector in selectors for sample in series[selector.name] for key in sample}
+    for grouping in re.findall(r"\b(?:by|on|without|ignoring) ?\(([^)]*)\)", expression):
+        for name in grouping.split(","):
+            assert name.strip() in known | TARGET_LABELS, f"{where}: grouped by unknown {name}"
+
+
+def test_every_name_in_a_panel_exists(
+    dashboards: dict[str, dict[str, Any]], series: Series, selectors_of: Callable[[str], list[Any]]
+) -> None:
+    for where, _, expression in panel_queries(dashboards):
+        check_names(where, expression, series, selectors_of(expression))
+    for built in dashboards.values():
+        for panel in built["panels"]:
+            for target in panel["targets"]:
+                for name in re.findall(r"{{(\w+)}}", target["legendFormat"]):
+                    known = set(TARGET_LABELS)
+                    for selector in selectors_of(filled(target["expr"])):
+                        known |= set().union(*series[selector.name])
+                    assert name in known, (panel["title"], name)
+        for variable in built["templating"]["list"]:
+            if variable["type"] == "query":
+                metric, label = re.fullmatch(
+                    r"label_values\((\w+)(?:{.*})?, (\w+)\)", variable["query"]
+                ).groups()  # type: ignore[union-attr]
+                assert label in set().union(*series[metric]) | TARGET_LABELS
+
+
+def test_every_name_in_a_rule_exists(
+    rules: list[dict[str, Any]], series: Series, selectors_of: Callable[[str], list[Any]]
+) -> None:
+    # What a rule records can be read by the next; its labels are those of what it is made from.
+    known: Series = dict(series)
+    for rule in (rule for rule in rules if "record" in rule):
+        made_from = selectors_of(rule["expr"])
+        check_names(rule["record"], rule["expr"], known, made_from)
+        known[rule["record"]] = [labels for selector in made_from for labels in known[selector.name]]
+    for rule in (rule for rule in rules if "alert" in rule):
+        check_names(rule["alert"], rule["expr"], known, selectors_of(rule["expr"]))
+
+
+def test_no_panel_is_empty(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
+    left = panel_queries(dashboards)
+    deadline = time.monotonic() + 60
+    while left:
+        wrong = [(item, _wrong(prometheus.instant(item[2]), item[1])) for item in left]
+        left = [item for item, reason in wrong if reason]
+        if left:
+            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in wrong if reason]
+            time.sleep(0.5)
+
+
+def _wrong(values: list[float], unit: str) -> str:
+    """Why these values are no answer; empty: they are one."""
+    if not values:
+        return "empty"
+    # A server with no traffic yet has a quantile of NaN; every series has some here.
+    if not all(map(math.isfinite, values)):
+        return f"not finite: {values}"
+    if not all(0 <= value <= LARGEST[unit] for value in values):
+        return f"out of the range of {unit}: {values}"
+    return ""
+
+
+def test_every_rule_sees_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:
+    left = [(rule.get("record") or rule["alert"], part) for rule in rules for part in operands(rule["expr"])]
+    assert {name for name, _ in left} == {rule.get("record") or rule["alert"] for rule in rules}
+    deadline = time.monotonic() + 60
+    while left:
+        left = [
+            (name, part)
+            for name, part in left
+            if not (values := prometheus.instant(part)) or not all(map(math.isfinite, values))
+        ]
+        if left:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+
+
+def test_prometheus_evaluates_the_rules(rules: list[dict[str, Any]], prometheus: Any) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        loaded = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+        if all(rule["health"] != "unknown" for rule in loaded):
+            break
+        assert time.monotonic() < deadline, loaded
+        time.sleep(0.5)
+    assert {rule["name"] for rule in loaded} == {rule.get("record") or rule["alert"] for rule in rules}
+    assert {rule["health"] for rule in loaded} == {"ok"}, loaded
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    assert all(prometheus.instant(name) for name in recorded)
+    firing = {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}
+    assert not firing & {"TonnageInvariantBroken", "TonnagePreemptionInGuaranteedMode", "TonnageScrapeMissing"}
