@@ -39,14 +39,24 @@ def main(descriptor: int, threads: int) -> None:
         engine.run()
 
 
+def set_threads(count: int) -> None:
+    """Compute threads of torch and of the kernels: one number, both or the second pool would sit idle."""
+    import torch
+
+    torch.set_num_threads(count)
+    with contextlib.suppress(ImportError):
+        import numba
+
+        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+
+
 class EngineLoop:
     """Scheduler, runner and sampler of one rank, driven by messages."""
 
     def __init__(self, plan: Plan, connection: Connection, threads: int) -> None:
-        import torch
         import transformers
 
-        torch.set_num_threads(threads)
+        set_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 

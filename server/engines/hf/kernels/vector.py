@@ -112,21 +112,24 @@ def multiply_pairs(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return fma(builder, a1, b1, fma(builder, a0, b0, total))
 
 
+# How two vectors of partial sums become one, level by level: each pair of lane orders is one instruction
+# (unpack single, unpack double, and twice a shuffle of 128-bit lanes).
+_QUARTERS = range(0, 16, 4)
+_EVEN, _ODD = (0, 8, 16, 24), (4, 12, 20, 28)  # 128-bit lanes 0 and 2 of either vector, 1 and 3
+_LEVELS = (
+    [[q + i for q in _QUARTERS for i in order] for order in ((0, 16, 1, 17), (2, 18, 3, 19))],
+    [[q + i for q in _QUARTERS for i in order] for order in ((0, 1, 16, 17), (2, 3, 18, 19))],
+    *[[[q + i for q in order for i in range(4)] for order in (_EVEN, _ODD)]] * 2,
+)
+
+
 def sum_lanes(builder: Any, sums: list[Any]) -> Any:
-    """16 vectors -> one whose lane i is the sum of the lanes of vector i, by a tree of shuffles."""
-    width = 1
-    while len(sums) > 1:
-        low: list[int] = []
-        high: list[int] = []
-        for base in range(0, 16, 2 * width):
-            for side in (0, 16):
-                low += range(side + base, side + base + width)
-                high += range(side + base + width, side + base + 2 * width)
+    """16 vectors -> one whose lane i is the sum of the lanes of vector i."""
+    for low, high in _LEVELS:
         sums = [
             builder.fadd(builder.shuffle_vector(a, b, lanes(low)), builder.shuffle_vector(a, b, lanes(high)))
             for a, b in zip(sums[::2], sums[1::2], strict=True)
         ]
-        width *= 2
     return sums[0]
 
 
