@@ -194,15 +194,27 @@ def _batch_defaults(deployment: Deployment, memory: int, version: Version) -> tu
     if deployment.engine == "vllm" and deployment.device == "cuda" and version >= _LARGE_SINCE:
         if memory >= _HUGE_DEVICE and version >= _HUGE_SINCE:
             return _HUGE
-        if memory >= _LARGE_DEVICE and "A100" not in (deployment.gpu or ""):
+        if (
+            memory >= _LARGE_DEVICE
+            and "a100" not in (deployment.gpu or "")
+            and not _old_rocm(deployment, version)
+        ):
             return _LARGE
     return _BATCH_DEFAULTS[deployment.engine, deployment.device]
+
+
+def _old_rocm(deployment: Deployment, version: Version) -> bool:
+    """vLLM before 0.10 ran AMD GPUs on its V0 engine, without chunked prefill: a step is a whole prompt
+    (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl)."""
+    return version < (0, 10, 0) and (deployment.gpu or "").startswith("mi")
 
 
 def _batch(deployment: Deployment, max_model_len: int, memory: int, version: Version) -> tuple[int, int]:
     seqs = _positive(deployment.max_num_seqs, "--max-num-seqs")
     tokens = _positive(deployment.max_num_batched_tokens, "--max-num-batched-tokens")
     default_seqs, default_tokens = _batch_defaults(deployment, memory, version)
+    if tokens is None and deployment.engine == "vllm" and _old_rocm(deployment, version):
+        tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)
         tokens = min(tokens, (seqs or default_seqs) * max_model_len)

@@ -14,7 +14,8 @@ from tonnage.planner.units import gib
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#1c2430}
-table{border-collapse:collapse;width:100%}td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #dde3ea}
+table{border-collapse:collapse;width:100%}
+td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #dde3ea}
 td:first-child,th:first-child{text-align:left}.bar{display:flex;height:1rem;background:#eef1f5;min-width:14rem}
 .bar i{display:block;height:100%}.w{background:#3b6ea5}.k{background:#4fa37a}.r{background:#d9a441}
 .no{color:#a33}small{color:#667}

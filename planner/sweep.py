@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from tonnage.planner.architecture import Architecture
 from tonnage.planner.build import auto_dtype, limit_bytes
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.engines.dispatch import build_pool, capacity
@@ -96,7 +97,7 @@ class _Once(Generic[K, V]):
 
 
 def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[SweepRow]:
-    """Every combination of ``grid``; the other flags are ``deployment``'s. Raises what the model itself does."""
+    """Every combination of ``grid``; other flags are ``deployment``'s. Raises what the model does."""
     architecture = build_architecture(source.config)
     dtype = auto_dtype(source)
 
@@ -106,9 +107,8 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         flags = replace(deployment, tensor_parallel_size=ranks, quantization=asked)
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
-        resolved = flags if flags.dtype != "auto" else replace(flags, dtype=dtype)
-        part = rank_architecture(architecture, resolved, 0)
-        return sum_weights(part, quantization, resolved).total + lora_bytes(architecture, resolved)
+        flags = flags if flags.dtype != "auto" else replace(flags, dtype=dtype)
+        return sum_weights(part_of(ranks), quantization, flags).total + lora_bytes(architecture, flags)
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
         place, kv_dtype, ranks = key
@@ -125,10 +125,13 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     def runtime(key: tuple[int, int]) -> Runtime:
         place, ranks = key
         chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
-        return runtime_terms(rank_architecture(architecture, chosen.flags, 0), chosen)
+        return runtime_terms(part_of(ranks), chosen)
+
+    def part(ranks: int) -> Architecture:
+        return rank_architecture(architecture, replace(deployment, tensor_parallel_size=ranks), 0)
 
     resolved_for: dict[tuple[str, int, int, int], Resolved] = {}
-    weights_of, resolved = _Once(weights), _Once(resolve)
+    weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
     pool_of, runtime_of = _Once(pool), _Once(runtime)
     rows = []
     for place, gpu in enumerate(grid.gpus):

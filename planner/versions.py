@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 
 PLANNER_RULES = "1"
 """Raised whenever the same inputs may give another plan; part of plan_id."""
@@ -22,6 +23,7 @@ def engine_version(engine: str) -> str | None:
     return None
 
 
+@cache
 def installed_version(name: str) -> str | None:
     """Version of an installed distribution, read from the name of its .dist-info folder."""
     prefixes = {name.lower() + "-", name.lower().replace("-", "_") + "-"}

@@ -81,9 +81,8 @@ def find_gpu(name: str) -> Gpu:
         from tonnage.planner.gpus.local import local_gpu
 
         return local_gpu()
-    for gpu in catalogue():
-        if wanted in {_plain(gpu.name), *map(_plain, gpu.aliases)}:
-            return gpu
+    if wanted in _by_name():
+        return _by_name()[wanted]
     import difflib
 
     names = [gpu.name for gpu in catalogue()]
@@ -93,6 +92,11 @@ def find_gpu(name: str) -> Gpu:
         field="--gpu",
         hint="did you mean " + ", ".join(close) + "?" if close else "one of cpu, auto, " + ", ".join(names),
     )
+
+
+@cache
+def _by_name() -> dict[str, Gpu]:
+    return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
 
 
 def _plain(name: str) -> str:

@@ -1,0 +1,57 @@
+"""``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory, sources left out one at a time.
+
+Only rows with complete flags and an engine version carry the bar; each source counts once (its median row).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+from accuracy.common import Inputs, Section
+from accuracy.runtime_fit import Row, fit, load_rows
+
+NAME = "pool_from_flags"
+
+
+def score(inputs: Inputs) -> Section | None:
+    if inputs.configs is None or inputs.reports is None:
+        return None
+    rows, left_out = load_rows(inputs)
+    section = Section(covered=0)
+    by_source: dict[str, list[Row]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, []).append(row)
+    details, others, width = [], [], 0.0
+    for source, own in sorted(by_source.items()):
+        fitted = fit([row for row in rows if row.source != source])
+        graded = [row for row in own if row.carries_bar]
+        errors, covered = [], []
+        for row in own:
+            planned = row.planned_pool(fitted)
+            error = (planned - row.pool) / row.device
+            note = " (weights as printed)" if row.weights_printed else ""
+            line = f"{row.name}: {100 * error:+.2f} % of the GPU{note}"
+            if row in graded:
+                errors.append(abs(error))
+                covered.append(abs(error) <= fitted.spread)
+                details.append(line)
+            else:
+                others.append(line)
+        if not graded:
+            continue
+        section.rows += 1
+        section.errors.append(median(errors))
+        section.exact += median(errors) < 0.001
+        section.covered = (section.covered or 0) + (sum(covered) * 2 > len(covered))
+        width = max(width, 2 * fitted.spread)
+    section.misses = [line for line in details if abs(float(line.split(": ")[-1].split(" %")[0])) > 1.5]
+    section.extra |= {
+        "unit": "share of GPU memory, one vote per source",
+        "widest_interval": width,
+        "graded": details,
+        "reported_only": others,
+        "left_out": left_out,
+        "coefficients": {k: getattr(replace(fit(rows)), k) for k in fit(rows).__dataclass_fields__},
+    }
+    return section

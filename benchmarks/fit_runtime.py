@@ -1,0 +1,50 @@
+"""Fit the GPU runtime model to start-up reports and write planner/runtime/fitted.json.
+
+    python benchmarks/fit_runtime.py [--reports tests/data/field_reports.jsonl] [--configs tests/data/configs] [--write]
+
+Prints the coefficients, how each was found, and the error on sources left out; --write stores them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reports", type=Path, default=ROOT / "tests/data/field_reports.jsonl")
+    parser.add_argument("--configs", type=Path, default=ROOT / "tests/data/configs")
+    parser.add_argument("--write", action="store_true", help="write planner/runtime/fitted.json")
+    options = parser.parse_args()
+    from accuracy.common import Inputs
+    from accuracy.pool_from_flags import score
+    from accuracy.runtime_fit import fit, load_rows
+
+    inputs = Inputs(configs=options.configs, reports=options.reports)
+    rows, _ = load_rows(inputs)
+    fitted = fit(rows)
+    section = score(inputs)
+    assert section is not None
+    scored = section.to_json()
+    out = {
+        "coefficients": asdict(fitted),
+        "fitted_to": f"{options.reports.name}: {len(rows)} reports of {len({row.source for row in rows})} sources",
+        "left_out_one_source_at_a_time": {
+            key: scored[key] for key in ("rows", "median_error", "p90_error", "worst_error", "covered")
+        },
+    }
+    if options.write:
+        target = ROOT / "planner/runtime/fitted.json"
+        target.write_text(json.dumps(out, indent=1) + "\n")
+    print(json.dumps(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
