@@ -54,7 +54,8 @@ def admission() -> dashboard.Dashboard:
         lines(
             "Admission decisions",
             "tonnage_admission_decisions_total per second, by outcome and reason: admit, wait (it fits, but "
-            "not now) and never (it cannot fit at all; retrying is useless). Many never: callers ask for more "
+            "not now) and never (it cannot fit at all; retrying is useless). Many never: callers ask for "
+            "more "
             "than max_model_len or the pool; many wait for blocks: add memory or replicas.",
             "reqps",
             query(
@@ -88,7 +89,8 @@ def admission() -> dashboard.Dashboard:
         ).no_value("no traffic"),
         lines(
             "KV blocks that were missing",
-            "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had to be "
+            "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had "
+            "to be "
             "for the requests that waited or never fit.",
             "short",
             query(
@@ -107,7 +109,8 @@ def admission() -> dashboard.Dashboard:
         stacked(
             lines(
                 "KV memory asked for by tenant",
-                "tonnage_tenant_asked_bytes: what the unfinished requests of each tenant may come to hold. One "
+                "tonnage_tenant_asked_bytes: what the unfinished requests of each tenant may come to "
+                "hold. One "
                 "tenant that fills the pool: give its key a quota.",
                 "bytes",
                 query(f"sum by (tenant) (tonnage_tenant_asked_bytes{{{ONE}}})", "{{tenant}}"),

@@ -41,7 +41,8 @@ def fleet() -> dashboard.Dashboard:
         ),
         number(
             "Plans",
-            "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals means "
+            "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals "
+            "means "
             "that settings or versions differ.",
             "short",
             f'count(count by (plan_id) (tonnage_plan_info{{{ONE}, revision="0"}}))',

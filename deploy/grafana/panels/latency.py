@@ -59,7 +59,8 @@ def latency() -> dashboard.Dashboard:
         ),
         _latency(
             "Time to first token",
-            "tonnage_time_to_first_token_seconds. Rises with the queue: see Admission and queue; without one, "
+            "tonnage_time_to_first_token_seconds. Rises with the queue: see Admission and queue; without "
+            "one, "
             "prompts are long: lower max_num_batched_tokens does not help, a faster device does.",
             "tonnage_time_to_first_token_seconds",
         ),
@@ -88,10 +89,12 @@ def latency() -> dashboard.Dashboard:
         ),
         lines(
             "Tokens a second and sequence",
-            "Generated tokens over running requests: the pace of one stream as the engine sees it.",
+            "tonnage_generation_tokens_total over running tonnage_engine_requests: the pace of one stream "
+            "as the engine sees it.",
             "short",
             query(
-                f"sum by (instance) ({rate('tonnage_generation_tokens_total')}) / clamp_min(sum by (instance) "
+                f"sum by (instance) ({rate('tonnage_generation_tokens_total')}) / clamp_min(sum by "
+                f"(instance) "
                 f'(avg_over_time(tonnage_engine_requests{{{ONE}, state="running"}}[$__rate_interval])), 1)',
                 "{{instance}}",
             ),

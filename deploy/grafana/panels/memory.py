@@ -20,7 +20,8 @@ def memory() -> dashboard.Dashboard:
         "What was planned, what is really held, and what still fits.",
         number(
             "Headroom, requests",
-            "tonnage_headroom_requests: more requests of the present mix that fit now. At 0 new ones wait: add "
+            "tonnage_headroom_requests: more requests of the present mix that fit now. At 0 new ones "
+            "wait: add "
             "a replica, or lower max_tokens of the callers.",
             "short",
             f"min(tonnage_headroom_requests{{{ONE}}})",
@@ -50,7 +51,8 @@ def memory() -> dashboard.Dashboard:
         ),
         number(
             "Plan drift",
-            "tonnage_memory_measured_to_planned_ratio: weights and pool off their plan in either direction, or "
+            "tonnage_memory_measured_to_planned_ratio: weights and pool off their plan in either "
+            "direction, or "
             "the process above it. Above 3 % the plan is wrong for this build: run tonnage verify.",
             "percentunit",
             f'max(abs(tonnage_memory_measured_to_planned_ratio{{{ONE}, component=~"weights|kv_pool"}} - 1) or '
@@ -67,7 +69,8 @@ def memory() -> dashboard.Dashboard:
         lines(
             "Plan against reality",
             "tonnage_memory_planned_bytes (dashed; revision 0, computed before anything was loaded) and "
-            "tonnage_memory_measured_bytes by component; the process at its peak against the sum of the plan. "
+            "tonnage_memory_measured_bytes by component; tonnage_process_memory_peak_bytes against the "
+            "sum of the plan. "
             "Lines of one component that part are a plan that is wrong: run tonnage verify.",
             "bytes",
             query(planned, "{{component}} planned"),
@@ -90,8 +93,10 @@ def memory() -> dashboard.Dashboard:
         ),
         lines(
             "Promised and unused",
-            "tonnage_pool_promised_unused_blocks beside the used blocks: what max_tokens reserves and answers "
-            "do not use. Far above the used blocks: callers ask for more max_tokens than they need, or choose "
+            "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: what max_tokens "
+            "reserves and answers "
+            "do not use. Far above the used blocks: callers ask for more max_tokens than they need, or "
+            "choose "
             "--admission-mode predictive.",
             "short",
             query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
@@ -100,7 +105,8 @@ def memory() -> dashboard.Dashboard:
         lines(
             "Tail waste",
             "tonnage_pool_tail_waste_bytes: slots in used blocks that hold no token (the unfilled ends). "
-            "Large beside the used bytes: sequences are short for this block size; lower --block-size.",
+            "Large beside the used tonnage_pool_bytes: sequences are short for this block size; lower "
+            "--block-size.",
             "bytes",
             query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "tail waste"),
             query(f'tonnage_pool_bytes{{{ONE}, state="used"}}', "used"),
@@ -129,7 +135,8 @@ def memory() -> dashboard.Dashboard:
         ),
         lines(
             "Process memory",
-            "tonnage_process_memory_bytes now and at its peak. A climb without an end is a leak.",
+            "tonnage_process_memory_bytes now, tonnage_process_memory_peak_bytes at its peak. A climb "
+            "without an end is a leak.",
             "bytes",
             query(f"tonnage_process_memory_bytes{{{ONE}}}", "now"),
             query(f"tonnage_process_memory_peak_bytes{{{ONE}}}", "peak"),

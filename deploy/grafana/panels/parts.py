@@ -135,7 +135,7 @@ def number(
             .steps([Threshold(value=value, color=colour) for value, colour in steps])  # type: ignore[arg-type]
         )
     )
-    _targets(built, (query(expression),))
+    _targets(built, (query(expression, title),))
     return built
 
 
