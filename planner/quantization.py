@@ -1,35 +1,51 @@
-"""Bytes of each tensor after load, under each way of storing weights.
+"""Bytes of each tensor in the file, after load and after warm-up, under each way of storing weights.
 
-"After load" is what the process holds: the storages of parameters, buffers and quantization state.
-Verified against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0).
+"After load" is what the process holds: the storages of parameters, buffers and quantization state. Verified
+against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0). The formats are in
+quantization_formats.py, the exclusion rules in quantization_rules.py, the reading of quantization_config in
+quantization_config.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.fields import shown
+from tonnage.planner.quantization_formats import LinearFormat
+from tonnage.planner.quantization_rules import Patterns, spelling
 
-Scheme = Literal["none", "int8", "nf4", "nf4-double", "gptq"]
-FLAG_VALUES = ("int8", "nf4", "nf4-double", "gptq")
+_ROW_SCALE = (1, 0)
 
-# bitsandbytes 0.50, functional.py
-NF4_BLOCK = 64  # values per absmax
-NF4_CODE_BYTES = 16 * 4  # 16 levels, fp32
-NESTED_BLOCK = 256  # absmax values per nested absmax
-NESTED_CODE_BYTES = 256 * 4  # dynamic map, fp32
-NESTED_OFFSET_BYTES = 4  # mean of the absmax values, fp32
-INT8_ROW_BYTES = 4  # SCB: one fp32 absmax per output row
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+# --quantization for an unquantized checkpoint -> the format the engine makes of it
+_FLAGS = {
+    "int8": LinearFormat("int8"),
+    "nf4": LinearFormat("nf4"),
+    "nf4-double": LinearFormat("nf4", double=True),
+    "fp4": LinearFormat("nf4", code="fp4"),
+    "fp4-double": LinearFormat("nf4", double=True, code="fp4"),
+    "gptq": LinearFormat("gptq"),
+    "awq": LinearFormat("awq"),
+    "fp8": LinearFormat("fp8"),
+    "fp8-channel": LinearFormat("fp8", block=_ROW_SCALE),
+    "fp8-block": LinearFormat("fp8", block=(128, 128)),
+    "w8a8": LinearFormat("int-w8", block=_ROW_SCALE, scale_bytes=2),
+    "w4a16": LinearFormat("packed", scale_bytes=2, zero_points=False),
+    "mxfp4": LinearFormat("mxfp4"),
+    "mxfp8": LinearFormat("mxfp8"),
+    "nvfp4": LinearFormat("nvfp4", input_scale=True),
+    "hqq": LinearFormat("hqq", group_size=64),
+    "torchao-int4": LinearFormat("torchao-int4"),
+    "torchao-int8": LinearFormat("torchao-int8", scale_bytes=2),
+}
+FLAG_VALUES = tuple(_FLAGS)
+_BITSANDBYTES = ("int8", "nf4")  # made from nn.Linear while loading; experts and heads stay as they are
+_GPTQ_CLASSES = ("Linear", "FalconLinear")
+_TOWERS = ("vision", "audio", "projector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,82 +53,141 @@ class Quantization:
     """How linear weights are stored. ``skip``: modules left in the model's dtype, None for the default rule.
 
     Default rule (transformers 5.19, quantizers/base.py get_keys_to_not_convert): the output head, and
-    whatever is tied to it. GPTQ fields after the AutoGPTQ checkpoint layout.
+    whatever is tied to it. ``linear`` is the format of every other linear layer (None: only the modules named
+    in ``named`` are quantized), ``named`` those of modules (in one spelling) that have their own, ``experts``
+    that of routed experts where it differs. ``scheme`` is the name printed and compared with the flag.
     """
 
-    scheme: Scheme = "none"
-    skip: tuple[str, ...] | None = None
+    scheme: str = "none"
+    skip: Patterns | None = None
     bits: int = 4
     group_size: int = 128
     desc_act: bool = False
     sym: bool = True
     origin: str = "--quantization"
+    linear: LinearFormat | None = None
+    named: Mapping[str, LinearFormat] = field(default_factory=dict)
+    experts: LinearFormat | None = None
+    method: str | None = None  # quant_method of the checkpoint
+
+    def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
+        """Format of this weight, None when it stays in its dtype."""
+        if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding", "router"):
+            return None
+        if tensor.role == "expert":
+            return self._expert_format(tensor)
+        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
+            return None
+        classes = _GPTQ_CLASSES if self._default().kind == "gptq" else ("Linear",)
+        # V4's grouped projection is a subclass of nn.Linear that FP8 checkpoints store as any other
+        if tensor.module_class not in classes and tensor.module_class != "GroupedLinear":
+            return None
+        if tensor.module_class == "GroupedLinear" and self._default().kind in _BITSANDBYTES:
+            return None
+        if self.named:
+            own = self.named.get(spelling(tensor.module))
+            if own is not None or self.linear is None:
+                return own
+        if self._default().kind in ("gptq", "awq") and tensor.role in _TOWERS:
+            return None  # both walk the language model's layers only
+        if self.skip is not None and self.skip.match(tensor.module):
+            return None
+        if tensor.role == "head" and (self.skip is None or self._default().kind not in _BITSANDBYTES):
+            return None
+        return self.linear
+
+    def _expert_format(self, tensor: TensorSpec) -> LinearFormat | None:
+        kind = self._default().kind
+        # transformers' fused experts are parameters, no nn.Linear: bitsandbytes leaves them alone
+        if kind in _BITSANDBYTES or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
+            return None
+        chosen = self.experts or self.linear
+        if self.named:
+            at = spelling(tensor.module)
+            first = "up_proj" if tensor.name.endswith(("up_proj", "gate_up_proj")) else "down_proj"
+            for name in (at, f"{at}.0.{first}", f"{at}.0.{'w3' if first == 'up_proj' else 'w2'}"):
+                if name in self.named:
+                    return self.named[name]
+            if self.linear is None and self.experts is None:
+                return None
+        if self.skip is not None and (
+            self.skip.match(tensor.module)
+            or self.skip.match(f"{tensor.module}.0.{tensor.name.rpartition('.')[2]}")
+        ):
+            return None
+        return chosen
+
+    def _default(self) -> LinearFormat:
+        return self.linear or self.experts or next(iter(self.named.values()))
 
     def converts(self, tensor: TensorSpec) -> bool:
         """Whether this weight is replaced."""
-        if self.scheme == "none" or not tensor.name.endswith(".weight"):
-            return False
-        # bitsandbytes replaces nn.Linear itself, not subclasses (transformers integrations/bitsandbytes.py)
-        classes = ("Linear", "FalconLinear") if self.scheme == "gptq" else ("Linear",)
-        if tensor.module_class not in classes:
-            return False
-        if self.skip is None:
-            return tensor.role != "head"
-        return not any(_matches(tensor.module, key) for key in self.skip)
+        return self.format_of(tensor) is not None
 
     def bytes_after_load(self, tensor: TensorSpec, dtype: str) -> int:
         """Bytes the process holds for ``tensor`` of a model in ``dtype``; 0 for a tied one."""
         if tensor.tied_to is not None:
             return 0
-        if not self.converts(tensor):
+        found = self.format_of(tensor)
+        if found is None:
             return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
-        return sum(self.parts(tensor).values())
+        return sum(self._parts(tensor, found).values())
+
+    def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
+        """Bytes of the checkpoint's tensors for ``tensor`` (buffers are not stored)."""
+        if tensor.tied_to is not None or not tensor.is_parameter:
+            return 0
+        found = self.format_of(tensor)
+        extra = 0
+        if found is not None:
+            count, out, into = matrices(tensor)
+            extra = count * found.extra_in_file(out, into)
+        return self.bytes_after_load(tensor, dtype) + extra
+
+    def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
+        """Bytes after the first forward with ``kernel`` (quantization_formats.LinearFormat.after_warmup)."""
+        found = self.format_of(tensor) if tensor.tied_to is None else None
+        if found is None:
+            return self.bytes_after_load(tensor, dtype)
+        count, out, into = matrices(tensor)
+        return count * sum(found.after_warmup(out, into, kernel, tensor.module).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:
         """The storages of one converted weight [out, in] by name, in bytes."""
-        out, into = tensor.shape
-        n = out * into
-        if self.scheme == "int8":
-            return {"weight": n, "SCB": INT8_ROW_BYTES * out}
-        if self.scheme == "gptq":
-            return self._gptq(tensor, out, into)
-        blocks = ceil_div(n, NF4_BLOCK)
-        packed = {"weight": ceil_div(n, 2), "code": NF4_CODE_BYTES}
-        if self.scheme == "nf4":
-            return {**packed, "absmax": 4 * blocks}
-        return {
-            **packed,
-            "absmax": blocks,
-            "nested_absmax": 4 * ceil_div(blocks, NESTED_BLOCK),
-            "nested_code": NESTED_CODE_BYTES,
-            "offset": NESTED_OFFSET_BYTES,
-        }
+        found = self.format_of(tensor) or self.linear or _FLAGS.get(self.scheme)
+        if found is None:
+            raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
+        return self._parts(tensor, found)
 
-    def _gptq(self, tensor: TensorSpec, out: int, into: int) -> dict[str, int]:
-        for size, side in ((into, "in_features"), (out, "out_features")):
-            if size * self.bits % 32:
-                raise UnsupportedArchitecture(
-                    f"{tensor.module}: {side} {size} x {self.bits} bits do not fill 32-bit words",
-                    field="quantization_config.bits",
-                )
-        groups = 1 if self.group_size == -1 else ceil_div(into, self.group_size)
-        return {
-            "qweight": into * self.bits // 32 * out * 4,
-            "qzeros": groups * (out * self.bits // 32) * 4,
-            "scales": groups * out * 2,
-            "g_idx": into * 4,  # stored with and without desc_act
-        }
+    def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
+        count, out, into = matrices(tensor)
+        parts = found.parts(out, into, tensor.module)
+        return parts if count == 1 else {name: count * size for name, size in parts.items()}
+
+    def __post_init__(self) -> None:
+        # Quantization("gptq", bits=8): the fields of the scheme without reading a config
+        if self.linear is None and self.scheme in _FLAGS and not self.named and self.experts is None:
+            base = _FLAGS[self.scheme]
+            if base.kind in ("gptq", "awq"):
+                base = LinearFormat(base.kind, self.bits, self.group_size, act_order=self.desc_act)
+            object.__setattr__(self, "linear", base)
 
     def describe(self) -> str:
         if self.scheme == "gptq":
             return f"gptq, {self.bits} bits, group {self.group_size}, desc_act {self.desc_act}, sym {self.sym}"
+        if self.scheme == "awq":
+            return f"awq, {self.bits} bits, group {self.group_size}"
         return self.scheme
 
 
-def _matches(module: str, key: str) -> bool:
-    """Whether a skip entry names this module: a regular expression at its start, or its end
-    (transformers 5.19, quantizers/quantizers_utils.py should_convert_module)."""
-    return re.match(key, module) is not None or module.endswith(key)
+def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
+    """(how many, out, in) of the matrices stored for this weight: experts are stored one by one."""
+    if len(tensor.shape) == 2:
+        return 1, tensor.shape[0], tensor.shape[1]
+    experts, rows, columns = tensor.shape
+    if tensor.transposed:
+        rows, columns = columns, rows
+    return experts * tensor.matrices, rows // tensor.matrices, columns
 
 
 def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantization:
@@ -121,97 +196,33 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
     Raises DeploymentError when flag and checkpoint contradict, UnsupportedArchitecture for a method that
     is not known, ConfigError for broken fields.
     """
-    if flag is not None and flag not in FLAG_VALUES:
-        raise DeploymentError(
-            f"{shown(flag)} is not known", field="--quantization", hint="one of " + ", ".join(FLAG_VALUES)
-        )
     found = config.get("quantization_config")
+    text = config.get("text_config")
+    if found is None and isinstance(text, dict):
+        found = text.get("quantization_config")
+    known = flag is None or flag in _FLAGS
     if found is None:
-        return Quantization() if flag is None else Quantization(scheme=_scheme(flag))
+        if not known:
+            raise DeploymentError(
+                f"{shown(flag)} is not known", field="--quantization", hint="one of " + ", ".join(FLAG_VALUES)
+            )
+        return Quantization() if flag is None else Quantization(scheme=flag)
     if not isinstance(found, dict):
         raise ConfigError(f"{shown(found)} is not an object", field="quantization_config")
-    stored = _stored(found)
-    if flag is not None and flag != stored.scheme:
+    from tonnage.planner.quantization_config import read_stored
+
+    stored = read_stored(found, config)
+    if flag is not None and flag not in (stored.scheme, stored.method):
+        if not known:
+            raise DeploymentError(
+                f"{shown(flag)} is not known", field="--quantization", hint="one of " + ", ".join(FLAG_VALUES)
+            )
         raise DeploymentError(
             f"{flag} contradicts the checkpoint, which is quantized as {stored.scheme}",
             field="--quantization",
             hint="leave the flag out",
         )
     return stored
-
-
-def _scheme(flag: str) -> Scheme:
-    schemes: dict[str, Scheme] = {"int8": "int8", "nf4": "nf4", "nf4-double": "nf4-double", "gptq": "gptq"}
-    return schemes[flag]
-
-
-def _stored(found: dict[str, Any]) -> Quantization:
-    at = "quantization_config"
-    method = found.get("quant_method")
-    if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
-        method = "bitsandbytes"
-    if method == "bitsandbytes":
-        skip = _names(found, "llm_int8_skip_modules", at)
-        if found.get("load_in_8bit") is True:
-            return Quantization("int8", skip=skip, origin=at)
-        if found.get("load_in_4bit") is not True:
-            raise ConfigError("neither load_in_8bit nor load_in_4bit is true", field=at)
-        kind = found.get("bnb_4bit_quant_type", "fp4")
-        if kind != "nf4":
-            raise UnsupportedArchitecture(f"{shown(kind)} is not nf4", field=f"{at}.bnb_4bit_quant_type")
-        storage = found.get("bnb_4bit_quant_storage", "uint8")
-        if storage not in ("uint8", "torch.uint8"):
-            raise UnsupportedArchitecture(
-                f"{shown(storage)} is not uint8", field=f"{at}.bnb_4bit_quant_storage"
-            )
-        double = _flag(found, "bnb_4bit_use_double_quant", False, at)
-        return Quantization("nf4-double" if double else "nf4", skip=skip, origin=at)
-    if method == "gptq":
-        bits, group = found.get("bits"), found.get("group_size", 128)
-        if bits not in (2, 3, 4, 8) or isinstance(bits, bool):
-            raise ConfigError(f"{shown(bits)} is not 2, 3, 4 or 8", field=f"{at}.bits")
-        if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):
-            raise ConfigError(f"{shown(group)} is not -1 or a positive integer", field=f"{at}.group_size")
-        for unknown in ("dynamic", "format", "checkpoint_format"):
-            value = found.get(unknown)
-            if value and value not in ("gptq", "gptq_v2"):
-                raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{at}.{unknown}")
-        if found.get("lm_head"):
-            raise UnsupportedArchitecture("a quantized head is not planned yet", field=f"{at}.lm_head")
-        return Quantization(
-            "gptq",
-            skip=_names(found, "modules_to_not_convert", at),
-            bits=bits,
-            group_size=group,
-            desc_act=_flag(found, "desc_act", False, at),
-            sym=_flag(found, "sym", True, at),
-            origin=at,
-        )
-    raise UnsupportedArchitecture(
-        f"{shown(method)} is not planned yet", field=f"{at}.quant_method", hint="known: bitsandbytes, gptq"
-    )
-
-
-def _flag(found: dict[str, Any], name: str, default: bool, at: str) -> bool:
-    value = found.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ConfigError(f"{shown(value)} is not true or false", field=f"{at}.{name}")
-    return value
-
-
-def _names(found: dict[str, Any], name: str, at: str) -> tuple[str, ...] | None:
-    value = found.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{shown(value)} is not a list of module names", field=f"{at}.{name}")
-    for item in value:
-        # entries are regular expressions: only those that cannot blow up are run
-        if not re.fullmatch(r"[\w.*-]{1,200}", item, re.ASCII):
-            raise UnsupportedArchitecture(f"{shown(item)} is not a plain module name", field=f"{at}.{name}")
-    return tuple(value)
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
@@ -221,12 +232,6 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
     """
     if quantization.scheme == "none":
         return
-    if engine == "vllm" and quantization.scheme != "gptq":
-        raise DeploymentError(
-            f"{quantization.scheme} under vLLM is not planned yet",
-            field=quantization.origin,
-            hint="use --engine hf",
-        )
     converted = [tensor for tensor in architecture.tensors if quantization.converts(tensor)]
     if not converted:
         raise DeploymentError(
@@ -240,3 +245,10 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
                 f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
                 field=f"{quantization.origin}.llm_int8_skip_modules",
             )
+
+
+# Beside parameters, old files store what their code had registered as buffers: GPT-NeoX its causal mask (once,
+# bool), masked_bias and inv_freq in each layer (transformers 4.28, modeling_gpt_neox.py).
+def checkpoint_bytes(architecture: Architecture, quantization: Quantization, dtype: str) -> int:
+    """Bytes of all parameters in the checkpoint, each tied tensor once."""
+    return sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)

@@ -6,7 +6,7 @@ Shapes after transformers 5.19, models/<family>/modeling_<family>.py: routed exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -106,7 +106,7 @@ _VARIANTS = {
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
 }  # fmt: skip
-_VARIANTS["granitemoeshared"] = _GRANITE
+_VARIANTS["granitemoeshared"] = replace(_GRANITE, class_name="GraniteMoeSharedForCausalLM")
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

@@ -1,4 +1,4 @@
-"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4, xLSTM. Shapes after transformers 5.19, models/<family>/."""
+"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4, xLSTM. Shapes after transformers 5.19, models/."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
             cache.append(CacheLayer(i, "sliding", window, dims.kv_heads, dims.head_size))
         else:
             for name, out, into in (
-                ("linear_y", width, dims.hidden), ("linear_x", width, dims.hidden), ("linear_out", dims.hidden, width),
+                ("linear_y", width, dims.hidden), ("linear_x", width, dims.hidden),
+                ("linear_out", dims.hidden, width),
             ):  # fmt: skip
                 t.linear(f"{block}.{name}", out, into, "mixer", bias=True)
             t.add(f"{block}.conv_1d.weight", (width, 1, kernel), "mixer", "Conv1d")
@@ -150,7 +151,8 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
         "max_inference_chunksize",
     )  # fmt: skip
     states = (
-        StateTensor("c", (heads, qk // heads, value // heads), dtype), StateTensor("n", (heads, qk // heads), dtype),
+        StateTensor("c", (heads, qk // heads, value // heads), dtype),
+        StateTensor("n", (heads, qk // heads), dtype),
         StateTensor("m", (heads, 1), dtype),
     )  # fmt: skip
     t = Tensors()

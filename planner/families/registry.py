@@ -86,6 +86,14 @@ _OTHER_CLASSES = {
 }
 
 
+def _known(model_type: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(model_type, _ADAPTERS, 5, 0.5)
+    also = f"close to it: {', '.join(close)}; " if close else ""
+    return f"{also}{len(_ADAPTERS)} model types are known"
+
+
 def known_model_types() -> tuple[str, ...]:
     return tuple(_ADAPTERS)
 
@@ -100,7 +108,7 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     if model_type not in _ADAPTERS:
         raise UnsupportedArchitecture(
-            f"{model_type[:60]!r} is not supported", field="model_type", hint="known: " + ", ".join(_ADAPTERS)
+            f"{model_type[:60]!r} is not supported", field="model_type", hint=_known(model_type)
         )
     if config.get("is_encoder_decoder") and _ADAPTERS[model_type] != "seq2seq":
         raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")

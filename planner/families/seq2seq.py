@@ -160,7 +160,7 @@ def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
 
 
 def t5(fields: Fields, model_type: str) -> Architecture:
-    """Relative positions in a table of buckets: in the first layer (UMT5: in each). No length limit of its own."""
+    """Relative positions in a table of buckets, in the first layer (UMT5: in each). No length limit."""
     name = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5"}[model_type]
     known: dict[str, Kind] = {
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
@@ -223,8 +223,9 @@ def t5(fields: Fields, model_type: str) -> Architecture:
             t.head("lm_head", vocab, hidden, "shared.weight" if tied else None)
     stated = fields.optional_integer("n_positions", 512, limit="positions") or 512
     return common.decoder(
-        fields, model_type, class_name, t, Heads(hidden, heads, heads, size), tuple(cache), layers=decoder_layers,
-        inner=inner, vocab=vocab, max_model_len=stated, position_field="n_positions", gated=gated, kind=kind,
+        fields, model_type, class_name, t, Heads(hidden, heads, heads, size), tuple(cache),
+        layers=decoder_layers, inner=inner, vocab=vocab, max_model_len=stated, position_field="n_positions",
+        gated=gated, kind=kind,
     )  # fmt: skip
 
 
@@ -317,7 +318,8 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     t.role = "encoder"
     at = f"{prefix}encoder"
     for name, shape, with_bias in (
-        ("conv1", (hidden, 1, 127), False), ("conv2", (2 * hidden, hidden, 7), True), ("conv3", (hidden, 2 * hidden, 3), True),
+        ("conv1", (hidden, 1, 127), False), ("conv2", (2 * hidden, hidden, 7), True),
+        ("conv3", (hidden, 2 * hidden, 3), True),
     ):  # fmt: skip
         t.add(f"{at}.{name}.weight", shape, "encoder", "Conv1d")
         if with_bias:
@@ -355,8 +357,8 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     if class_name != "MoonshineModel":
         t.head("proj_out", vocab, hidden, f"{at}.embed_tokens.weight" if tied else None)
     return common.decoder(
-        fields, model_type, class_name, t, dims, tuple(cache), layers=counts["decoder"], inner=inner, vocab=vocab,
-        rotary=Rotary(rotary, 1), kind=kind,
+        fields, model_type, class_name, t, dims, tuple(cache), layers=counts["decoder"], inner=inner,
+        vocab=vocab, rotary=Rotary(rotary, 1), kind=kind,
     )  # fmt: skip
 
 
@@ -395,8 +397,9 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
     kinds = ("sliding_attention" if window else "full_attention",) * layers
     return common.decoder(
-        fields, model_type, class_name, t, dims, common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-        layers=layers, inner=inner // 2, vocab=vocab, rotary=Rotary(dims.head_size, 1), kind=kind,
+        fields, model_type, class_name, t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=inner // 2,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1), kind=kind,
     )  # fmt: skip
 
 

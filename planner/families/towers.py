@@ -88,7 +88,7 @@ _QWEN_NAMES = {"in_channels": "in_chans"}
 
 
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_hidden: int) -> None:
-    """Qwen2-VL, 2.5-VL, 3-VL and 3.5: patches of two frames, blocks of fused qkv, a merger in front of the text."""
+    """Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv, a merger in front of the text."""
     f = Fields(config)
     old = model_type == "qwen2_vl"
     hidden = f.integer("embed_dim" if old else "hidden_size", 1280 if old else 1152, limit="width")

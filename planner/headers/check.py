@@ -10,7 +10,7 @@ from tonnage.planner.quantization import Quantization
 
 # Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
-_STORED_AS = {"gptq": ".qweight"}
+_STORED_AS = {"gptq": ".qweight", "awq": ".qweight"}
 
 
 def check_tensors(

@@ -27,7 +27,7 @@ FLAGS = Deployment(device_memory=1 << 34)
         ({"model_type": "brand_new"}, UnsupportedArchitecture, "model_type"),
         ({"model_type": None}, ConfigError, "model_type"),
         ({"model_type": ["llama"]}, ConfigError, "model_type"),
-        ({"model_type": "gemma3"}, UnsupportedArchitecture, "model_type"),
+        ({"model_type": "gemma3"}, ConfigError, "text_config"),
         ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedArchitecture, "architectures"),
         ({"architectures": "LlamaForCausalLM"}, ConfigError, "architectures"),
         ({"hidden_size": None}, ConfigError, "hidden_size"),
@@ -56,7 +56,7 @@ FLAGS = Deployment(device_memory=1 << 34)
         ({"quantization_config": []}, ConfigError, "quantization_config"),
         ({"quantization_config": {}}, UnsupportedArchitecture, "quantization_config.quant_method"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
+            {"quantization_config": {"quant_method": "quip"}},
             UnsupportedArchitecture,
             "quantization_config.quant_method",
         ),
@@ -67,7 +67,13 @@ FLAGS = Deployment(device_memory=1 << 34)
             "quantization_config.group_size",
         ),
         (
-            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            {
+                "quantization_config": {
+                    "quant_method": "bitsandbytes",
+                    "load_in_4bit": True,
+                    "bnb_4bit_quant_type": "x",
+                }
+            },
             UnsupportedArchitecture,
             "quantization_config.bnb_4bit_quant_type",
         ),
@@ -231,7 +237,7 @@ def test_a_checkpoint_that_contradicts_its_config(tmp_path, tiny_llama):
         ({"dtype": "int8"}, "--dtype"),
         ({"kv_cache_dtype": "int3"}, "--kv-cache-dtype"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
-        ({"quantization": "awq"}, "--quantization"),
+        ({"quantization": "quip"}, "--quantization"),
         ({"kv_cache_memory_bytes": -5}, "--kv-cache-memory-bytes"),
     ],
 )

@@ -32,10 +32,15 @@ def test_pool_equals_vllm(kv_row, config_of):
     assert cache.num_blocks == int(kv_row["num_blocks"])
     assert cache.tokens == int(kv_row["tokens"])
     assert cache.max_concurrency == pytest.approx(float(kv_row["max_concurrency"]), rel=1e-12)
-    kinds = {"FullAttentionSpec": "full", "SlidingWindowSpec": "sliding"}
+    kinds = {
+        "FullAttentionSpec": "full", "SlidingWindowSpec": "sliding", "MLAAttentionSpec": "mla",
+        "MambaSpec": "state",
+    }  # fmt: skip
     expected = json.loads(kv_row["groups (spec, layers, block_size, page_bytes)"])
     assert [(g.kind, len(g.layers)) for g in cache.layout.groups] == [(kinds[e[0]], e[1]) for e in expected]
-    assert cache.layout.block_size == expected[0][2]
+    for group, wanted in zip(cache.layout.groups, expected, strict=True):
+        if group.kind != "state":
+            assert (group.block_size or cache.layout.block_size) == wanted[2]
     assert cache.layout.bytes_per_block == expected[0][3] * cache.layout.layer_slots
 
 
