@@ -13,6 +13,7 @@ from tonnage.planner.dtypes import config_dtype
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
@@ -45,19 +46,21 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
-    ranks, runtimes, loads = [], [], []
+    ranks, runtimes, loads, paddings = [], [], [], []
     pool = build_pool(architecture, chosen)
     adapters = lora_bytes(architecture, flags)
     for stage in range(flags.pipeline_parallel_size):
         part = rank_architecture(architecture, flags, stage)
         loaded = sum_weights(part, quantization, flags, copies)
+        padding = kernel_padding(part, quantization.scheme, flags)
         runtime = runtime_terms(part, chosen)
         offloaded = min(flags.cpu_offload_bytes, loaded.total)
         loads.append(loaded)
+        paddings.append(padding)
         runtimes.append(runtime)
         ranks.append(
             RankPlan(
-                weights_bytes=loaded.total - offloaded,
+                weights_bytes=loaded.total + padding - offloaded,
                 kv_pool_bytes=0,
                 activation_bytes=runtime.activation.value,
                 cuda_graph_bytes=runtime.graphs.value,
@@ -83,6 +86,12 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     terms = [*loaded.terms]
     terms += [Term(name, e.value, e.formula, e.source) for name, e in estimates.items() if e.high]
     terms += other_terms(rank, flags)
+    if paddings[worst]:
+        terms.append(
+            Term(
+                "weights.kernel_padding", paddings[worst], "experts padded to the MXFP4 kernel's tiles", "--gpu"
+            )
+        )
     terms += _kv_terms(pool, num_blocks, chosen)
     return Plan(
         plan_id=_plan_id(source, flags),
