@@ -64,6 +64,11 @@ class Settings(BaseSettings):
     block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
     kv_cache_memory_bytes: Bytes | None = Field(None, description="KV pool (512MiB); default: what is left")
     enable_prefix_caching: bool = Field(True, description="reuse the blocks of equal prompt beginnings")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each matrix (vllm)")
+    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the layers (vllm)")
+    data_parallel_size: int = Field(1, ge=1, description="copies of the model (vllm)")
+    enable_expert_parallel: bool = Field(False, description="whole experts on each GPU (vllm)")
+    enforce_eager: bool = Field(False, description="no CUDA graphs, no torch.compile (vllm)")
 
     # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is
     # no limit; 512 is Ollama's queue (OLLAMA_MAX_QUEUE).
@@ -134,6 +139,11 @@ class Settings(BaseSettings):
             block_size=self.block_size,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             enable_prefix_caching=self.enable_prefix_caching,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            data_parallel_size=self.data_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            enforce_eager=self.enforce_eager,
         )
 
 

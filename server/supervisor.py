@@ -75,6 +75,11 @@ class SupervisedEngine:
     def honours(self) -> frozenset[str]:
         return getattr(self._engine, "honours", BASIC_PARAMS)
 
+    def own_metrics(self) -> bytes | None:
+        """Metrics of the engine under its own names; None: it has none."""
+        own = getattr(self._engine, "own_metrics", None)
+        return None if own is None else own()
+
     @property
     def engine(self) -> Engine:
         """The one that runs now."""

@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from tonnage.server.api.generation import Generator
+from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.metrics import Metrics
 from tonnage.server.report import memory_report
 from tonnage.server.state import ServerState
@@ -65,5 +66,13 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
     async def prometheus() -> Response:
         """Prometheus text format, from snapshots: a scrape never waits for the engine."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @router.get("/metrics/vllm", response_class=Response)
+    async def engine_prometheus() -> Response:
+        """vLLM's own metrics under its own names, where vLLM is the backend."""
+        own = getattr(state.engine, "own_metrics", lambda: None)()
+        if own is None:
+            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the backend is not vLLM")
+        return Response(own, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

@@ -8,7 +8,7 @@ handed on, first come first served, so that vLLM never has to preempt.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tonnage.cache.admission import (
     AdmissionRequest,
@@ -23,6 +23,13 @@ from tonnage.cache.admission import (
 from tonnage.server.engines.base import NeverFits
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: AdmissionRequest
+    priority: int
+    turn: asyncio.Future[None]
+
+
 class PromiseLedger:
     """One line of waiting requests and the promises of the running ones. One event loop, no locks.
 
@@ -33,7 +40,7 @@ class PromiseLedger:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._held: dict[str, tuple[int, int]] = {}  # request id -> promised blocks, sequences
-        self._line: dict[str, tuple[AdmissionRequest, asyncio.Future[None]]] = {}
+        self._line: dict[str, _Waiting] = {}  # in the order of arrival
         self._counts: dict[tuple[str, str], int] = {}
         self.idle = asyncio.Event()  # set while nobody runs or waits
         self.idle.set()
@@ -58,8 +65,10 @@ class PromiseLedger:
         """(outcome, reason, count) of all decisions."""
         return tuple((outcome, reason, count) for (outcome, reason), count in self._counts.items())
 
-    async def enter(self, request_id: str, request: AdmissionRequest) -> None:
+    async def enter(self, request_id: str, request: AdmissionRequest, priority: int = 0) -> None:
         """Return once the promise of ``request`` is held; waits in line as long as that takes.
+
+        In line the lowest ``priority`` is first, among equals who came first.
 
         Raises NeverFits, with the numbers, before anything changes. Cancelling leaves the line.
         """
@@ -68,15 +77,16 @@ class PromiseLedger:
             self._count("never", answer.reason)
             raise NeverFits(str(answer), field="prompt")
         self.idle.clear()
-        if isinstance(answer, Admit) and not self._line:
+        first = self._first()
+        if isinstance(answer, Admit) and (first is None or priority < self._line[first].priority):
             self._hold(request_id, request, answer)
             return
-        if isinstance(answer, Admit):  # it would fit, but others were here first
-            answer = self._decide(next(iter(self._line.values()))[0])
+        if isinstance(answer, Admit) and first is not None:  # it would fit, but others come first
+            answer = self._decide(self._line[first].request)
         if isinstance(answer, Wait):
             self._count("wait", answer.reason)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line[request_id] = (request, turn)
+        self._line[request_id] = _Waiting(request, priority, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -87,22 +97,26 @@ class PromiseLedger:
         """Give the promise (or the place in line) back and let the next ones in; unknown ids are ignored."""
         self._held.pop(request_id, None)
         self._line.pop(request_id, None)
-        while self._line:
-            first, (request, turn) = next(iter(self._line.items()))
-            answer = self._decide(request)
+        while (first := self._first()) is not None:
+            waiting = self._line[first]
+            answer = self._decide(waiting.request)
             if not isinstance(answer, Admit):
                 return  # held up by those that run, so not idle
             del self._line[first]
-            self._hold(first, request, answer)
-            turn.set_result(None)
+            self._hold(first, waiting.request, answer)
+            waiting.turn.set_result(None)
         if not self._held:
             self.idle.set()
 
     def fail(self, error: Exception) -> None:
         """Send everybody in line away with ``error``."""
-        for _, turn in self._line.values():
-            turn.set_exception(error)
+        for waiting in self._line.values():
+            waiting.turn.set_exception(error)
         self._line.clear()
+
+    def _first(self) -> str | None:
+        """Whose turn is next; None: nobody waits."""
+        return min(self._line, key=lambda name: self._line[name].priority, default=None)
 
     def _hold(self, request_id: str, request: AdmissionRequest, answer: Admit) -> None:
         self._held[request_id] = (answer.blocks, request.n)

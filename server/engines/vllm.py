@@ -29,9 +29,11 @@ from tonnage.server.engines.base import (
     MeasuredMemory,
     PoolStats,
     QueueFull,
+    TokenLogprobs,
     limits_of,
 )
 from tonnage.server.engines.ledger import PromiseLedger
+from tonnage.server.engines.vllm_params import HONOURED, prompt_logprobs, sampling_params, token_logprobs
 from tonnage.server.memory import PeakSampler
 
 # What the user has set wins.
@@ -60,7 +62,9 @@ class VLLMEngine:
 
     def __init__(self, plan: Plan, *, enforce_eager: bool | None = None) -> None:
         self._plan = plan
-        self._eager = plan.deployment.device == "cpu" if enforce_eager is None else enforce_eager
+        self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
+        if enforce_eager is not None:
+            self._eager = enforce_eager
         self._limits = limits_of(plan)
         self._ledger = PromiseLedger(self._limits)
         self._llm: Any = None
@@ -84,6 +88,16 @@ class VLLMEngine:
     @property
     def plan(self) -> Plan:
         return self._plan
+
+    @property
+    def honours(self) -> frozenset[str]:
+        return HONOURED
+
+    def own_metrics(self) -> bytes:
+        """vLLM's metrics under its own names (they do not pass promtool: a colon is for recording rules)."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return generate_latest(REGISTRY)
 
     async def start(self) -> None:
         arguments = engine_arguments(self._plan, enforce_eager=self._eager)
@@ -162,15 +176,15 @@ class VLLMEngine:
         self._refuse()
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         arrived = time.monotonic()
-        await self._ledger.enter(request.request_id, wish)
+        await self._ledger.enter(request.request_id, wish, request.priority)
         queued = time.monotonic() - arrived
         try:
             if self._dead is not None:
                 raise self._dead
             self._prompt_tokens += len(request.prompt_token_ids)
-            async with contextlib.aclosing(self._chunks(request)) as chunks:
+            async with contextlib.aclosing(self._chunks(request, queued)) as chunks:
                 async for chunk in chunks:
-                    yield replace(chunk, queued_seconds=queued)
+                    yield chunk
         finally:
             # vLLM reads aborts and new requests from one queue in order: whoever is let in now comes after
             # the blocks were freed.
@@ -178,57 +192,57 @@ class VLLMEngine:
 
     def _submit(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = request.params
-        sampling = SamplingParams(
-            n=1 if params.temperature == 0 else request.n,  # vLLM refuses n greedy sequences, see _chunks
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=params.seed,
-            max_tokens=params.max_tokens,
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=True,  # the model's EOS ids are among stop_token_ids where they count
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
-        outputs: AsyncGenerator[Any, None] = self._llm.generate(prompt, sampling, request.request_id)
+        outputs: AsyncGenerator[Any, None] = self._llm.generate(
+            prompt, sampling_params(request), request.request_id
+        )
         return outputs
 
-    async def _chunks(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(self, request: GenerationRequest, queued: float) -> AsyncGenerator[Chunk, None]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        stops = set(request.params.stop_token_ids)
+        params = request.params
+        stops = set(params.stop_token_ids)
         # Greedy sequences of one prompt are all the same: one is computed and told n times.
-        copies = request.n if request.params.temperature == 0 else 1
+        copies = request.n if params.temperature == 0 else 1
         cached: int | None = None
         try:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
             async with contextlib.aclosing(self._submit(request)) as outputs:
                 async for output in outputs:
+                    prompt: tuple[TokenLogprobs | None, ...] = ()
                     if cached is None:
                         cached = output.num_cached_tokens or 0
                         self._prefix_hit_tokens += cached
+                        prompt = prompt_logprobs(
+                            request.prompt_token_ids, output.prompt_logprobs, params.prompt_logprobs
+                        )
                     for sequence in output.outputs:
                         tokens = tuple(sequence.token_ids)
                         self._generation_tokens += len(tokens)
                         if sequence.finish_reason == "stop" and tokens and tokens[-1] in stops:
                             tokens = tokens[:-1]
-                        if not tokens and not sequence.finish_reason:
+                        if not tokens and not sequence.finish_reason and not prompt:
                             continue
                         for copy in range(copies):
-                            index = sequence.index + copy
-                            yield Chunk(request.request_id, index, tokens, sequence.finish_reason, cached)
+                            yield Chunk(
+                                request.request_id,
+                                sequence.index + copy,
+                                tokens,
+                                sequence.finish_reason,
+                                cached,
+                                logprobs=token_logprobs(tokens, sequence.logprobs, params.logprobs),
+                                prompt_logprobs=prompt,
+                                queued_seconds=queued,
+                            )
         except EngineDeadError as error:
             self._die(error)
             assert self._dead is not None
             raise self._dead from None
-        except VLLMClientError as error:
-            raise RefusedByVLLM(_last_line(error)) from None
+        except (VLLMClientError, ValueError) as error:  # its input processor raises plain ValueErrors too
+            raise RefusedByVLLM(f"vLLM refuses this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
 
@@ -241,9 +255,7 @@ class VLLMEngine:
             raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
 
     def _die(self, error: BaseException) -> None:
-        self._dead = EngineDead(
-            f"vLLM's engine ended: {_last_line(error)}", hint="see its output; restart the server"
-        )
+        self._dead = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
         self._ledger.fail(self._dead)
 
     async def abort(self, request_id: str) -> None:
@@ -343,12 +355,23 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
         "gpu_memory_utilization": deployment.gpu_memory_utilization,
         "enable_prefix_caching": deployment.enable_prefix_caching,
         "enforce_eager": enforce_eager,
-        "skip_tokenizer_init": True,  # text lives in the API process
+        "tensor_parallel_size": deployment.tensor_parallel_size,
+        "pipeline_parallel_size": deployment.pipeline_parallel_size,
+        "data_parallel_size": deployment.data_parallel_size,
+        "enable_expert_parallel": deployment.enable_expert_parallel,
+        "trust_remote_code": False,
+        # Text lives in the API process, but grammars are compiled against vLLM's own tokenizer.
+        "skip_tokenizer_init": False,
         "generation_config": "vllm",  # no defaults from the model's file: the request says all
         "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers
         "enable_log_requests": False,
         "worker_extension_cls": "tonnage.server.engines.vllm_worker.WorkerExtension",
     }
+
+
+def _first_line(error: BaseException) -> str:
+    """What a validation error says; the lines below point into the input."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,95 @@
+"""Our sampling parameters as vLLM's, and its log probabilities as ours. Written against vLLM 0.32.
+
+Imports vLLM only inside of functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tonnage.server.engines.base import BASIC_PARAMS, GenerationRequest, Grammar, TokenLogprobs
+
+HONOURED = BASIC_PARAMS | {
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "grammar",
+    "priority",
+}
+
+
+def sampling_params(request: GenerationRequest) -> Any:
+    """vLLM's SamplingParams for ``request``; a new chunk for each step, token ids only."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = request.params
+    return SamplingParams(
+        n=1 if params.temperature == 0 else request.n,  # vLLM refuses n greedy sequences (VLLMEngine._chunks)
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        structured_outputs=_structured(params.grammar),
+        ignore_eos=True,  # the model's EOS ids are among stop_token_ids where they count
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _structured(grammar: Grammar | None) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if grammar is None:
+        return None
+    if grammar.kind == "json_schema":
+        return StructuredOutputsParams(json=grammar.text)
+    if grammar.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if grammar.kind == "regex":
+        return StructuredOutputsParams(regex=grammar.text)
+    if grammar.kind == "choice":
+        return StructuredOutputsParams(choice=json.loads(grammar.text))
+    return StructuredOutputsParams(grammar=grammar.text)
+
+
+def token_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Any]] | None, top: int | None
+) -> tuple[TokenLogprobs, ...]:
+    """One for each token; a position of vLLM maps token ids to (logprob, rank), the token's own among them."""
+    if top is None or not positions:
+        return ()
+    return tuple(_position(token, position, top) for token, position in zip(token_ids, positions, strict=False))
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], positions: Sequence[Mapping[int, Any] | None] | None, top: int | None
+) -> tuple[TokenLogprobs | None, ...]:
+    """The same for the prompt; None where vLLM has none (the first token)."""
+    if top is None or not positions:
+        return ()
+    return tuple(
+        None if position is None else _position(token, position, top)
+        for token, position in zip(prompt, positions, strict=False)
+    )
+
+
+def _position(token: int, position: Mapping[int, Any], top: int) -> TokenLogprobs:
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+    best = tuple((other, float(entry.logprob)) for other, entry in ranked[:top])
+    return TokenLogprobs(token, float(position[token].logprob), best)
