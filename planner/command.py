@@ -134,6 +134,11 @@ def _output_flags(p: _Group) -> None:
     out.add_argument("--json", action="store_true", help="print one JSON object")
     out.add_argument("--markdown", action="store_true", help="print a Markdown table")
     out.add_argument("--csv", action="store_true", help="print CSV")
+    out.add_argument(
+        "--emit",
+        metavar="FORM",
+        help="helm-values, compose-env or k8s-resources: print the deployment's settings",
+    )
     p.add_argument("--html", metavar="FILE", help="write a self-contained page with memory bars")
 
 
@@ -241,7 +246,11 @@ def _answer(args: argparse.Namespace) -> int:
 
 
 def _print(plan: Plan, args: argparse.Namespace) -> None:
-    if args.serve_line:
+    if args.emit:
+        from tonnage.planner.emit import emit
+
+        print(emit(plan, args.emit), end="")
+    elif args.serve_line:
         from tonnage.planner.answers import serve_lines
 
         print("\n".join(serve_lines(plan)))
