@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -41,8 +41,7 @@ class Block:
     positions: bool = False  # learned
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """Layers that keep the same: ``masked`` (given an explicit mask), whether their input needs a gradient,
     whether they are trained."""
 
@@ -51,8 +50,7 @@ class LayerKind:
     trainable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """Bytes one layer (or the embedding, the head) keeps. ``split``: the part tensor parallelism divides;
     ``scores``: the part that is attention scores (recomputed by selective checkpointing). ``casts``: bytes
     of 16-bit copies of its weights the backward pass reads (of trained weights, of frozen ones)."""

@@ -7,9 +7,9 @@ elements moves 2n, an all-gather or reduce-scatter n. Worked figures: DDP 2 P el
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.training.states import States
 
@@ -30,8 +30,7 @@ LINKS = {
 """Between nodes, Gbit/s per port (IEEE 802.3, InfiniBand trade association's roadmap, AWS EFA)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """One kind of traffic of a rank. ``elements``: of one round in the paper's convention (16-bit values: int8
     counts half, int4 a quarter); ``bytes``: over one optimizer step; ``inter_node_bytes``: the part of one
     node's ranks together that crosses its network port."""
@@ -45,8 +44,7 @@ class Collective:
     seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Communication:
+class Communication(NamedTuple):
     collectives: tuple[Collective, ...]
     elements: int
     bytes: int

@@ -55,6 +55,9 @@ class Held:
     trainable: bool
     adapter: bool = False
     frozen_bytes: int = 0
+    shard_dim: int | None = None  # the side tensor parallelism divides
+    kv_rows: int = 0
+    kv_units: int = 0
 
     @property
     def elements(self) -> int:
@@ -98,7 +101,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
     buffers = sum(
         t.elements * ELEMENT_BYTES[t.dtype or "bfloat16"] for t in architecture.tensors if t.role == "buffer"
     )
-    quantization = Quantization(setup.base_quantization) if setup.method == "qlora" else Quantization()  # type: ignore[arg-type]
+    quantization = Quantization(setup.base_quantization) if setup.method == "qlora" else Quantization()
     if setup.method == "qlora" and not any(quantization.converts(t) for t in own):
         raise UnsupportedArchitecture(
             f"bitsandbytes replaces no module of {architecture.class_name}: its linear layers are not of the "
@@ -119,6 +122,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
         Held(
             name, shape, tensors[0].role, tensors[0].module_class, tuple(t.layer for t in tensors), trainable,
             frozen_bytes=quantization.bytes_after_load(tensors[0], dtype),
+            shard_dim=tensors[0].shard_dim, kv_rows=tensors[0].kv_rows, kv_units=tensors[0].kv_units,
         )
         for (name, shape, trainable), tensors in groups.items()
     ]  # fmt: skip
@@ -180,10 +184,13 @@ def _adapters(
     for tensor in matched:
         for suffix, shape in _adapter_shapes(tensor, setup):
             out.setdefault((f"{pattern(tensor.module)}.{suffix}", shape), []).append(tensor)
-    held = [
-        Held(name, shape, "adapter", "Adapter", tuple(t.layer for t in tensors), True, True)
-        for (name, shape), tensors in out.items()
-    ]
+    held = []
+    for (name, shape), tensors in out.items():
+        # the factor beside the divided side is divided with it, the other one replicated
+        side = tensors[0].shard_dim if name.endswith(("lora_B.weight", "lora_A.weight")) else None
+        dim = side if side == (0 if name.endswith("lora_B.weight") else 1) else None
+        layers = tuple(t.layer for t in tensors)
+        held.append(Held(name, shape, "adapter", "Adapter", layers, True, True, shard_dim=dim))
     return held, frozenset(pattern(t.module) for t in matched)
 
 

@@ -5,11 +5,11 @@ Measured against torch 2.13 and bitsandbytes 0.50 by tests/planner/test_training
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
-from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.arithmetic import ceil_div
 
 # bitsandbytes 0.50, optim/optimizer.py: min_8bit_size, block size of the block-wise states, and the two
 # dynamic maps of 256 fp32 values shared by all tensors of a device.
@@ -19,8 +19,7 @@ BNB_MAPS_BYTES = 2 * 256 * 4
 STEP_BYTES = 4  # torch.optim: one fp32 counter per tensor, on the host unless fused or capturable
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """``states``: full-size states per parameter; ``counter``: keeps a step counter per tensor."""
 
     name: str

@@ -3,7 +3,7 @@ an interval and a source; none is folded into another."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import States
@@ -20,8 +20,7 @@ CONTEXT, CONTEXT_LOW, CONTEXT_HIGH = GiB // 2, int(0.07 * GiB), 750 * 10**6
 NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
 
 
-@dataclass(frozen=True, slots=True)
-class Overhead:
+class Overhead(NamedTuple):
     name: str
     bytes: int
     low: int

@@ -15,11 +15,11 @@ code; benchmarks/training_accuracy.py holds the sums against published A6000 run
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from tonnage.planner.quantization import ceil_div
 from tonnage.planner.training.activations import Activations, Kept
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.units import MiB
 
@@ -32,8 +32,7 @@ MOMENTS = (
 _LARGE, _ROUND, _UNSPLIT = 10 * MiB, 2 * MiB, 1 * MiB
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """Bytes beside the model states at the worst moment, by kind; ``cpu``: activations kept on the host."""
 
     moment: str
@@ -50,8 +49,7 @@ class Peak:
         return self.activations + self.logits + self.casts + self.temporary + self.rounding
 
 
-@dataclass(frozen=True, slots=True)
-class StageShape:
+class StageShape(NamedTuple):
     """One pipeline stage: its share of the layers, its end pieces, micro-batches kept at once."""
 
     layers: int
@@ -69,8 +67,7 @@ def _rounded(piece: int) -> int:
     return rest if rest <= _UNSPLIT else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(NamedTuple):
     """Micro-batch as one rank sees it."""
 
     batch: int

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.precision import Convention
@@ -21,8 +20,7 @@ NVME_OPTIMIZER_BUFFERS = 4  # offload_optimizer buffer_count, each of the larges
 INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # additional_buffer_factor 1.5 of its estimators
 
 
-@dataclass(frozen=True, slots=True)
-class HostBytes:
+class HostBytes(NamedTuple):
     """What is not on the GPU. ``lines``: per node; ``gathered``: the GPU line of gathered weights; ``init``:
     CPU bytes of a node while every rank builds the model."""
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from tonnage.planner.quantization import ceil_div
 from tonnage.planner.training.activations import Activations, activations_of
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.communication import Communication, communication_of
 from tonnage.planner.training.methods import Trained, train_under
 from tonnage.planner.training.model import TrainingModel

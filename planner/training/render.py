@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tonnage.planner.training.plan import SCHEMA_VERSION, Line, TrainingPlan
-from tonnage.planner.training.tricks import Trick
 from tonnage.planner.units import gib
+
+if TYPE_CHECKING:
+    from tonnage.planner.training.tricks import Trick
 
 _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, per node"))
 
@@ -43,7 +45,7 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
         "communication": {
             "elements": traffic.elements, "bytes": traffic.bytes, "bytes_high": traffic.high_bytes,
             "inter_node_bytes": traffic.inter_node_bytes, "seconds": traffic.seconds,
-            "collectives": [asdict(c) for c in traffic.collectives], "note": traffic.note,
+            "collectives": [c._asdict() for c in traffic.collectives], "note": traffic.note,
         },
         "fits": plan.fits, "reasons": list(plan.reasons), "notes": list(plan.notes),
     }  # fmt: skip

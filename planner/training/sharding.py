@@ -3,21 +3,22 @@ share out what is left among ranks that would hold the same."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 
 # DeepSpeed 0.17, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
 PERSISTENT_ELEMENTS = 100_000
 
+_FIRST_STAGE = ("vision", "audio", "projector", "encoder")
 
-@dataclass(frozen=True, slots=True)
-class Shards:
+
+class Shards(NamedTuple):
     """Ranks among which weights, gradients and optimizer states are shared out (1: replicated)."""
 
     weights: int
@@ -72,6 +73,8 @@ def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> 
     last; a tied embedding on both."""
     if stages == 1:
         return held.count
+    if held.role in _FIRST_STAGE:
+        return held.count if stage == 0 else 0
     if held.layers[0] is not None:
         return sum(1 for layer in held.layers if layer in layers)
     if held.role == "embedding":
@@ -79,25 +82,19 @@ def in_stage(held: Held, layers: range, stage: int, stages: int, tied: bool) -> 
     return held.count if stage == stages - 1 else 0
 
 
-def split(held: Held, architecture: Architecture, setup: TrainingSetup) -> tuple[int, ...]:
-    """Shape one tensor-parallel rank holds. Matrices of attention, MLP and experts, the embedding and the
-    head are split along one side (padded up); norms and small vectors are replicated; K and V are repeated
-    where there are fewer KV heads than ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
-    tp = setup.tensor_parallel
-    shape = held.shape
-    if tp == 1 or held.role in ("norm", "buffer") or len(shape) < 2:
-        return shape
-    divisor = tp
-    last = held.name.removesuffix(".weight").rpartition(".")[2]
-    if last in ("k_proj", "v_proj"):
-        divisor = min(tp, architecture.kv_heads)
-    if held.adapter:
-        # the factor next to the split side is split with it; the other one is replicated
-        column = "lora_B" in held.name and not any(w in held.name for w in ("o_proj", "down_proj", "dense."))
-        if not column:
-            return shape
-        return (ceil_div(shape[0], divisor), *shape[1:])
-    return (ceil_div(shape[0], divisor), *shape[1:])
+def split(held: Held, setup: TrainingSetup) -> tuple[int, ...]:
+    """Shape one tensor-parallel rank holds: the side the architecture names is divided, rounded up; rows of
+    K and V are repeated where there are fewer KV heads than ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
+    tp, dim = setup.tensor_parallel, held.shard_dim
+    if tp == 1 or dim is None:
+        return held.shape
+    rows = held.shape[dim]
+    if held.kv_rows and held.kv_units:
+        kept = held.kv_rows // held.kv_units * ceil_div(held.kv_units, tp)
+        rows = ceil_div(rows - held.kv_rows, tp) + kept
+    else:
+        rows = ceil_div(rows, tp)
+    return (*held.shape[:dim], rows, *held.shape[dim + 1 :])
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:

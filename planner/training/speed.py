@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.plan import Planner, TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup

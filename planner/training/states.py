@@ -4,9 +4,10 @@ strategies gather and buffer beside them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.quantization import ceil_div
+from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held, Trained, adapter_bytes
 from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes
 from tonnage.planner.training.precision import Convention, convention_of
@@ -53,13 +54,12 @@ class States:
         return self.weights + self.frozen + self.master + self.gradients + self.optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One group on one rank: ``elements`` before, ``shard_*`` after sharing out, for ``count`` tensors."""
+class _Piece(NamedTuple):
+    """One group on one rank: ``elements`` before, ``shard_*`` after sharing out, for ``tensors`` of them."""
 
     held: Held
     shape: tuple[int, ...]
-    count: int
+    tensors: int
     ranks: Shards
 
     @property
@@ -79,7 +79,7 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
         count = in_stage(held, layers, stage, setup.pipeline_parallel, tied)
         if not count:
             continue
-        shape, ranks = split(held, architecture, setup), everywhere
+        shape, ranks = split(held, setup), everywhere
         if held.role == "expert" and setup.expert_parallel > 1:
             ep = setup.expert_parallel
             if len(shape) > 2:  # all experts of a layer in one tensor
@@ -112,7 +112,7 @@ def states_on_rank(
     per_layer: dict[int, int] = {}
     flat_trainable = 0
     for piece in pieces:
-        held, count, n = piece.held, piece.count, piece.elements
+        held, count, n = piece.held, piece.tensors, piece.elements
         total = n * count
         parameters += total
         largest = max(largest, n)
@@ -144,6 +144,17 @@ def states_on_rank(
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
         casts += _cast(held, total, convention)
         flat_trainable += total
+    if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
+        # one flat parameter per unit, padded once: each layer, and the root with the rest
+        whole = sum(p.elements * p.tensors for p in pieces)
+        ranks = pieces[0].ranks
+        weights = convention.weights * _units(pieces, ranks.weights)
+        master = convention.master * _units(pieces, ranks.optimizer)
+        gradients = convention.gradients * _units(pieces, ranks.gradients)
+        states = sum(
+            state_bytes(setup.optimizer, p.shape, p.held.role, convention.state) * p.tensors for p in pieces
+        )
+        optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
     if setup.strategy in ("zero1", "zero2") and flat_trainable:
         # one flat buffer, one padding
         ranks = pieces[0].ranks
@@ -155,6 +166,17 @@ def states_on_rank(
         persistent, parameters, trainable, max(per_layer.values(), default=0), outer, largest,
         full_gradients, full_frozen,
     )  # fmt: skip
+
+
+def _units(pieces: list[_Piece], ranks: int) -> int:
+    """Elements of the largest shard of FSDP1's flat parameters: one per layer, one for the root."""
+    sums: dict[int | None, int] = {}
+    for piece in pieces:
+        layers = sorted(set(piece.held.layers), key=lambda layer: -1 if layer is None else layer)
+        each = piece.tensors // len(layers) if piece.tensors == piece.held.count else 1
+        for layer in layers[: max(1, piece.tensors // max(1, each))]:
+            sums[layer] = sums.get(layer, 0) + piece.elements * each
+    return sum(ceil_div(total, ranks) for total in sums.values())
 
 
 def _trained_bytes(held: Held, convention: Convention) -> tuple[int, int, int, int]:
@@ -185,8 +207,8 @@ def _flat(
     for piece in pieces:
         if piece.held.trainable:
             _, m, g, s = _trained_bytes(piece.held, convention)
-            total = piece.elements * piece.count
-            sums[0] += state_bytes(setup.optimizer, piece.shape, piece.held.role, s) * piece.count
+            total = piece.elements * piece.tensors
+            sums[0] += state_bytes(setup.optimizer, piece.shape, piece.held.role, s) * piece.tensors
             sums[1] += m * total
             sums[2] += g * total
     return (

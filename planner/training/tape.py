@@ -11,6 +11,7 @@ tests/planner/test_training_activations.py holds the tapes against real models, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # the last parts of the modules PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
@@ -65,8 +66,7 @@ class Value:
         return self if self.base is None else self.base.storage
 
 
-@dataclass(slots=True)
-class Saved:
+class Saved(NamedTuple):
     value: Value
     label: str
 

@@ -1,0 +1,119 @@
+"""torch.distributed.fsdp on gloo ranks: what the fullest rank holds equals the plan, 0 bytes apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.training.setup import TrainingSetup
+
+torch = pytest.importorskip("torch", reason="the real thing is torch")
+
+_SPEC = importlib.util.spec_from_file_location(
+    "training_models", Path(__file__).with_name("training_models.py")
+)
+models = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(models)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def layers_of(model):
+    inner = getattr(model, "model", None) or getattr(model, "gpt_neox", None) or model.transformer
+    return getattr(inner, "layers", None) or inner.h
+
+
+def shard_sizes(family: str, version: int, world: int) -> tuple[int, int, int]:
+    """Two steps of AdamW under FSDP, one unit per layer: bytes of (weights, gradients, states) of this rank."""
+    model = models.real_model(family)
+    if version == 2:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = ModuleWrapPolicy({type(layers_of(model)[0])})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, 500, (1, 16))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def size(tensors) -> int:
+        # FSDP2 pads shards to equal rows and shows a view without the padding
+        local = [getattr(t, "_local_tensor", t) for t in tensors]
+        return sum(t.numel() * t.element_size() for t in local)
+
+    parameters = list(model.parameters())
+    states = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return size(parameters), size(p.grad for p in parameters), size(states)
+
+
+def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
+    """All cases of one world size in the same processes: starting them is what takes time."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        queue.put((rank, [shard_sizes(family, version, world) for family, version in cases]))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
+    context = torch.multiprocessing.get_context("spawn")
+    queue, port = context.SimpleQueue(), free_port()
+    processes = [
+        context.Process(target=worker, args=(rank, world, port, cases, queue)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(150)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    assert codes == [0] * world
+    return dict(queue.get() for _ in range(world))
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, (("llama", 2), ("gpt_neox", 1))), (3, (("gpt_neox", 2), ("gemma2", 2), ("falcon", 1)))],
+)
+def test_shards(world, cases):
+    """FSDP2 gives the first rank the whole rows that are left over; FSDP1 pads, and shows parameters without it."""
+    found = run(world, cases)
+    for index, (family, version) in enumerate(cases):
+        setup = TrainingSetup(precision="fp32", strategy="fsdp", gpus=world, fsdp_version=version)
+        model = models.planner(family)
+        states = model.states(setup, 0)
+        ranks = [found[rank][index] for rank in range(world)]
+        assert (states.weights, states.gradients, states.optimizer) == ranks[0], (family, version)
+        assert all(sizes <= ranks[0] for sizes in ranks)
+        whole = 4 * model.trained(setup).parameters
+        assert whole <= sum(sizes[0] for sizes in ranks) < whole + 4 * world * 64
+
+
+def test_ddp_replicates_everything():
+    setup = TrainingSetup(precision="fp32", gpus=4)
+    one = models.planner("llama").states(TrainingSetup(precision="fp32"), 0)
+    assert models.planner("llama").states(setup, 0) == one

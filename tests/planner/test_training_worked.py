@@ -1,0 +1,286 @@
+"""The worked numbers of the training literature, each with the convention it was computed in."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training import deepspeed
+from tonnage.planner.training.communication import communication_of, zero3_inter_node_bits
+from tonnage.planner.training.methods import Held, Trained
+from tonnage.planner.training.model import model_from
+from tonnage.planner.training.optimizers import state_bytes
+from tonnage.planner.training.placement import init_bytes
+from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.precision import convention_of
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.states import states_on_rank
+
+LLAMA_8B = "meta-llama/Meta-Llama-3.1-8B"
+STATES = ("weights", "gradients", "optimizer states")
+
+
+@pytest.fixture
+def planner(config_of):
+    def make(name: str) -> Planner:
+        config = config_of(name)
+        return Planner(model_from(name, config, build_architecture(config)))
+
+    return make
+
+
+def one_tensor(elements: int, architecture):
+    """States of a model that is one flat tensor, as the papers count it."""
+    held = Held("all.weight", (elements,), "mlp", "Linear", (None,), True)
+
+    def states(setup: TrainingSetup):
+        return states_on_rank(Trained((held,), frozenset(), 0), architecture, setup)
+
+    return states
+
+
+@pytest.mark.parametrize(
+    ("precision", "convention", "total", "parts"),
+    [
+        ("fp32", None, 16, (4, 0, 4, 4)),
+        ("bf16", None, 8, (2, 0, 2, 2)),
+        ("bf16-mixed", "zero", 16, (2, 4, 2, 4)),
+        ("bf16-mixed", "master-with-weights", 16, (2, 4, 2, 4)),
+        ("bf16-mixed", "huggingface", 18, (2, 4, 4, 4)),
+        ("bf16-mixed", "autocast", 16, (4, 0, 4, 4)),
+        ("fp16-mixed", "zero", 16, (2, 4, 2, 4)),
+    ],
+)
+def test_bytes_per_parameter(precision, convention, total, parts):
+    found = convention_of(TrainingSetup(precision=precision, convention=convention))
+    assert found.bytes_per_parameter == total
+    assert (found.weights, found.master, found.gradients, found.state) == parts
+    assert found.used_by
+
+
+def test_gradient_dtype_changes_the_gradients_only():
+    found = convention_of(TrainingSetup(convention="zero", gradient_dtype="fp32"))
+    assert (found.gradients, found.bytes_per_parameter) == (4, 18)
+
+
+@pytest.mark.parametrize("convention", ["zero", "master-with-weights", "autocast"])
+def test_llama_8b_is_128_484_179_968(planner, convention):
+    plan = planner(LLAMA_8B).plan(TrainingSetup(convention=convention))
+    assert sum(plan.line(name) for name in STATES) == 128_484_179_968 == 16 * 8_030_261_248
+
+
+def test_llama_8b_splits_into_48_16_64(planner):
+    plan = planner(LLAMA_8B).plan(TrainingSetup(convention="master-with-weights"))
+    assert [plan.line(name) // 8_030_261_248 for name in STATES] == [6, 2, 8]
+    assert [round(plan.line(name) / 1e9) for name in STATES] == [48, 16, 64]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"), [("adamw", 8), ("sgd-momentum", 4), ("sgd", 0), ("lion", 4)]
+)
+def test_optimizer_states_alone(optimizer, per_parameter):
+    assert state_bytes(optimizer, (4096, 4096), "mlp", 4) == per_parameter * 4096 * 4096
+
+
+def test_8bit_adamw_is_two_bytes_only_for_large_tensors():
+    assert state_bytes("adamw-8bit", (4096,), "norm", 4) == 2 * 4096 + 8 * 16
+    assert state_bytes("adamw-8bit", (4095,), "norm", 4) == 8 * 4095
+    assert state_bytes("adamw-8bit", (257, 17), "mlp", 4) == 2 * 4369 + 8 * 18
+
+
+def test_zero_paper_7_5b_on_64(config_of):
+    """120 -> 31.4 -> 16.6 -> 1.9 GB (arXiv 1910.02054, figure 1)."""
+    states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
+    found = [
+        states(TrainingSetup(strategy=strategy, gpus=8, nodes=8, convention="zero")).total / 1e9
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    ]
+    assert [round(x, 1) for x in found] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_fsdp_full_shard_is_stage_3_and_hybrid_divides_by_the_group(config_of):
+    states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
+    base = {"gpus": 8, "nodes": 8, "convention": "zero"}
+    full = states(TrainingSetup(strategy="fsdp", fsdp_version=1, **base)).total
+    assert full == states(TrainingSetup(strategy="zero3", **base)).total
+    hybrid = states(TrainingSetup(strategy="fsdp-hybrid", fsdp_version=1, **base)).total
+    assert hybrid == 8 * full  # groups of one node: 8, not 64
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra", "volume"),
+    [
+        ("ddp", {}, 2),
+        ("zero1", {}, 2),
+        ("zero2", {}, 2),
+        ("zero3", {}, 3),
+        ("fsdp", {}, 3),
+        ("zero3", {"quantized_weights": True, "hpz_partition_size": 8, "quantized_gradients": True}, 0.75),
+    ],
+)
+def test_communication_volume_in_parameters(config_of, strategy, extra, volume):
+    states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
+    setup = TrainingSetup(strategy=strategy, gpus=8, nodes=2, convention="zero", **extra)
+    found = communication_of(setup, states(setup), 0)
+    assert found.elements == volume * 40_000_000_000
+    # once per accumulation window for gradients, per micro-batch for gathered weights
+    twice = TrainingSetup(
+        strategy=strategy, gpus=8, nodes=2, convention="zero", gradient_accumulation=2, **extra
+    )
+    assert communication_of(twice, states(twice), 0).elements == found.elements
+
+
+def test_40b_between_two_nodes_is_120_gb(config_of):
+    states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
+    setup = TrainingSetup(strategy="zero3", gpus=8, nodes=2, convention="zero", intra_node=300 * 10**9,
+                          inter_node=50 * 10**9)  # fmt: skip
+    found = communication_of(setup, states(setup), 0)
+    assert found.inter_node_bytes == 120 * 10**9
+    assert zero3_inter_node_bits(40_000_000_000, 2) == 8 * 120 * 10**9
+    assert found.seconds == pytest.approx(120 / (50 * 0.8))  # 80 % of the specification
+
+
+def test_gradients_are_reduced_once_per_window(planner):
+    base = {"gpus": 8, "strategy": "ddp", "convention": "zero"}
+    one = planner(LLAMA_8B).plan(TrainingSetup(**base)).communication
+    four = planner(LLAMA_8B).plan(TrainingSetup(gradient_accumulation=4, **base)).communication
+    assert one.bytes == four.bytes == 4 * 8_030_261_248
+    zero2 = TrainingSetup(gpus=8, strategy="zero2", gradient_accumulation=4)
+    found = planner(LLAMA_8B).plan(zero2).communication
+    assert found.high_bytes - found.bytes == 3 * 2 * 8_030_261_248  # DeepSpeed reduces every micro-batch
+
+
+T5_3B, T5_3B_LAYER = 2_851_598_336, 32_899_072
+
+
+def gib(estimate: deepspeed.Estimate) -> tuple[str, str]:
+    return f"{estimate.gpu / 2**30:.2f}", f"{estimate.cpu / 2**30:.2f}"
+
+
+def test_deepspeed_table_zero2():
+    assert gib(deepspeed.zero2(T5_3B, 8, offload=True)) == ("5.31", "127.48")
+    assert gib(deepspeed.zero2(T5_3B, 8, offload=False, documented=True)) == ("15.93", "127.48")
+    assert gib(deepspeed.zero2(T5_3B, 8, offload=False)) == ("11.29", "127.48")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "init", "expected"),
+    [
+        (True, True, True, ("0.12", "71.71")),
+        (True, True, False, ("0.12", "127.48")),
+        (True, False, True, ("0.79", "63.74")),
+        (True, False, False, ("0.79", "127.48")),
+        (False, False, True, ("6.10", "1.47")),
+        (False, False, False, ("6.10", "127.48")),
+    ],
+)
+def test_deepspeed_table_zero3(optimizer, param, init, expected):
+    found = deepspeed.zero3(
+        T5_3B, T5_3B_LAYER, 8, offload_optimizer=optimizer, offload_param=param, zero_init=init
+    )
+    assert gib(found) == expected
+
+
+def test_falcon_40b_at_initialization_needs_1_92_tb():
+    assert init_bytes(40_000_000_000, 8) == 1_920_000_000_000
+
+
+def test_falcon_40b_nominal_and_counted(planner):
+    plan = planner("tiiuae/falcon-40b").plan(TrainingSetup(method="lora"))
+    assert plan.parameters == 41_303_293_952
+    assert round(plan.line("frozen weights") / 2**30, 1) == 76.9
+    assert int(2 * 40e9 / 2**30) == 74  # the nominal 40e9
+
+
+def test_lora_and_qlora_of_7b(planner):
+    model = planner("meta-llama/Llama-2-7b-hf")
+    lora = model.plan(TrainingSetup(method="lora"))
+    assert lora.line("frozen weights") == 2 * 6_738_415_616  # about 14 GB
+    qlora = model.plan(TrainingSetup(method="qlora"))
+    linear = 6_738_415_616 - 2 * 32_000 * 4096 - 65 * 4096
+    scales = qlora.line("frozen weights") - linear // 2 - 2 * (2 * 32_000 * 4096 + 65 * 4096)
+    assert round(linear / 2 / 1e9, 1) == 3.2
+    assert linear // 64 <= scales <= linear // 60  # uint8 absmax, nested absmax and code books
+    assert lora.adapters == 32 * 2 * 16 * (4096 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "extra", "rule"),
+    [
+        ("full", "bf16-mixed", {"convention": "huggingface"}, 18),
+        ("full", "bf16", {}, 8),
+        ("lora", "bf16", {}, 2),
+    ],
+)
+def test_llama_factory_rules_are_met_by_the_states(planner, method, precision, extra, rule):
+    """18x, 8x and 2x GB per billion parameters; its QLoRA rules leave scales, embedding, head out."""
+    setup = TrainingSetup(method=method, precision=precision, rank=8, **extra)
+    plan = planner(LLAMA_8B).plan(setup)
+    states = sum(plan.line(name) for name in (*STATES, "frozen weights"))
+    assert states / plan.parameters == pytest.approx(rule, rel=0.01)
+
+
+def gpt_layer(config_of, attention):
+    """A GPT layer with dropout, biases and multi-head attention, in 16 bits."""
+    config = {
+        **config_of("transformers-default/gpt_bigcode"),
+        "multi_query": False,
+        "n_embd": 1024,
+        "n_head": 16,
+    }
+    config["n_inner"] = 4096
+    architecture = build_architecture(config)
+    setup = TrainingSetup(precision="bf16", attention=attention)
+    (_, _, kept), *_ = Planner(model_from("gpt", config, architecture)).activations(setup).layers
+    return kept.total
+
+
+def test_transformer_layer_keeps_34_s_b_h(config_of):
+    """s b h (34 + 5 a s / h) (arXiv 2205.05198, equation 1). FlashAttention drops the second term; the first
+    is exact, beside 4 bytes of log-sum-exp a head and of mean and 1/std a norm."""
+    assert gpt_layer(config_of, "flash").token == 34 * 1024 + 4 * 16 + 2 * 8
+
+
+def test_transformer_layer_keeps_5_a_s_and_transformers_7(config_of):
+    """5 a s^2 b: softmax 2, its dropout mask 1, the dropped weights 2; transformers' fp32 softmax: 7."""
+    assert gpt_layer(config_of, "eager").score == (5 + 2) * 16
+
+
+def test_full_checkpointing_keeps_two_bytes_per_layer_and_value(planner):
+    """2 s b h per layer and one layer's peak (arXiv 2205.05198, section 5)."""
+    model = planner(LLAMA_8B)
+    base = {"precision": "bf16", "checkpointing": "full", "sequence_length": 1024, "optimizer_kernel": "fused"}
+    some, more = (model.plan(TrainingSetup(micro_batch=b, **base)) for b in (8, 9))
+    assert some.moment == more.moment == "loss backward"
+    # token ids; the final norm's input in fp32, its result and 1/std, kept by the norm and the head
+    ends = 1024 * (8 + 4096 * (4 + 2 + 2) + 4)
+    assert more.line("activations") - some.line("activations") == 32 * 2 * 1024 * 4096 + ends
+
+
+def test_sqrt_segments_keep_about_sqrt_layers(planner):
+    model = planner(LLAMA_8B)
+    setup = {"precision": "bf16", "checkpointing": "full", "micro_batch": 8, "sequence_length": 4096,
+             "loss": "fused"}  # fmt: skip
+    each = model.plan(TrainingSetup(**setup))
+    segments = model.plan(TrainingSetup(checkpoint_segments=6, **setup))
+    assert segments.line("activations") < each.line("activations") / 3
+    assert segments.line("temporary") > each.line("temporary")  # a whole segment is recomputed
+
+
+def test_accumulation_changes_neither_states_nor_activations(planner):
+    model = planner(LLAMA_8B)
+    one, many = (model.plan(TrainingSetup(gradient_accumulation=n)) for n in (1, 16))
+    assert [(x.name, x.bytes) for x in one.lines] == [(x.name, x.bytes) for x in many.lines]
+    assert many.setup.effective_batch == 16
+
+
+def test_each_residual_term_has_its_own_line_interval_and_source(planner):
+    plan = planner(LLAMA_8B).plan(TrainingSetup(strategy="zero2", gpus=8))
+    names = {line.name for line in plan.lines}
+    assert {"activations", "logits and loss", "cuBLAS workspaces", "CUDA context", "NCCL buffers"} <= names
+    for line in plan.lines:
+        assert line.low <= line.bytes <= line.high, line
+        assert line.source, line
+        assert line.formula, line
+    low, high = plan.bounds()
+    assert low <= plan.total() <= high
