@@ -12,8 +12,9 @@ exclusive writes    a block with positions still to be written has one owner, or
 prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors are those
                     of every sequence that holds it; a row's full computed blocks, and no others, are nodes
 reachability        every node's parent is a node, is not evicted before it, and is hot where it is hot
-promise             per request private <= held <= promised, all counted anew; over all promised <= usable and
-                    sequences <= max_num_seqs
+promise             per request private <= held <= promised, all counted anew; sequences <= max_num_seqs;
+                    without a policy promised <= usable over all
+committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
 =================== =========================================================================================
 """
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from tonnage.cache.admission import ceil_div, promised_blocks
+from tonnage.cache.admission import ceil_div, committed_peak, is_safe, promised_blocks
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.state import CLASSES, HOT, NULL_BLOCK, ROOT
 
@@ -175,8 +176,14 @@ def _check_promises(manager: KVCacheManager) -> None:
         _broken("promise", f"counted {promised} blocks and {count} sequences, kept {snapshot}")
     if reserved != manager.running().reserved or len(members) != len(manager.running()):
         _broken("promise", f"{reserved} blocks reserved by {len(members)} requests, kept {manager.running()}")
-    if promised > manager.pool.usable or count > manager.limits.max_num_seqs:
-        _broken("promise", f"{promised} of {manager.pool.usable} blocks, {count} sequences")
+    if count > manager.limits.max_num_seqs:
+        _broken("promise", f"{count} sequences of {manager.limits.max_num_seqs}")
+    if manager.admission is None:
+        if promised > manager.pool.usable:
+            _broken("promise", f"{promised} of {manager.pool.usable} blocks")
+    elif manager.admission.policy.safe and not is_safe(manager.running(), manager.leaving()):
+        peak, capacity = committed_peak(manager.running(), manager.leaving()), manager.running().capacity
+        _broken("committed peak", f"{peak} of {capacity} blocks")
 
 
 def _check_nodes(manager: KVCacheManager) -> None:

@@ -28,6 +28,7 @@ from tonnage.cache.admission import (
     Admit,
     Decision,
     Head,
+    Leaving,
     Limits,
     Never,
     Policy,
@@ -39,7 +40,6 @@ from tonnage.cache.admission import (
     refusal,
     split_promise,
 )
-from tonnage.cache.admission.safety import finishing_order
 from tonnage.cache.core import handle
 from tonnage.cache.errors import (
     DoubleFree,
@@ -246,7 +246,7 @@ class KVCacheManager:
         if not wanted.any():
             return ends
         entries = self.entries(sequence_ids)
-        granted = self.admission.grant(self.running(), entries, wanted, self._exact_returns)
+        granted = self.admission.grant(self.running(), entries, wanted, self.leaving)
         short = granted < wanted
         if not short.any():
             return ends
@@ -320,10 +320,9 @@ class KVCacheManager:
             return 0
         return sum(f.promise for f in self._requests.values() if f.request.tenant == tenant)
 
-    def _exact_returns(self) -> Int64Array:
-        """`safety.last_owners` in the order of `safety.grant`; walks the tables of full groups."""
-        snapshot = self.running()
-        tables, owners = [], []
+    def leaving(self) -> Leaving:
+        """In which order the running requests can finish, and what each gives back; walks all tables."""
+        tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         place = {slot: entry for entry, slot in enumerate(self._requests)}
         for row in self.sequences.row_of.values():
             held = int(self.rows.room[row]) // self.block_size
@@ -331,10 +330,9 @@ class KVCacheManager:
                 if window is None:
                     tables.append(table[row, :held])
                     owners.append(np.full(held, place[int(self.rows.request[row])]))
-        if not tables:
-            return np.zeros(len(snapshot), np.int64)
-        order = finishing_order(snapshot.need, snapshot.private)
-        return last_owners(np.concatenate(tables), np.concatenate(owners), order, self.pool.num_blocks)
+        return last_owners(
+            self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks
+        )
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
         """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).

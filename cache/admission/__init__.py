@@ -32,7 +32,7 @@ from tonnage.cache.admission.promise import (
     refusal,
     split_promise,
 )
-from tonnage.cache.admission.safety import committed_peak, grant, is_safe, last_owners
+from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.sum_rule import decide
 from tonnage.cache.admission.types import (
     AdmissionRequest,
@@ -53,6 +53,7 @@ __all__ = [
     "Admit",
     "Decision",
     "Head",
+    "Leaving",
     "LengthForecast",
     "Limits",
     "Never",

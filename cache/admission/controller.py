@@ -22,7 +22,7 @@ from tonnage.cache.admission.policy import (
     head_start,
     victim,
 )
-from tonnage.cache.admission.safety import Int64Array, grant
+from tonnage.cache.admission.safety import Int64Array, Leaving, grant, is_safe
 from tonnage.cache.admission.types import AdmissionRequest, Decision, Limits
 from tonnage.cache.snapshot import Int32Array, RunningSnapshot
 
@@ -69,18 +69,18 @@ class Admission:
         snapshot: RunningSnapshot,
         entries: IntArray,
         wanted: IntArray,
-        exact_returns: Callable[[], Int64Array],
+        exact: Callable[[], Leaving],
     ) -> Int64Array:
         """Blocks each sequence of a step may take; int64 [sequences]. Arguments as of `safety.grant`.
 
-        ``exact_returns`` is called where the bound on shared blocks would let nobody go on. Modes that preempt
-        serve first come first served while blocks are available.
+        ``exact`` is called where the bound on shared blocks does not suffice. Modes that preempt serve first
+        come first served while blocks are available.
         """
         if not self.policy.safe:
             return _in_order(np.asarray(wanted, dtype=np.int64), snapshot.available, self._groups)
         granted = grant(snapshot, entries, wanted, multiple=self._groups)
-        if not granted.any() and np.all(np.asarray(wanted) > 0):
-            granted = grant(snapshot, entries, wanted, multiple=self._groups, returns=exact_returns())
+        if int(granted.sum()) < int(np.sum(wanted)) and not is_safe(snapshot):
+            granted = grant(snapshot, entries, wanted, multiple=self._groups, leaving=exact())
         return granted
 
     def victim(self, snapshot: RunningSnapshot, candidates: IntArray | None = None) -> int:

@@ -38,7 +38,8 @@ def _edges() -> Int64Array:
 
 
 EDGES = _edges()
-_WIDTHS = np.diff(EDGES, prepend=0).astype(np.float64)
+_FROM_ZERO = np.concatenate(((0,), EDGES)).astype(np.float64)
+_WIDTHS = np.diff(_FROM_ZERO)
 
 
 class LengthForecast:
@@ -81,13 +82,13 @@ class LengthForecast:
         done: Int64Array = np.asarray(output, dtype=np.int64)
         at = np.searchsorted(EDGES, done)  # bin of what is produced; 0 for nothing yet
         if keys is None:
-            return self._left_of("", done, most, at, done, at)
+            return self._left_of("", done, most, done, at)
         result = np.empty_like(most)
         used = [key if self._known(key) else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
             peers = mine if key else np.ones_like(mine)  # the curve of all is of all
-            result[mine] = self._left_of(key, done[mine], most[mine], at[mine], done[peers], at[peers])
+            result[mine] = self._left_of(key, done[mine], most[mine], done[peers], at[peers])
         return result
 
     def _known(self, key: str) -> bool:
@@ -98,20 +99,19 @@ class LengthForecast:
         key: str,
         done: Int64Array,
         most: Int64Array,
-        at: Int64Array,
         peers: Int64Array,
         peers_at: Int64Array,
     ) -> Int64Array:
         survival = self._survival(key, peers, peers_at, int((done + most).max()))
-        # P(longer than what is produced), at the end of its bin: that is less, so the answer is longer.
-        now = np.where(done > 0, survival[np.minimum(at, len(EDGES) - 1)], 1.0)
-        place = np.searchsorted(-survival, -(1 - self.quantile) * now)
-        length = np.where(place < len(EDGES), EDGES[np.minimum(place, len(EDGES) - 1)], done + most)
+        now = np.interp(done, _FROM_ZERO, survival)
+        wanted = (1 - self.quantile) * now
+        length = np.ceil(np.interp(-wanted, -survival, _FROM_ZERO)).astype(np.int64)
+        length = np.where(wanted < survival[-1], done + most, length)
         result: Int64Array = np.clip(length - done, 1, np.maximum(most, 1))
         return result
 
     def _survival(self, key: str, peers: Int64Array, peers_at: Int64Array, longest: int) -> FloatArray:
-        """float64 [bins]: share of outputs longer than each bin's edge."""
+        """float64 [bins + 1]: share of outputs longer than 0 and each bin's edge; evenly falling between."""
         ended = self._ended[key]
         running = np.bincount(np.minimum(peers_at[peers > 0], len(EDGES) - 1), minlength=len(EDGES))
         at_risk = (ended + running)[::-1].cumsum()[::-1]
@@ -120,4 +120,4 @@ class LengthForecast:
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW
         hazard = np.where(few, (ended + _FEW * overall) / (at_risk + _FEW), ended / np.maximum(at_risk, 1))
-        return np.cumprod(1 - hazard)
+        return np.concatenate(((1.0,), np.cumprod(1 - hazard)))

@@ -33,12 +33,14 @@ lacks: with 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,
 chunks of 64 tokens and 834 in chunks of 16.
 
 **Sharing.** Counting a union for each place of the order takes a walk over the tables. A lower bound of what
-leaves with each request is enough in nearly every step: the blocks that it alone references (``private``). The
-exact count (`last_owners`) is asked for only where the bound would stall everybody, which sharing can make
-happen and which the exact count, by the argument above, cannot confirm.
+leaves with each request is enough in nearly every step: the blocks that it alone references (``private``). What
+the bound grants is safe; the exact count (`last_owners`) is asked for only where the bound cannot show what is
+known to be so, that the present state is safe, and would stall more than has to be.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -71,27 +73,31 @@ def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArra
     return slack
 
 
-def is_safe(snapshot: RunningSnapshot, returns: IntArray | None = None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """An order to finish in, int64 [running], and what becomes available as each one leaves, int64 [running] by
+    entry: exact, but for this order only (`last_owners`)."""
+
+    order: Int64Array
+    returns: Int64Array
+
+
+def is_safe(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> bool:
     """Whether everybody can still run to the end of its promise, one after the other."""
-    if len(snapshot) == 0:
-        return snapshot.available >= 0
-    back = snapshot.private if returns is None else returns
-    need = snapshot.need
-    slack = slack_of(finishing_order(need, back), snapshot.available, need, back)
-    return int(slack.min()) >= 0
+    return committed_peak(snapshot, leaving) <= snapshot.capacity
 
 
-def committed_peak(snapshot: RunningSnapshot, returns: IntArray | None = None) -> int:
+def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> int:
     """Most blocks of full groups in use when all run to max_tokens one after the other, in finishing order.
 
-    The law of guaranteed mode is that this never exceeds `RunningSnapshot.capacity`.
+    The law of guaranteed mode is that this never exceeds `RunningSnapshot.capacity`. Without ``leaving`` an
+    upper bound, exact where nothing is shared.
     """
     if len(snapshot) == 0:
         return snapshot.used
-    back = snapshot.private if returns is None else returns
-    need = snapshot.need
-    slack = slack_of(finishing_order(need, back), snapshot.available, need, back)
-    return snapshot.capacity - int(slack.min())
+    need, back = snapshot.need, snapshot.private if leaving is None else leaving.returns
+    order = finishing_order(need, back) if leaving is None else leaving.order
+    return snapshot.capacity - int(slack_of(order, snapshot.available, need, back).min())
 
 
 def grant(
@@ -100,7 +106,7 @@ def grant(
     blocks: IntArray,
     *,
     multiple: int = 1,
-    returns: IntArray | None = None,
+    leaving: Leaving | None = None,
 ) -> Int64Array:
     """How many blocks each sequence of this step may take now; int64 [sequences].
 
@@ -113,10 +119,10 @@ def grant(
     total = int(wanted.sum())
     if total == 0:
         return wanted
-    back = (snapshot.private if returns is None else returns).astype(np.int64)
     need = snapshot.need.astype(np.int64)
+    back = snapshot.private.astype(np.int64) if leaving is None else leaving.returns.copy()
+    order = finishing_order(need, back) if leaving is None else leaving.order
     available = snapshot.available
-    order = finishing_order(need, back)
     slack = slack_of(order, available, need, back)
     # A grant takes from the slack of those before its taker in the order, and from nobody else's.
     if total <= int(slack.min()):
@@ -125,11 +131,9 @@ def grant(
     place[order] = np.arange(len(order))
     granted = np.zeros_like(wanted)
     for at, (entry, want) in enumerate(zip(np.asarray(entries).tolist(), wanted.tolist(), strict=True)):
-        if want == 0:
-            continue
         before = int(place[entry])
-        most = min(want, int(slack[:before].min())) if before else want
-        if most < want:  # an order in which the taker comes earlier may allow more
+        most = max(0, min(want, int(slack[:before].min()))) if before else min(want, available)
+        if most < want and leaving is None:  # an order in which the taker comes earlier may allow more
             most = _most_by_new_order(available, need, back, entry, want, most)
         most -= most % multiple if most < want else 0
         if most == 0:
@@ -138,16 +142,21 @@ def grant(
         available -= most
         need[entry] -= most
         back[entry] += most
-        order = finishing_order(need, back)
+        if leaving is None:
+            order = finishing_order(need, back)
+            place[order] = np.arange(len(order))
         slack = slack_of(order, available, need, back)
-        place[order] = np.arange(len(order))
     return granted
 
 
 def _most_by_new_order(
     available: int, need: Int64Array, back: Int64Array, entry: int, want: int, known: int
 ) -> int:
-    """Largest count in [known, want] after which the state is safe; ``known`` is."""
+    """Largest count in [known, want] after which the state is safe; ``known`` is.
+
+    More is never safer: the others that can finish before the taker become fewer, and what it needs when its
+    turn comes stays the same.
+    """
     low, high = known, min(want, available)
     while low < high:
         middle = (low + high + 1) // 2
@@ -160,17 +169,17 @@ def _most_by_new_order(
     return low
 
 
-def last_owners(tables: IntArray, owners: IntArray, order: Int64Array, num_blocks: int) -> Int64Array:
-    """Exact ``returns`` for one order; int64 [running]: blocks whose last owner in the order is the request.
+def last_owners(snapshot: RunningSnapshot, tables: IntArray, owners: IntArray, num_blocks: int) -> Leaving:
+    """The exact count: a block becomes available when the last of its owners in the order leaves. O(entries).
 
-    ``tables`` [entries] block ids of all running sequences' full groups, flattened, null blocks left out;
-    ``owners`` [entries] the request of each; O(entries).
+    ``tables`` [entries]: block ids of all running sequences' full groups, flattened, no null blocks; ``owners``
+    [entries]: the request of each, an index into the snapshot.
     """
+    order = finishing_order(snapshot.need, snapshot.private)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     last = np.full(num_blocks, -1, dtype=np.int64)
     np.maximum.at(last, tables, place[owners])
-    counts = np.bincount(last[last >= 0], minlength=len(order))
-    returned = np.empty_like(order)
-    returned[order] = counts
-    return returned
+    returns = np.empty_like(order)
+    returns[order] = np.bincount(last[last >= 0], minlength=len(order))
+    return Leaving(order, returns)

@@ -1,0 +1,291 @@
+"""Safe states: the order, the grant and its bound, against a search over all orders; then the law in a pool."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
+from tonnage.cache.admission.peak import Growth, peak_of
+from tonnage.cache.snapshot import RunningSnapshot
+from tonnage.planner.layout import KVGroup, KVLayout
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def snapshot_of(
+    usable: int, held: list[int], need: list[int], private: list[int] | None = None
+) -> RunningSnapshot:
+    own = held if private is None else private
+    zero = np.zeros(len(held), np.int32)
+    return RunningSnapshot(
+        usable=usable,
+        used=sum(held),
+        reserved=0,
+        held=ints(*held),
+        private=ints(*own),
+        promised=ints(*held) + ints(*need),
+        prompt=zero + 1,
+        prompt_left=zero,
+        output=zero,
+        output_left=zero + 1,
+        sequences=zero + 1,
+    )
+
+
+def some_order_works(available: int, need: list[int], back: list[int]) -> bool:
+    """The definition, order by order."""
+    for order in permutations(range(len(need))):
+        room = available
+        for at in order:
+            if room < need[at]:
+                break
+            room += back[at]
+        else:
+            return True
+    return False
+
+
+STATES = st.integers(1, 5).flatmap(
+    lambda k: st.tuples(
+        st.lists(st.integers(0, 8), min_size=k, max_size=k),
+        st.lists(st.integers(0, 8), min_size=k, max_size=k),
+        st.integers(0, 8),
+    )
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(STATES)
+def test_safe_is_what_a_search_over_all_orders_finds(state: tuple[list[int], list[int], int]) -> None:
+    held, need, available = state
+    snapshot = snapshot_of(sum(held) + available, held, need)
+    assert is_safe(snapshot) == some_order_works(available, need, held)
+    assert is_safe(snapshot) == (committed_peak(snapshot) <= snapshot.capacity)
+
+
+@settings(deadline=None, max_examples=300)
+@given(STATES, st.data())
+def test_grants_keep_a_safe_state_safe_and_serve_somebody(
+    state: tuple[list[int], list[int], int], data: st.DataObject
+) -> None:
+    held, need, available = state
+    if not some_order_works(available, need, held) or not any(need):
+        return
+    snapshot = snapshot_of(sum(held) + available, held, need)
+    entries = [at for at, count in enumerate(need) if count]
+    wanted = [data.draw(st.integers(1, need[at])) for at in entries]
+    granted = grant(snapshot, ints(*entries), ints(*wanted)).tolist()
+    assert all(0 <= got <= want for got, want in zip(granted, wanted, strict=True))
+    after_held, after_need = held.copy(), need.copy()
+    for at, got in zip(entries, granted, strict=True):
+        after_held[at] += got
+        after_need[at] -= got
+    left = available - sum(granted)
+    assert left >= 0
+    assert some_order_works(left, after_need, after_held)
+    if len(entries) == len(need):  # everybody asks: somebody is served
+        assert any(granted)
+    # What was refused could not be granted on top: one more block would have been unsafe.
+    for place, at in enumerate(entries):
+        if granted[place] < wanted[place]:
+            more_held, more_need = after_held.copy(), after_need.copy()
+            more_held[at] += 1
+            more_need[at] -= 1
+            assert left == 0 or not some_order_works(left - 1, more_need, more_held)
+
+
+def test_a_part_is_granted_in_whole_multiples() -> None:
+    # 12 available: the second must still find its 5 when the first has taken a part of the 14 it needs.
+    snapshot = snapshot_of(20, [4, 4], [14, 5])
+    assert grant(snapshot, ints(0), ints(13), multiple=1).tolist() == [7]
+    assert grant(snapshot, ints(0), ints(13), multiple=2).tolist() == [6]
+    assert grant(snapshot, ints(1), ints(5), multiple=2).tolist() == [5]
+
+
+def test_the_exact_count_sees_what_the_bound_cannot() -> None:
+    """Two requests hold the same four blocks, found equal after each had computed them: the bound counts them
+    as never returned, though they are when the second one leaves."""
+    tables = ints(1, 2, 3, 4, 5, 1, 2, 3, 4, 6)
+    owners = ints(0, 0, 0, 0, 0, 1, 1, 1, 1, 1)
+    third = 7  # a request of its own with blocks 7 .. 10 that needs 6
+    tables = np.concatenate((tables, np.arange(third, third + 4)))
+    owners = np.concatenate((owners, np.full(4, 2)))
+    snapshot = replace(snapshot_of(11, [5, 5, 4], [1, 1, 6], [1, 1, 4]), used=len(set(tables.tolist())))
+    assert snapshot.available == 1
+    assert not is_safe(snapshot)
+    leaving = last_owners(snapshot, tables, owners, 20)
+    assert leaving.returns.tolist() == [1, 5, 4]
+    assert is_safe(snapshot, leaving)
+    # The first of the order may always go on; the bound lets nobody else.
+    assert grant(snapshot, ints(1, 2), ints(1, 1)).tolist() == [0, 0]
+    assert grant(snapshot, ints(2, 1), ints(1, 1), leaving=leaving).tolist() == [0, 0]
+    assert grant(snapshot, ints(0), ints(1), leaving=leaving).tolist() == [1]
+
+
+# -- the peak over time ---------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    size = data.draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
+
+    def many(low: int, high: int) -> np.ndarray:
+        values = data.draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+        return np.array(values, dtype=np.int64)
+
+    growth = Growth(many(0, 5), many(0, 90), many(1, 3), many(0, 150))
+    since = data.draw(st.integers(0, int(growth.end.max())))
+    held = [
+        sum(
+            int(fixed + n * -(-(tail + step) // size))
+            for fixed, tail, n, end in zip(growth.fixed, growth.tail, growth.sequences, growth.end, strict=True)
+            if step <= end
+        )
+        for step in range(since, int(growth.end.max()) + 1)
+    ]
+    peak = peak_of(growth, size, since)
+    if size <= 16:
+        assert peak == max(held)
+    else:  # remainders are rounded up to sixteenths of a block: never too few
+        assert max(held) <= peak <= max(held) + int(growth.sequences.sum())
+
+
+# -- the case that breaks a rule of lockstep -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [16, 64, 9600])
+def test_stalls_instead_of_overflow_where_the_lockstep_peak_is_wrong(budget: int) -> None:
+    """805 blocks, (1,600 + 3,200) and (8,000 + 1,600). Run together from the start they would need 808 blocks
+    at 64 tokens a step and 834 at 16. Whatever is admitted must end, without preemption."""
+    from tonnage.cache.admission import Policy
+    from tonnage.cache.manager import Admitted, KVCacheManager
+
+    layout = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)
+    manager = KVCacheManager(
+        layout,
+        806,
+        max_num_seqs=4,
+        max_model_len=9600,
+        max_num_batched_tokens=budget,
+        # A quantile admits both at once: the law alone has to hold.
+        policy=Policy(length_quantile=0.01),
+    )
+    assert manager.admission is not None
+    for _ in range(200):
+        manager.admission.ended(1)
+    totals = {0: (1600, 4800), 1: (8000, 9600)}
+    computed: dict[int, int] = {}
+    for sequence, (prompt, total) in totals.items():
+        assert isinstance(manager.admit(sequence, [sequence] * prompt, total - prompt), Admitted)
+        computed[sequence] = 0
+    stalls = steps = 0
+    while computed:
+        steps += 1
+        left = budget
+        ids, ends = [], []
+        for sequence in list(computed):
+            prompt, total = totals[sequence]
+            at = computed[sequence]
+            chunk = 1 if at >= prompt else min(left, prompt - at)
+            if chunk:
+                left -= chunk
+                ids.append(sequence)
+                ends.append(at + chunk)
+        granted = manager.grant(ids, ends).tolist()
+        assert any(end > computed[sequence] for sequence, end in zip(ids, granted, strict=True))
+        for sequence, end in zip(ids, granted, strict=True):
+            if end == computed[sequence]:
+                stalls += 1
+                continue
+            known = int(manager.rows.length[manager.row(sequence)])
+            manager.append_tokens(sequence, [sequence] * max(0, end - known))
+            manager.extend(sequence, end)
+            manager.commit(sequence, end)
+            computed[sequence] = end
+        snapshot = manager.running()
+        assert committed_peak(snapshot) <= snapshot.capacity
+        for sequence in [s for s, at in computed.items() if at == totals[s][1]]:
+            manager.free(sequence)
+            del computed[sequence]
+    manager.check_invariants()
+    if budget < 9600:
+        assert stalls
+
+
+def test_limits_of_the_law_with_sliding_groups_are_set_aside() -> None:
+    """A random life of a pool with a full and a sliding group, forks and shared prefixes: nothing admitted ever
+    finds itself without a block, and everybody ends."""
+    from tonnage.cache.admission import Never, Policy, Wait
+    from tonnage.cache.manager import KVCacheManager
+
+    groups = (KVGroup("full", (0,)), KVGroup("sliding", (1,), window=40))
+    layout = KVLayout(groups, 8, 1, 1, 8, "float32", 4)
+    rng = random.Random(5)
+    manager = KVCacheManager(
+        layout, 121, max_num_seqs=24, max_model_len=600, max_num_batched_tokens=32,
+        policy=Policy(length_quantile=0.2),
+    )  # fmt: skip
+    assert manager.admission is not None
+    assert isinstance(manager.limits, Limits)
+    for _ in range(100):
+        manager.admission.ended(2)
+    waiting = [(rng.randint(1, 200), rng.randint(1, 120), rng.choice([1, 1, 2])) for _ in range(80)]
+    live: dict[int, list[int]] = {}  # id -> computed, prompt, total, forks to come
+    ids = stalls = ended = 0
+    while waiting or live:
+        while waiting:
+            prompt, more, n = waiting[0]
+            common = [7] * min(prompt, 24)
+            answer = manager.admit(ids, common + [ids + 1] * (prompt - len(common)), more, n=n)
+            if isinstance(answer, Wait):
+                assert live
+                break
+            waiting.pop(0)
+            if isinstance(answer, Never):
+                continue
+            live[ids] = [answer.cached_tokens, prompt, prompt + more, n - 1]
+            ids += 1
+        if not live:
+            continue
+        order = list(live)
+        rng.shuffle(order)
+        ends = []
+        for sequence in order:
+            at, prompt, total, _ = live[sequence]
+            ends.append(min(prompt if at < prompt else total, at + rng.randint(1, 32 if at < prompt else 1)))
+        granted = manager.grant(order, ends).tolist()
+        assert any(end > live[s][0] for s, end in zip(order, granted, strict=True)), "everybody stalls"
+        for sequence, end in zip(order, granted, strict=True):
+            at, prompt, total, forks = live[sequence]
+            if end == at:
+                stalls += 1
+                continue
+            known = int(manager.rows.length[manager.row(sequence)])
+            manager.append_tokens(sequence, [rng.randrange(9)] * max(0, end - known))
+            manager.extend(sequence, end)
+            manager.commit(sequence, end)
+            live[sequence][0] = end
+            if end == prompt and forks:
+                for _ in range(forks):
+                    manager.fork(sequence, ids)
+                    live[ids] = [end, prompt, total, 0]
+                    ids += 1
+                live[sequence][3] = 0
+            if end == total or rng.random() < 0.004:
+                manager.free(sequence)
+                del live[sequence]
+                ended += 1
+        manager.check_invariants()
+    assert ended == ids
+    assert stalls > 20, "the pool was never tight"
