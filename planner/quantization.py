@@ -245,10 +245,3 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
                 f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
                 field=f"{quantization.origin}.llm_int8_skip_modules",
             )
-
-
-# Beside parameters, old files store what their code had registered as buffers: GPT-NeoX its causal mask (once,
-# bool), masked_bias and inv_freq in each layer (transformers 4.28, modeling_gpt_neox.py).
-def checkpoint_bytes(architecture: Architecture, quantization: Quantization, dtype: str) -> int:
-    """Bytes of all parameters in the checkpoint, each tied tensor once."""
-    return sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)

@@ -107,7 +107,14 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     v = _VARIANTS[model_type]
-    d = read_latent(fields, defaults=True)
+    # DeepSeek's small vision models switch the latents off and keep ordinary heads
+    plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
+    if plain is not None:
+        fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+        fields.ignore("lm_head", "rm_head")
+        d = Latent(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
+    else:
+        d = read_latent(fields, defaults=True)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     count = fields.integer("n_routed_experts", limit="width")
@@ -126,7 +133,10 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     for i in range(layers):
         t.layer = i
         at = f"model.layers.{i}"
-        attention(t, f"{at}.self_attn", d, bias)
+        if plain is None:
+            attention(t, f"{at}.self_attn", d, bias)
+        else:
+            t.attention(f"{at}.self_attn", plain, bias=bias, out_bias=bias)
         if v.indexer and indexed[i]:
             if d.q_rank is None:
                 raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
@@ -149,13 +159,14 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     t.layer = None
     t.norm("model.norm", d.hidden)
     t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
-    t.rotary(d.rope, "model.rotary_emb.")
+    t.rotary(d.rope or d.nope, "model.rotary_emb.")
     index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
     return common.decoder(
-        fields, model_type, v.class_name, t, Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
-        cache(range(layers), d, index_sizes), layers=layers,
+        fields, model_type, v.class_name, t,
+        plain or Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
         inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
-        rotary=Rotary(d.rope, 1), experts=count, experts_per_token=chosen,
+        rotary=Rotary(d.rope or d.nope, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 

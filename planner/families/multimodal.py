@@ -266,6 +266,24 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     return _joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)
 
 
+def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
+    """DeepSeek-OCR-2. The older DeepSeek-VL2 shares the model_type; its tower is timm's, whose shapes are not
+    in the file: refused."""
+    names = fields.raw("architectures")
+    if names != ["DeepseekOCR2ForCausalLM"]:
+        raise UnsupportedArchitecture(f"{shown(names)} is not DeepseekOCR2ForCausalLM", field="architectures")
+    config = fields.mapping("language_config")
+    fields.ignore(*fields.config)
+    text = _text(fields, "deepseek_v2", config)
+    t = Tensors()
+    t.role = "vision"
+    hidden = towers.ocr2(t, _vision(fields))
+    t.role = "projector"
+    t.linear("model.projector.layers", text.hidden_size, hidden, bias=True)
+    t.add("model.view_seperator", (text.hidden_size,), "projector", "DeepseekOCR2Model")
+    return _joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
+
+
 # Step3p7Config's text defaults (transformers 5.23, configuration_step3p7.py), which is what a file without
 # text_config means to it: the flat fields of such files are not read.
 _STEP = {
@@ -301,6 +319,7 @@ def step(fields: Fields, model_type: str) -> Architecture:
 
 
 _BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
+    "deepseek_vl_v2": deepseek_ocr,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "llava": llava,

@@ -38,8 +38,8 @@ _MODULES = {
     "gemma4": "gemma4_text",
     "deepseek_v4": "deepseek_v4 deepseek_ref",
     "multimodal": (
-        "gemma3 gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mllama "
-        "mllama_text_model llama4 kimi_k25 minimax_m3_vl step3p7"
+        "deepseek_vl_v2 gemma3 gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 "
+        "qwen3_5_moe mllama mllama_text_model llama4 kimi_k25 minimax_m3_vl step3p7"
     ),
     "gpt_neox": "gpt_neox",
     "falcon": "falcon RefinedWeb RefinedWebModel",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields
@@ -138,6 +139,43 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_h
         t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True, shard="column")
         t.linear(f"{at}.merger.mlp.2", text_hidden if old else out, merged, bias=True, shard="row")
     t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
+
+
+def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
+    """DeepSeek-OCR-2 (remote code, deepencoderv2): SAM ViT-B, three convolutions, then a Qwen2-0.5B whose 256
+    (or 144) learned queries read the image. Sizes are fixed in that code. Returns the output width."""
+    if config.get("model_name") != "deepencoderv2":
+        raise UnsupportedArchitecture("only deepencoderv2 is known", field="vision_config.model_name")
+    at, hidden, layers, size = "model.sam_model", 768, 12, 64
+    conv(t, f"{at}.patch_embed.proj", (hidden, 3, 16, 16), True)
+    t.add(f"{at}.pos_embed", (1, 64, 64, hidden), "vision", "ImageEncoderViT")
+    for i in range(layers):
+        here = f"{at}.blocks.{i}"
+        t.norm(f"{here}.norm1", hidden, "layer")
+        t.norm(f"{here}.norm2", hidden, "layer")
+        t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
+        t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
+        places = 64 if i in (2, 5, 8, 11) else 14  # global or windowed
+        for side in "hw":
+            t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
+        t.plain_mlp(f"{here}.mlp", hidden, 4 * hidden, bias=True, names=("lin1", "lin2"))
+    for name, out, into, kernel in (
+        ("neck.0", 256, hidden, 1), ("neck.2", 256, 256, 3), ("net_2", 512, 256, 3), ("net_3", 896, 512, 3),
+    ):  # fmt: skip
+        conv(t, f"{at}.{name}", (out, into, kernel, kernel), False)
+    t.norm(f"{at}.neck.1", 256, "layer")
+    t.norm(f"{at}.neck.3", 256, "layer")
+    at, dims = "model.qwen2_model", Heads(896, 14, 2, 64)
+    for i in range(24):
+        here = f"{at}.model.model.layers.{i}"
+        t.attention(f"{here}.self_attn", dims, bias=True)
+        t.gated_mlp(f"{here}.mlp", dims.hidden, 4864)
+        t.norm(f"{here}.input_layernorm", dims.hidden)
+        t.norm(f"{here}.post_attention_layernorm", dims.hidden)
+    t.norm(f"{at}.model.model.norm", dims.hidden)
+    t.embedding(f"{at}.query_768", 144, dims.hidden)
+    t.embedding(f"{at}.query_1024", 256, dims.hidden)
+    return dims.hidden
 
 
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
