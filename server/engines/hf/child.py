@@ -14,10 +14,14 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+import torch
+
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import Chunk
+from tonnage.server.engines.base import Chunk, GenerationRequest
+from tonnage.server.engines.hf.adjust import adjust, logprobs
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Ready, Step, Stop
+from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
 
 
 def main(descriptor: int, threads: int) -> None:
@@ -41,8 +45,6 @@ def main(descriptor: int, threads: int) -> None:
 
 def set_threads(count: int) -> None:
     """Compute threads of torch and of the kernels: one number, both or the second pool would sit idle."""
-    import torch
-
     torch.set_num_threads(count)
     with contextlib.suppress(ImportError):
         import numba
@@ -60,15 +62,15 @@ class EngineLoop:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
+        from tonnage.server.engines.hf.grammar import Grammars
         from tonnage.server.engines.hf.runner import ModelRunner
         from tonnage.server.engines.hf.sampling import sample
-        from tonnage.server.engines.hf.scheduler import Scheduler
         from tonnage.server.engines.hf.selfcheck import self_check
 
         self.plan = plan
         self.connection = connection
         self.runner = ModelRunner(plan)
-        self.scheduler = Scheduler(plan)
+        self.scheduler = Scheduler(plan, Grammars(plan.model.path, self.runner.vocab_size).matcher)
         self.self_check_error = self_check(self.runner)
         self._sample = sample
 
@@ -89,7 +91,10 @@ class EngineLoop:
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Generate):
-                    self.scheduler.add(message.request)
+                    refused = self.add(message.request)
+                    chunks += refused
+                    if refused and self.scheduler.idle:
+                        break
                 elif isinstance(message, Abort):
                     chunks += self.scheduler.abort(message.request_id)
                     if self.scheduler.idle:
@@ -107,22 +112,66 @@ class EngineLoop:
         except (RuntimeError, ValueError, IndexError) as error:
             traceback.print_exc()
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
+        logits = self._score_prompts(logits, picked)
         reached = [sequence for sequence in picked if sequence.samples]
         drawing = self.scheduler.fork(picked)
         if len(drawing) > len(reached):  # forks follow their parent and draw from its logits
             row = {id(sequence): at for at, sequence in enumerate(reached)}
             at = [row.get(id(sequence), -1) for sequence in drawing]
             logits = logits[list(itertools.accumulate(at, max))]
-        finite = logits.isfinite().all(dim=-1).tolist()
+        if not drawing:
+            return chunks
+        finite = logits.amax(dim=-1).isfinite().tolist()  # amax hands NaN on: one pass for both
         if not all(finite):
             broken = [sequence for sequence, good in zip(drawing, finite, strict=True) if not good]
             chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
             drawing = [sequence for sequence, good in zip(drawing, finite, strict=True) if good]
             logits = logits[[at for at, good in enumerate(finite) if good]]
+        adjusted = adjust(logits, drawing)
+        if adjusted is not logits and not all(possible := (adjusted.amax(dim=-1) > float("-inf")).tolist()):
+            stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
+            chunks += self.scheduler.fail(stuck, "grammar, min_tokens and logit_bias together allow no token")
+            drawing = [sequence for sequence, good in zip(drawing, possible, strict=True) if good]
+            logits, adjusted = logits[torch.tensor(possible)], adjusted[torch.tensor(possible)]
         if drawing:
-            tokens = self._sample(logits, [s.request.params for s in drawing], [s.random for s in drawing])
-            chunks += self.scheduler.finish(drawing, tokens)
+            tokens = self._sample(adjusted, [s.params for s in drawing], [s.random for s in drawing])
+            asking = [at for at, s in enumerate(drawing) if s.params.logprobs is not None]
+            scored = logprobs(
+                logits[asking],
+                [tokens[at] for at in asking],
+                [drawing[at].params.logprobs or 0 for at in asking],
+            )
+            by_id = {drawing[at].id: one for at, one in zip(asking, scored, strict=True)}
+            chunks += self.scheduler.finish(drawing, tokens, by_id)
         return chunks
+
+    def add(self, request: GenerationRequest) -> list[Chunk]:
+        """Queue it, or say why not: a chunk with the error for each of its sequences."""
+        try:
+            self.scheduler.add(request)
+        except TonnageError as error:
+            return [
+                Chunk(request.request_id, index, (), "error", error=str(error)) for index in range(request.n)
+            ]
+        return []
+
+    def _score_prompts(self, logits: torch.Tensor, picked: list[Sequence]) -> torch.Tensor:
+        """Note the log probabilities of prompts that asked for them; returns the rows that tokens are drawn
+        from, [sequences that sample, vocabulary]."""
+        if not any(sequence.scores for sequence in picked):
+            return logits
+        drawn, row = [], 0
+        for sequence in picked:
+            rows = sequence.chunk if sequence.scores else int(sequence.samples)
+            if sequence.scores:
+                # Row i foretells the token after it; the last row of the prompt foretells the answer.
+                following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]
+                best = [sequence.params.prompt_logprobs or 0] * len(following)
+                sequence.prompt_logprobs += logprobs(logits[row : row + len(following)], following, best)
+            if sequence.samples:
+                drawn.append(row + rows - 1)
+            row += rows
+        return logits[drawn]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
 from tonnage.planner.errors import ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
+    BASIC_PARAMS,
     Capacity,
     Chunk,
     EngineDead,
@@ -35,10 +37,10 @@ from tonnage.server.engines.hf.support import require_supported
 from tonnage.server.memory import PeakSampler
 
 # Environment of the engine process; what the user has set wins.
-# OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another process
-# on one of two cores a decode step took 1.8 s (demo model, one sequence). Threads that sleep at once are woken
-# some 200 times a step, 20 us each. 1,000 turns of the loop are a few microseconds: longer than the gap between
-# two kernels, shorter than a wake-up. libgomp's GOMP_SPINCOUNT.
+# OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another
+# process on one of two cores a decode step took 1.8 s (demo model, one sequence). Threads that sleep at once
+# are woken some 200 times a step, 20 us each. 1,000 turns of the loop are a few microseconds: longer than the
+# gap between two kernels, shorter than a wake-up. libgomp's GOMP_SPINCOUNT.
 # glibc keeps up to 8 arenas a core, each holding on to freed memory; one is enough where one thread allocates.
 # Blocks over 1 MiB go back to the kernel when freed. mallopt(3).
 ENVIRONMENT = {
@@ -47,6 +49,16 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1048576",
     "MALLOC_TRIM_THRESHOLD_": "1048576",
     "TOKENIZERS_PARALLELISM": "false",
+}
+
+HONOURED = BASIC_PARAMS | {
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
 }
 
 
@@ -77,6 +89,10 @@ class HFEngine:
     @property
     def plan(self) -> Plan:
         return self._plan
+
+    @property
+    def honours(self) -> frozenset[str]:
+        return HONOURED | {"grammar"} if find_spec("xgrammar") else HONOURED
 
     @property
     def pid(self) -> int | None:

@@ -34,6 +34,7 @@ class ModelRunner:
                 hint="lower --kv-cache-memory-bytes or --max-num-seqs",
             ) from error
         self.fused = fuse(self.model)
+        self.vocab_size: int = self.model.config.get_text_config().vocab_size
         query_heads: int = self.model.config.get_text_config().num_attention_heads
         self.attention, self._step = choose_backend(self.pool, query_heads, torch.get_num_threads())
 

@@ -7,8 +7,10 @@ chunked prefill and the rest of a prompt after a prefix hit are all that one rul
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +18,16 @@ import numpy as np
 from tonnage.cache.admission import Never, Wait
 from tonnage.cache.manager import BlockCopy, KVCacheManager
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest, limits_of
+from tonnage.server.engines.base import (
+    Chunk,
+    EngineStats,
+    GenerationRequest,
+    Grammar,
+    SamplingParams,
+    TokenLogprobs,
+    limits_of,
+)
+from tonnage.server.engines.hf.adjust import Matcher
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.pool_stats import pool_stats
 
@@ -34,10 +45,21 @@ class Sequence:
     random: np.random.Generator
     chunk: int = 0  # tokens computed in the step under way
     queued: float | None = None  # seconds from its arrival here to admission
+    matcher: Matcher | None = None  # of its grammar
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def scores(self) -> bool:
+        """The logits of every token of the step are wanted: the prompt's log probabilities are."""
+        return self.params.prompt_logprobs is not None and not self.generated and self.index == 0
 
     @property
     def samples(self) -> bool:
@@ -62,6 +84,10 @@ class Waiting:
     arrived: float = field(default_factory=time.monotonic)
 
 
+# Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
+MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
+
+
 @dataclass(slots=True)
 class Counters:
     prompt_tokens: int = 0
@@ -73,10 +99,11 @@ class Counters:
 class Scheduler:
     """State of all requests on this rank. One step: ``schedule`` -> forward -> ``finish``."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, matcher: MakeMatcher | None = None) -> None:
         limits = limits_of(plan)
         self.plan = plan
         self.budget = limits.max_num_batched_tokens
+        self.most_logits = limits.max_num_seqs
         self.manager = KVCacheManager(
             plan.kv_cache.layout,
             plan.kv_cache.num_blocks,
@@ -88,6 +115,7 @@ class Scheduler:
         self.waiting: deque[Waiting] = deque()
         self.running: dict[int, Sequence] = {}
         self._ids = itertools.count()
+        self._matcher = matcher
         self.counters = Counters()
         self._waited: str | None = None  # the head of the queue whose wait was already counted
 
@@ -96,7 +124,11 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request; the API process has already refused what can never fit."""
+        """Queue a request; the API process has already refused what can never fit.
+
+        Raises TonnageError for a grammar that is not understood, before anything is queued.
+        """
+        self._match(request)
         self.waiting.append(Waiting(request, np.array(request.prompt_token_ids, dtype=np.int32)))
 
     def abort(self, request_id: str) -> list[Chunk]:
@@ -135,6 +167,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int, picked: list[Sequence], copies: list[BlockCopy]) -> int:
         sequence.chunk = min(budget, len(sequence.tokens) - sequence.computed)
+        if sequence.scores:  # the plan has room for the logits of max_num_seqs tokens
+            sequence.chunk = max(1, min(sequence.chunk, self.most_logits - len(picked)))
         copies.extend(self.manager.extend(sequence.id, sequence.computed + sequence.chunk))
         picked.append(sequence)
         return sequence.chunk
@@ -149,7 +183,8 @@ class Scheduler:
                 tokens,
                 request.params.max_tokens,
                 n=request.n,
-                salt=request.cache_salt,
+                # A prompt whose log probabilities are wanted is computed whole: it may not hit the cache.
+                salt=request.cache_salt if request.params.prompt_logprobs is None else secrets.token_bytes(16),
             )
             if isinstance(answer, Wait):
                 if self._waited != request.request_id:
@@ -176,10 +211,17 @@ class Scheduler:
                 answer.cached_tokens,
                 generator(request.params.seed, 0),
                 queued=time.monotonic() - arrived,
+                matcher=self._match(request),
             )
             self.running[sequence.id] = sequence
             return sequence
         return None
+
+    def _match(self, request: GenerationRequest) -> Matcher | None:
+        grammar = request.params.grammar
+        if grammar is None or self._matcher is None:
+            return None
+        return self._matcher(grammar, request.params.stop_token_ids)
 
     def _batch(self, picked: list[Sequence], copies: list[BlockCopy]) -> Batch:
         manager = self.manager
@@ -197,6 +239,14 @@ class Scheduler:
         tables = tuple(table[rows, :width] for table in manager.tables)
         slots = tuple(manager.slot_mapping(group, rows[owner], positions) for group in range(len(tables)))
         last = query_start[1:] - 1
+        logits_at = last[[s.samples for s in picked]]
+        if any(s.scores for s in picked):
+            wanted = [
+                np.arange(query_start[i] if s.scores else last[i], last[i] + 1)
+                for i, s in enumerate(picked)
+                if s.scores or s.samples
+            ]
+            logits_at = np.concatenate(wanted)
         return Batch(
             token_ids=token_ids,
             positions=positions,
@@ -204,7 +254,7 @@ class Scheduler:
             kv_len=starts + counts,
             slots=slots,
             tables=tables,
-            logits_at=last[[s.samples for s in picked]],
+            logits_at=logits_at,
             copies=tuple(copies),
         )
 
@@ -239,26 +289,37 @@ class Scheduler:
                 parent.computed,
                 parent.cached_tokens,
                 generator(request.params.seed, index),
+                matcher=self._match(request),
             )
             self.running[fork.id] = fork
             forks.append(fork)
         return forks
 
-    def finish(self, drawing: list[Sequence], token_ids: list[int]) -> list[Chunk]:
-        """Append the drawn tokens; one chunk a sequence, blocks of the finished given back."""
+    def finish(
+        self,
+        drawing: list[Sequence],
+        token_ids: list[int],
+        scored: dict[int, TokenLogprobs] | None = None,
+    ) -> list[Chunk]:
+        """Append the drawn tokens; one chunk a sequence, blocks of the finished given back. ``scored``: log
+        probabilities by sequence id, for those that asked."""
         chunks = []
         going: list[Sequence] = []
         for sequence, token in zip(drawing, token_ids, strict=True):
             params = sequence.request.params
             self.counters.generation_tokens += 1
+            one = (scored[sequence.id],) if scored and sequence.id in scored else ()
+            complete = sequence.matcher is not None and sequence.matcher.accept(token)
             if token in params.stop_token_ids:
                 chunks.append(self._end(sequence, (), "stop"))
+            elif complete:
+                chunks.append(self._end(sequence, (token,), "stop", one))
             elif sequence.generated + 1 == params.max_tokens:
-                chunks.append(self._end(sequence, (token,), "length"))
+                chunks.append(self._end(sequence, (token,), "length", one))
             else:
+                chunks.append(self._said(sequence, (token,), None, one))
                 sequence.tokens.append(token)
                 going.append(sequence)
-                chunks.append(self._said(sequence, (token,), None))
         if going:
             self.manager.append_many([s.id for s in going], [s.tokens[-1] for s in going])
         return chunks
@@ -273,19 +334,33 @@ class Scheduler:
             )
         return chunks
 
-    def _said(self, sequence: Sequence, token_ids: tuple[int, ...], reason: str | None) -> Chunk:
+    def _said(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        reason: str | None,
+        scored: tuple[TokenLogprobs, ...] = (),
+    ) -> Chunk:
         return Chunk(
             sequence.request.request_id,
             sequence.index,
             token_ids,
             reason,  # type: ignore[arg-type]
             sequence.cached_tokens,
+            logprobs=scored,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.scores else (),
             queued_seconds=sequence.queued,
         )
 
-    def _end(self, sequence: Sequence, token_ids: tuple[int, ...], reason: str) -> Chunk:
+    def _end(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        reason: str,
+        scored: tuple[TokenLogprobs, ...] = (),
+    ) -> Chunk:
         self._release(sequence)
-        return self._said(sequence, token_ids, reason)
+        return self._said(sequence, token_ids, reason, scored)
 
     def _release(self, sequence: Sequence) -> None:
         self.manager.free(sequence.id)

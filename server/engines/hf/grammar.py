@@ -1,0 +1,90 @@
+"""Grammars of answers by xgrammar: JSON schemas, regular expressions, choices, EBNF and Lark.
+
+Compiled in the engine process, on first use of the tokenizer; compiled grammars are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import torch
+
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.server.engines.base import Grammar
+
+_KEPT_BYTES = 64 << 20  # of compiled grammars; beyond it the least recently used go
+
+
+class GrammarError(TonnageError):
+    """The grammar of a request is not understood."""
+
+    code = "invalid_grammar"
+
+
+class Grammars:
+    """Makes matchers for the tokenizer of the model in ``path``."""
+
+    def __init__(self, path: str, vocab_size: int) -> None:
+        self._path, self._vocab_size = path, vocab_size
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        try:
+            import xgrammar
+        except ImportError:
+            raise DeploymentError(
+                "a grammar needs xgrammar", field="grammar", hint="pip install 'tonnage[grammar]'"
+            ) from None
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_KEPT_BYTES)
+
+    def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> GrammarMatcher:
+        """A matcher at the start of an answer. Raises GrammarError, or DeploymentError without xgrammar."""
+        compiler = self._compiler
+        try:
+            return GrammarMatcher(_compile(compiler, grammar), stop_token_ids, self._vocab_size)
+        except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad grammar
+            message = str(error).strip().splitlines()
+            raise GrammarError(message[-1][:300] if message else "not understood", field=grammar.kind) from None
+
+
+def _compile(compiler: Any, grammar: Grammar) -> Any:
+    if grammar.kind in ("json_object", "json_schema"):
+        # White space only where json.dumps puts it: small models else write blanks until max_tokens.
+        return compiler.compile_json_schema(grammar.text or '{"type": "object"}', any_whitespace=False)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.text)
+    if grammar.kind == "choice":
+        return compiler.compile_regex("|".join(f"({re.escape(choice)})" for choice in json.loads(grammar.text)))
+    if "::=" in grammar.text:
+        return compiler.compile_grammar(grammar.text)
+    return compiler.compile_lark(grammar.text)
+
+
+class GrammarMatcher:
+    """One answer's way through a grammar. After a complete text a stop token may follow."""
+
+    def __init__(self, compiled: Any, stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
+        import xgrammar
+
+        stops = list(stop_token_ids)
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled, override_stop_tokens=stops or None, terminate_without_stop_token=not stops
+        )
+        self._apply = xgrammar.apply_token_bitmask_inplace
+        self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def mask(self, logits: torch.Tensor) -> None:
+        self._matcher.fill_next_token_bitmask(self._bitmask)
+        self._apply(logits[None], self._bitmask.to(logits.device))
+
+    def accept(self, token: int) -> bool:
+        if not self._matcher.accept_token(token):
+            raise GrammarError(f"token {token} does not match", field="grammar")
+        return bool(self._matcher.is_terminated())

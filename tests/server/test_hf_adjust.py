@@ -1,0 +1,194 @@
+"""What requests ask of the logits, on the demo model: penalties, bias, log probabilities, grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
+from tonnage.server.engines.hf.child import EngineLoop
+
+PROMPT = tuple(range(200, 240))
+EOS = (2,)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EngineLoop]:
+    ensure_demo()
+    plan = make_plan(
+        "demo",
+        Deployment(
+            dtype="float32",
+            kv_cache_memory_bytes=64 << 20,
+            max_model_len=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+        ),
+    )
+    ours, theirs = Pipe()
+    with ours, theirs:
+        yield EngineLoop(plan, theirs, 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(ensure_demo(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(ensure_demo() / "tokenizer.json"))
+
+
+def ask(loop: EngineLoop, n: int = 1, prompt: tuple[int, ...] = PROMPT, **params: Any) -> list[list[Chunk]]:
+    """Chunks of each of the n sequences; the manager's laws are checked after every step."""
+    settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, **params}
+    chunks = loop.add(GenerationRequest("x", prompt, SamplingParams(**settings), n=n))
+    while not loop.scheduler.idle:
+        chunks += loop.step()
+        loop.scheduler.manager.check_invariants()
+    return [[chunk for chunk in chunks if chunk.index == index] for index in range(n)]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def greedy(model: Any, steps: int, change: Any) -> list[int]:
+    """Plain greedy decoding with ``change(logits, output)`` before each choice."""
+    output: list[int] = []
+    with torch.inference_mode():
+        for _ in range(steps):
+            ids = torch.tensor([[*PROMPT, *output]])
+            logits = model(input_ids=ids).logits[0, -1].double()
+            change(logits, output)
+            output.append(int(logits.argmax()))
+    return output
+
+
+def test_penalties_follow_their_definitions(loop: EngineLoop, model: Any) -> None:
+    def change(logits: torch.Tensor, output: list[int]) -> None:
+        for token in {*PROMPT, *output}:
+            logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+        for token in set(output):
+            logits[token] -= 0.4 * output.count(token) + 0.7
+
+    (said,) = ask(loop, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.7)
+    assert tokens_of(said) == greedy(model, 12, change)
+    (plain,) = ask(loop)
+    assert tokens_of(plain) != tokens_of(said)
+
+
+def test_a_bias_forces_and_forbids(loop: EngineLoop) -> None:
+    (plain,) = ask(loop)
+    first = tokens_of(plain)[0]
+    (without,) = ask(loop, logit_bias=((first, -100.0),))
+    assert first not in tokens_of(without)
+    (only,) = ask(loop, logit_bias=((777, 1000.0),))
+    assert set(tokens_of(only)) == {777}
+
+
+def test_no_stop_token_before_min_tokens(loop: EngineLoop) -> None:
+    (plain,) = ask(loop)
+    stop = (tokens_of(plain)[3],)
+    (early,) = ask(loop, stop_token_ids=stop)
+    assert len(tokens_of(early)) == tokens_of(plain).index(stop[0])
+    (late,) = ask(loop, stop_token_ids=stop, min_tokens=8)
+    assert len(tokens_of(late)) >= 8
+    assert stop[0] not in tokens_of(late)
+
+
+def test_logprobs_are_those_of_the_model(loop: EngineLoop, model: Any) -> None:
+    """Also where temperature, penalties and other requests change what is drawn."""
+    (said,) = ask(loop, logprobs=3, temperature=0.9, seed=4, presence_penalty=0.5)
+    output = tokens_of(said)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*PROMPT, *output]])).logits[0]
+    wanted = torch.log_softmax(logits.double(), dim=-1)[len(PROMPT) - 1 : -1]
+    found = [one for chunk in said for one in chunk.logprobs]
+    assert [one.token_id for one in found] == output
+    for one, row in zip(found, wanted, strict=True):
+        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+        top = row.topk(3)
+        assert [token for token, _ in one.top] == top.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_prompt_logprobs_of_a_prompt_in_chunks_that_is_cached(loop: EngineLoop, model: Any) -> None:
+    prompt = tuple(np.random.default_rng(2).integers(3, 49000, 150).tolist())
+    ask(loop, prompt=prompt)  # its blocks are in the prefix cache now
+    said, other = ask(loop, n=2, prompt=prompt, prompt_logprobs=2, max_tokens=3)
+    assert not any(chunk.prompt_logprobs for chunk in [*said[1:], *other])
+    first, *rest = said[0].prompt_logprobs
+    assert first is None
+    assert [one.token_id for one in rest if one] == list(prompt[1:])
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0].double(), dim=-1)
+    for one, row in zip(rest, wanted[:-1], strict=True):
+        assert one is not None
+        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+        assert [value for _, value in one.top] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_matches_its_json_schema(loop: EngineLoop, tokenizer: Tokenizer, temperature: float) -> None:
+    grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    for said in ask(
+        loop, n=3, max_tokens=120, temperature=temperature, seed=1, grammar=grammar, stop_token_ids=EOS
+    ):
+        assert said[-1].finish_reason == "stop"
+        answer = json.loads(tokenizer.decode(tokens_of(said)))
+        assert set(answer) == {"name", "age"}
+        assert isinstance(answer["age"], int)
+        assert answer["age"] <= 99
+
+
+def test_an_answer_matches_its_expression_choice_or_grammar(loop: EngineLoop, tokenizer: Tokenizer) -> None:
+    wishes = {
+        r"[A-Z]{3}-[0-9]{4}": Grammar("regex", r"[A-Z]{3}-[0-9]{4}"),
+        r"yes\.|no \(never\)": Grammar("choice", json.dumps(["yes.", "no (never)"])),
+        r"(ab)+c": Grammar("grammar", 'root ::= "ab" root | "abc"'),
+    }
+    for pattern, grammar in wishes.items():
+        for stop in (EOS, ()):  # without a stop token the end of the grammar ends the answer
+            (said,) = ask(loop, max_tokens=60, temperature=1.0, seed=3, grammar=grammar, stop_token_ids=stop)
+            text = tokenizer.decode(tokens_of(said))
+            if said[-1].finish_reason == "stop":
+                assert re.fullmatch(pattern, text), text
+            else:  # (ab)+ may go on for long
+                assert pattern == r"(ab)+c"
+
+
+def test_a_grammar_that_is_not_understood_ends_its_own_request(loop: EngineLoop) -> None:
+    for grammar in (Grammar("json_schema", '{"type": "nothing"}'), Grammar("regex", "(")):
+        ((chunk,),) = ask(loop, grammar=grammar)
+        assert chunk.finish_reason == "error"
+        assert grammar.kind in (chunk.error or "")
+    assert len(tokens_of(ask(loop)[0])) == 12
+
+
+def test_wishes_that_allow_no_token_end_with_an_error(loop: EngineLoop) -> None:
+    grammar = Grammar("choice", json.dumps(["yes"]))
+    (said,) = ask(loop, grammar=grammar, stop_token_ids=EOS, min_tokens=10)
+    assert said[-1].finish_reason == "error"
+    assert "allow no token" in (said[-1].error or "")
