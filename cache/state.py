@@ -28,9 +28,8 @@ ROOT = NULL_BLOCK  # parent of a first block
 COLD, HOT, CLASSES = 0, 1, 2
 
 # Entries of Pool.counters
-FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK, EVICTIONS, REMOVED, STORED, NODES, MERGED, CALLS, COUNTERS = range(
-    12
-)
+FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK, EVICTIONS = range(6)
+REMOVED, STORED, NODES, MERGED, CALLS, COUNTERS = range(6, 12)
 
 # Entries of Constants
 BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, CONSTANTS = range(7)
@@ -149,7 +148,7 @@ def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logg
         salt=ints(nodes),
         hash=np.zeros(nodes, np.uint64),
         kind=np.zeros(nodes, np.uint8),
-        heads=ints(1 << max(0, (nodes - 1).bit_length() - 1)),  # between one and two nodes a bucket when full
+        heads=ints(1 << (nodes - 1).bit_length()),  # at most one node a bucket on average
         chain=ints(nodes),
         salt_nodes=ints(nodes + rows),
         seeds=np.zeros(nodes + rows, np.uint64),
