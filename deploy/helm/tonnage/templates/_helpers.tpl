@@ -1,0 +1,52 @@
+{{- define "tonnage.fullname" -}}
+{{- default (printf "%s-%s" .Release.Name (default .Chart.Name .Values.nameOverride)) .Values.fullnameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "tonnage.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "tonnage.labels" -}}
+{{ include "tonnage.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* Values that contradict the plan, or each other, end the render with the reason. */}}
+{{- define "tonnage.check" -}}
+{{- $v := .Values -}}
+{{- $memory := int64 $v.resources.memoryBytes -}}
+{{- $used := int64 $v.plan.usedBytes -}}
+{{- if and $used $memory (lt $memory $used) -}}
+{{- if not (int $v.plan.gpus) -}}
+{{- fail (printf "resources.memoryBytes: %d is less than the %d bytes that plan %s uses" $memory $used $v.plan.id) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.plan.id (ne (int $v.resources.gpus) (int $v.plan.gpus)) -}}
+{{- fail (printf "resources.gpus: %d, but plan %s needs %d (tensor x pipeline parallel)" (int $v.resources.gpus) $v.plan.id (int $v.plan.gpus)) -}}
+{{- end -}}
+{{- $pool := int64 (default 0 $v.settings.kv_cache_memory_bytes) -}}
+{{- if and (int64 $v.plan.kvPoolBytes) (ne $pool (int64 $v.plan.kvPoolBytes)) -}}
+{{- fail (printf "settings.kv_cache_memory_bytes: %d, but plan %s sizes the pool at %d" $pool $v.plan.id (int64 $v.plan.kvPoolBytes)) -}}
+{{- end -}}
+{{- $device := int64 (default 0 $v.settings.device_memory) -}}
+{{- if and (eq (toString (default "cpu" $v.settings.device)) "cpu") $memory $device (gt $device $memory) -}}
+{{- fail (printf "settings.device_memory: %d bytes, but the container gets %d (resources.memoryBytes)" $device $memory) -}}
+{{- end -}}
+{{- if and (int $v.resources.gpus) (eq (toString (default "cpu" $v.settings.device)) "cpu") -}}
+{{- fail "settings.device: cpu, but resources.gpus asks for GPUs" -}}
+{{- end -}}
+{{- $grace := add (int $v.preStopSeconds) (int $v.drainSeconds) 5 -}}
+{{- if lt (int $v.terminationGracePeriodSeconds) (int $grace) -}}
+{{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSeconds + drainSeconds + 5 = %d: requests would be cut off" (int $v.terminationGracePeriodSeconds) (int $grace)) -}}
+{{- end -}}
+{{- if and $v.autoscaling.enabled (gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
+{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- $fewest := ternary (int $v.autoscaling.minReplicas) (int $v.replicas) $v.autoscaling.enabled -}}
+{{- if and $v.podDisruptionBudget.enabled (gt $fewest 1) (ge (int $v.podDisruptionBudget.minAvailable) $fewest) -}}
+{{- fail (printf "podDisruptionBudget.minAvailable: %d of %d replicas would block every drain of a node" (int $v.podDisruptionBudget.minAvailable) $fewest) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,112 @@
+"""tonnage plan --emit: the plan's figures, as chart and compose read them; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.emit import FORMS, emit, memory_limit_bytes
+from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.plan import Deployment
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "tonnage"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return make_plan("demo", Deployment(kv_cache_memory_bytes=512 * MIB, max_model_len=2048))
+
+
+def test_the_limit_covers_the_plan_at_its_upper_ends(plan) -> None:
+    exact = plan.rank.kv_pool_bytes
+    high = exact + sum(plan.intervals[f"{name}_bytes"][1] for name in ("weights", "activation", "framework"))
+    limit = memory_limit_bytes(plan)
+    assert limit % MIB == 0
+    assert 0 <= limit - 1.03 * high < MIB
+
+
+def test_helm_values_are_the_chart_s(plan) -> None:
+    values = yaml.safe_load(emit(plan, "helm-values"))
+    jsonschema.validate(
+        yaml.safe_load((CHART / "values.yaml").read_text()) | values,
+        json.loads((CHART / "values.schema.json").read_text()),
+    )
+    assert values["plan"]["id"] == plan.plan_id
+    assert (
+        values["settings"]["kv_cache_memory_bytes"] == values["plan"]["kvPoolBytes"] == plan.rank.kv_pool_bytes
+    )
+    assert values["resources"]["memoryBytes"] >= values["plan"]["usedBytes"] == plan.rank.used_bytes
+
+
+def test_the_settings_make_the_same_pool_again(plan) -> None:
+    settings = yaml.safe_load(emit(plan, "helm-values"))["settings"]
+    again = make_plan("demo", Deployment(**settings))
+    assert again.fits
+    assert again.kv_cache == plan.kv_cache
+    assert again.rank.used_bytes == plan.rank.used_bytes
+
+
+def test_compose_env_has_the_variables_that_compose_reads(plan) -> None:
+    lines = [line for line in emit(plan, "compose-env").splitlines() if not line.startswith("#")]
+    env = dict(line.split("=", 1) for line in lines)
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    assert all(f"${{{name}:-" in text for name in env), env
+    assert int(env["POOL"]) == plan.rank.kv_pool_bytes
+    assert int(env["MEMORY_LIMIT"]) == int(env["MEMORY"]) == memory_limit_bytes(plan)
+
+
+def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
+    limit = f"{memory_limit_bytes(plan) // MIB}Mi"
+    assert yaml.safe_load(emit(plan, "k8s-resources")) == {
+        "resources": {"requests": {"memory": limit}, "limits": {"memory": limit}}
+    }
+    gpu = make_plan("demo", Deployment(device="cuda", device_memory=80 * 2**30, max_model_len=2048))
+    assert yaml.safe_load(emit(gpu, "k8s-resources")) == {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    values = yaml.safe_load(emit(gpu, "helm-values"))
+    assert values["resources"] == {"gpus": 1}
+    assert values["plan"]["gpus"] == 1
+
+
+def test_refusals(plan) -> None:
+    with pytest.raises(DeploymentError, match="helm-values"):
+        emit(plan, "terraform")
+    small = make_plan("demo", Deployment(device_memory=256 * MIB))
+    for form in FORMS:
+        with pytest.raises(DoesNotFit, match="bytes"):
+            emit(small, form)
+
+
+def test_the_chart_s_example_is_what_the_command_writes() -> None:
+    command = [sys.executable, "-m", "tonnage.server.cli", "plan", "demo", "--max-model-len", "2048"]
+    command += ["--kv-cache-memory-bytes", "512MiB", "--emit", "helm-values"]
+    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    example = (CHART / "ci" / "plan-cpu-values.yaml").read_text()
+    volatile = ("id:", "# ", "device_memory", "memoryBytes", "usedBytes")  # they follow the planner's constants
+
+    def stable(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.strip().startswith(volatile)]
+
+    assert stable(written) == stable(example)
+
+
+def test_a_variable_that_contradicts_the_plan_is_refused_with_the_reason() -> None:
+    """What compose hands to the server: less memory than the pool needs."""
+    env = {
+        "TONNAGE_DEVICE_MEMORY": "256MiB",
+        "TONNAGE_KV_CACHE_MEMORY_BYTES": "512MiB",
+        "PATH": "/usr/bin:/bin",
+    }
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "256.0 MiB" in done.stderr
+    assert "Traceback" not in done.stderr
