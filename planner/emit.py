@@ -29,9 +29,8 @@ def emit(plan: Plan, form: str) -> str:
 
 
 def memory_limit_bytes(plan: Plan) -> int:
-    """Memory for a container on a CPU: every term at its upper end and MEMORY_MARGIN, in whole MiB."""
-    parts = ("weights_bytes", "kv_pool_bytes", "activation_bytes", "cuda_graph_bytes", "framework_bytes")
-    high = sum(plan.intervals.get(part, (0, getattr(plan.rank, part)))[1] for part in parts)
+    """Memory for a container on a CPU: the plan at its upper end and MEMORY_MARGIN, in whole MiB."""
+    _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
     return ceil(max(high, plan.rank.used_bytes) * (1 + MEMORY_MARGIN) / MiB) * MiB
 
 

@@ -27,8 +27,8 @@ def plan():
 
 
 def test_the_limit_covers_the_plan_at_its_upper_ends(plan) -> None:
-    exact = plan.rank.kv_pool_bytes
-    high = exact + sum(plan.intervals[f"{name}_bytes"][1] for name in ("weights", "activation", "framework"))
+    low, high = plan.intervals["used_bytes"]
+    assert low <= plan.rank.used_bytes <= high
     limit = memory_limit_bytes(plan)
     assert limit % MIB == 0
     assert 0 <= limit - 1.03 * high < MIB
