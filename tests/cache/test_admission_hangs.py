@@ -1,0 +1,219 @@
+"""What makes other servers hang, on the real queue, admission and manager: each must end or be refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Head, Never, NeverReason, Policy, Wait
+from tonnage.cache.errors import UnknownSequence
+from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.queue import Waiting, WaitingQueue
+from tonnage.cache.replay.result import Replay
+from tonnage.cache.replay.simulator import Setup, Simulator
+from tonnage.cache.replay.step_time import StepTime
+from tonnage.cache.replay.trace import Trace, TraceRequest
+from tonnage.planner.layout import KVGroup, KVLayout
+
+LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)
+MODES = [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY, AdmissionMode.NO_EVICT]
+SETUP = Setup(
+    layout=LAYOUT,
+    num_blocks=101,
+    max_num_seqs=64,
+    max_model_len=4000,
+    budget=64,
+    max_tokens=200,
+    policy=Policy(),
+    step_time=StepTime(1, 1, 0.0, 1.0, 1e30, overhead=0.0),  # one second a step
+    check=True,
+)
+
+
+class Logged(Simulator):
+    """Keeps every answer of admission with its step, and when each request ended."""
+
+    def __init__(self, trace: Trace, setup: Setup) -> None:
+        super().__init__(trace, setup)
+        self.answers: list[tuple[int, int, str]] = []
+        self.ended_at: dict[int, int] = {}
+        admit, free = self.manager.admit, self.manager.free
+
+        def logged_admit(sequence_id: int, *args: object, **more: object) -> object:
+            answer = admit(sequence_id, *args, **more)  # type: ignore[arg-type]
+            self.answers.append((self.steps, sequence_id, type(answer).__name__))
+            return answer
+
+        def logged_free(sequence_id: int) -> None:
+            self.ended_at[sequence_id] = self.steps
+            free(sequence_id)
+
+        self.manager.admit = logged_admit  # type: ignore[method-assign, assignment]
+        self.manager.free = logged_free  # type: ignore[method-assign]
+
+
+def trace_of(*requests: tuple[float, int, int, int]) -> Trace:
+    """(arrival, prompt, output, max_tokens)"""
+    return Trace("test", "log", tuple(TraceRequest(a, p, o, max_tokens=m) for a, p, o, m in requests))
+
+
+def run(trace: Trace, mode: AdmissionMode, **changes: object) -> Replay:
+    simulator = Simulator(trace, replace(SETUP, policy=Policy(mode), **changes))  # type: ignore[arg-type]
+    result = simulator.run()
+    stats = simulator.manager.stats()
+    assert (stats.used, stats.promised, stats.sequences) == (0, 0, 0)
+    assert result.finished + result.rejected == len(trace.requests)
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_never_fits_is_refused_and_the_next_is_served(mode: AdmissionMode) -> None:
+    result = run(trace_of((0, 2000, 10, 10), (0, 50, 5, 10)), mode)
+    assert (result.rejected, result.reasons) == (1, {"blocks": 1})
+    assert result.finished == 1
+    assert result.steps < 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_output_that_outgrows_the_pool_is_refused_at_submit(mode: AdmissionMode) -> None:
+    """The prompt fits, prompt and max_tokens do not: 1,000 + 700 tokens are 107 blocks of 100."""
+    result = run(trace_of((0, 1000, 700, 700), (0, 50, 5, 10)), mode)
+    assert (result.rejected, result.finished) == (1, 1)
+    manager = KVCacheManager(
+        LAYOUT, 101, max_num_seqs=4, max_model_len=4000, max_num_batched_tokens=64, policy=Policy(mode)
+    )
+    answer = manager.admit(0, [1] * 1000, 700)
+    assert isinstance(answer, Never)
+    assert (answer.reason, answer.needed_blocks, answer.usable_blocks) == (NeverReason.BLOCKS, 107, 100)
+    assert answer.largest_prompt_tokens == 900
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_half_loaded_requests_do_not_wait_on_each_other(mode: AdmissionMode) -> None:
+    """Prompts of 60 and 55 blocks in a pool of 100, loaded in chunks; each alone fits, both never."""
+    result = run(trace_of((0, 960, 20, 40), (0, 880, 20, 40), (0, 900, 20, 40)), mode)
+    assert result.finished == 3
+    if mode is AdmissionMode.GUARANTEED:
+        assert result.preemptions == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_small_requests_do_not_keep_a_huge_one_waiting(mode: AdmissionMode) -> None:
+    """A request for 94 of 100 blocks among a stream of small ones that alone would fill the pool for ever."""
+    small = [(float(at), 100, 60, 60) for at in range(300)]
+    trace = trace_of(*small[:20], (20.0, 1400, 100, 100), *small[20:])
+    simulator = Logged(trace, replace(SETUP, policy=Policy(mode), check=False))
+    simulator.run()
+    start = next(step for step, id, answer in simulator.answers if id == 20 and answer == "Admitted")
+    assert start < 20 + 3 * 60
+    before = [id for _, id, answer in simulator.answers[: simulator.answers.index((start, 20, "Admitted"))]
+              if answer == "Admitted" and id > 20]  # fmt: skip
+    assert len(before) < 60
+
+
+def test_passing_the_head_does_not_delay_it() -> None:
+    """Everybody runs to max_tokens, so the foretold start is the true one: with passing it is the same step."""
+    first = [(0.0, 400, 100, 100)] * 3
+    head, short, long = (0.0, 800, 200, 200), (0.0, 60, 4, 4), (0.0, 60, 200, 200)
+    starts = {}
+    for lookahead in (0, 8):
+        simulator = Logged(
+            trace_of(*first, head, long, short, short, long),
+            replace(SETUP, budget=2000, whole_prompts=True, scale=None, lookahead=lookahead),
+        )
+        simulator.run()
+        starts[lookahead] = {id: step for step, id, answer in simulator.answers if answer == "Admitted"}
+    assert starts[8][3] == starts[0][3]
+    assert starts[8][5] < starts[8][3]  # a small one passed
+    assert starts[0][5] >= starts[0][3]
+
+
+def queue_and_manager(policy: Policy) -> tuple[WaitingQueue, KVCacheManager]:
+    manager = KVCacheManager(
+        LAYOUT, 101, max_num_seqs=8, max_model_len=4000, max_num_batched_tokens=2000, policy=policy
+    )
+    return WaitingQueue(lookahead=0), manager
+
+
+def take(queue: WaitingQueue, manager: KVCacheManager) -> int | None:
+    def ask(entry: Waiting, head: Head | None) -> Admitted | Wait | Never:
+        request = entry.request
+        return manager.admit(entry.id, [entry.id] * request.prompt_tokens, request.max_tokens, head=head)
+
+    taken = queue.take(ask, lambda entry: manager.start_of(entry.request), step=0)
+    return None if taken is None else taken[0].id
+
+
+def test_cancelling_a_waiting_head_lets_the_next_in_and_changes_nothing_else() -> None:
+    queue, manager = queue_and_manager(Policy())
+    for id, prompt in enumerate((800, 1400, 320)):
+        queue.push(Waiting(id, AdmissionRequest(prompt, 100), float(id)))
+    assert take(queue, manager) == 0
+    before = manager.stats()
+    assert take(queue, manager) is None
+    queue.remove(1)
+    assert manager.stats() == before
+    with pytest.raises(UnknownSequence):
+        queue.remove(1)
+    assert take(queue, manager) == 2
+    assert len(queue) == 0
+
+
+def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
+    queue, manager = queue_and_manager(Policy(AdmissionMode.PREDICTIVE))
+    assert manager.admission is not None
+    for id in range(2):
+        queue.push(Waiting(id, AdmissionRequest(700, 500), 0.0))
+        manager.admission.ended(1)
+    for _ in range(100):
+        manager.admission.ended(1)
+    assert (take(queue, manager), take(queue, manager)) == (0, 1)
+    manager.extend_many([0, 1], [700, 700])
+    manager.commit_many([0, 1], [700, 700])
+    at = 700
+    while True:  # both outlive what was learned, until nobody can go on
+        ends = manager.grant([0, 1], [at + 1, at + 1])
+        if (ends == at).all():
+            break
+        assert (ends == at + 1).all()
+        manager.extend_many([0, 1], ends)
+        manager.append_many([0, 1], [5, 6])
+        at += 1
+        manager.commit_many([0, 1], ends)
+    assert at == 800
+    victim = manager.admission.victim(manager.running())
+    manager.free(victim)
+    queue.push(Waiting(victim, AdmissionRequest(at, 400, produced=100), 0.0))
+    manager.check_invariants()
+    assert manager.grant([1 - victim], [at + 1]).tolist() == [at + 1]
+    queue.remove(victim)  # the client has gone
+    manager.free(1 - victim)
+    manager.check_invariants()
+    stats = manager.stats()
+    assert (stats.used, stats.promised, len(queue)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY])
+def test_outputs_still_to_come_change_no_decision(mode: AdmissionMode) -> None:
+    rng = random.Random(3)
+    trace = trace_of(*[(0.0, rng.randint(20, 400), rng.randint(1, 200), 200) for _ in range(60)])
+    setup = replace(SETUP, policy=Policy(mode), leap=False, check=False)
+    first = Logged(trace, setup)
+    first.run()
+    until = first.steps // 3
+    ended = {id for id, step in first.ended_at.items() if step <= until}
+    assert 5 < len(ended) < 50
+    # Whoever had not ended by then gets another length: beyond what any of them had produced by then.
+    others = tuple(
+        request
+        if id in ended
+        else replace(request, output_tokens=200 if id % 2 else max(request.output_tokens, 150))
+        for id, request in enumerate(trace.requests)
+    )
+    second = Logged(replace(trace, requests=others), setup)
+    second.run()
+    assert second.steps != first.steps
+    known = [answer for answer in first.answers if answer[0] < until]
+    assert known == [answer for answer in second.answers if answer[0] < until]
