@@ -83,8 +83,6 @@ def _row(f: FloatFormat, value: float) -> dict[str, Any]:
         what = "NaN" if math.isnan(stored) else "no NaN in this format: the largest value"
     elif math.isinf(stored) and not math.isinf(value):
         what = "overflows to infinity"
-    elif math.isnan(stored):
-        what = "overflows to NaN"
     elif abs(value) > f.largest and not math.isinf(stored):
         what = "saturates"
     elif value != 0 and stored == 0:

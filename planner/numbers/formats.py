@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Overflow = Literal["infinity", "saturate", "nan"]
+Overflow = Literal["infinity", "saturate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class FloatFormat:
     def _too_large(self, sign: int) -> tuple[int, int, int]:
         if self.overflow == "infinity":
             return sign, (1 << self.exponent) - 1, 0
-        return self._nan(sign) if self.overflow == "nan" else self._finite_top(sign)
+        return self._finite_top(sign)
 
     def _finite_top(self, sign: int) -> tuple[int, int, int]:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
@@ -114,8 +114,17 @@ FLOATS = (
     FloatFormat("tf32", 8, 10, 32, "infinity", scale="19 bits used, stored in 4 bytes"),
     FloatFormat("fp16", 5, 10, 16, "infinity"),
     FloatFormat("bf16", 8, 7, 16, "infinity"),
-    # OCP OFP8 1.0 5.2: conversions may saturate or not; torch's .to() does not, E4M3 overflows to NaN
-    FloatFormat("fp8_e4m3", 4, 3, 8, "nan", top_exponent_is_number=True, nan_at_top=True),
+    # OCP OFP8 1.0 lets a conversion saturate or give NaN; torch 2.13's .to() saturates E4M3, not E5M2
+    FloatFormat(
+        "fp8_e4m3",
+        4,
+        3,
+        8,
+        "saturate",
+        top_exponent_is_number=True,
+        nan_at_top=True,
+        scale="too large: saturates (torch 2.13), NaN in OCP's other mode",
+    ),
     FloatFormat("fp8_e5m2", 5, 2, 8, "infinity"),
     FloatFormat("fp4_e2m1", 2, 1, 4, "saturate", top_exponent_is_number=True),
 )

@@ -337,9 +337,7 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
     if setup.precision == "fp16-mixed":
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
     if setup.method == "qlora":
-        out.append(
-            "QLoRA works with ZeRO 1 and 2, where the quantized base is replicated, and with FSDP for NF4"
-        )
+        out.append("QLoRA: ZeRO 1 and 2 replicate the quantized base, stage 3 cannot split it, FSDP can (NF4)")
         out.append("QLoRA runs about 30 % slower than LoRA: each matrix is dequantized for each use")
         upcast = sum(
             h.elements * h.count * 2

@@ -86,7 +86,7 @@ def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(150)
+        process.join(300)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
@@ -100,7 +100,7 @@ def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
     [(2, (("llama", 2), ("gpt_neox", 1))), (3, (("gpt_neox", 2), ("gemma2", 2), ("falcon", 1)))],
 )
 def test_shards(world, cases):
-    """FSDP2 gives the first rank the whole rows that are left over; FSDP1 pads, and shows parameters without it."""
+    """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards."""
     found = run(world, cases)
     for index, (family, version) in enumerate(cases):
         setup = TrainingSetup(precision="fp32", strategy="fsdp", gpus=world, fsdp_version=version)

@@ -1,0 +1,135 @@
+"""Peaks of published training runs against ``tonnage train``'s arithmetic.
+
+    python benchmarks/training_accuracy.py --receipts tests/data/training/measured_receipts.tsv --json
+
+Scores the rows whose quantity is ``peak torch memory, bf16 b=B s=S sdpa|eager full|lora=R pure|amp [ckpt]`` of
+a run marked ``(train)``. Nothing is fitted: the same formulas answer every row, so no model is scored by terms
+that saw it. The peer's own prediction, printed in the row, is scored beside ours. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training.model import model_from
+from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.setup import TrainingSetup
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (ROOT / "tests" / "data" / "configs", ROOT / "tests" / "data" / "training")
+LIMIT = 0.03
+_SETTING = re.compile(
+    r"peak torch memory, (?P<dtype>bf16) b=(?P<batch>\d+) s=(?P<length>\d+) (?P<attention>sdpa|eager|flash) "
+    r"(?:full|lora=(?P<rank>\d+)) (?P<precision>pure|amp)(?P<ckpt> ckpt)?"
+)
+_OUTSIDE_TORCH = ("CUDA context", "NCCL buffers")  # max_memory_allocated sees the caching allocator only
+
+
+def config_of(model: str, folders: list[Path]) -> dict[str, Any] | None:
+    """The config of a model named without its organization, in any of the folders."""
+    for folder in folders:
+        candidates = [folder / f"{model}.json"]
+        candidates += sorted(folder.glob(f"*__{model}.json")) + sorted(folder.glob(f"*__{model}/config.json"))
+        candidates += sorted(folder.glob(f"*__Meta-{model}.json")) + sorted(
+            folder.glob(f"*__Meta-{model}/config.json")
+        )
+        for path in candidates:
+            if path.is_file():
+                return dict(json.loads(path.read_text()))
+    return None
+
+
+def setup_of(match: re.Match[str]) -> TrainingSetup:
+    """The run's conditions (vramcalc 0.1.2, bench.py): torch AdamW with foreach kernels, adapters on q, k, v
+    and o, an fp32 base under autocast, transformers 4.57, which hands SDPA an explicit mask."""
+    lora = match["rank"] is not None
+    pure = match["precision"] == "pure"
+    return TrainingSetup(
+        method="lora" if lora else "full",
+        rank=int(match["rank"] or 16),
+        target_modules=("q_proj", "k_proj", "v_proj", "o_proj") if lora else None,
+        precision="bf16" if pure else "bf16-mixed",
+        base_dtype=None if pure else "fp32",
+        attention=match["attention"],
+        materialized_mask=match["attention"] == "sdpa",
+        micro_batch=int(match["batch"]),
+        sequence_length=int(match["length"]),
+        checkpointing="full" if match["ckpt"] else "none",
+    )
+
+
+def score(row: dict[str, str], folders: list[Path]) -> dict[str, Any] | None:
+    """One row's answer, or None when it is no training run of this format."""
+    match = _SETTING.fullmatch(row["quantity"])
+    if match is None or "(train)" not in row["engine"]:
+        return None
+    out: dict[str, Any] = {"model": row["model"], "setting": match[0].partition(", ")[2]}
+    config = config_of(row["model"], folders)
+    if config is None:
+        return {**out, "miss": "no config of that model"}
+    try:
+        plan = Planner(model_from(row["model"], config, build_architecture(config))).plan(setup_of(match))
+    except TonnageError as error:
+        return {**out, "miss": str(error)}
+    measured = float(row["value"]) * 1e9
+    ours = sum(x.bytes for x in plan.lines if x.place == "gpu" and x.name not in _OUTSIDE_TORCH)
+    out |= {"measured_gb": measured / 1e9, "planned_gb": round(ours / 1e9, 3), "error": ours / measured - 1}
+    out["moment"] = plan.moment
+    peer = re.search(r"predicted ([\d.]+) GB", row["raw_receipt"])
+    if peer:
+        out["peer_error"] = float(peer[1]) * 1e9 / measured - 1
+    return out
+
+
+def summary(rows: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    errors = [abs(row[key]) for row in rows if key in row]
+    return {
+        "scored": len(errors),
+        "median_error": round(statistics.median(errors), 5) if errors else None,
+        "worst_error": round(max(errors), 5) if errors else None,
+        "misses": sum(error > LIMIT for error in errors),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--receipts", type=Path, required=True, help="TSV as tests/data/training/measured_receipts.tsv"
+    )
+    parser.add_argument("--configs", type=Path, help="another folder of configs, searched first")
+    parser.add_argument("--json", action="store_true", help="one JSON object only")
+    options = parser.parse_args()
+    try:
+        with options.receipts.open() as file:
+            receipts = list(csv.DictReader(file, delimiter="\t"))
+    except OSError as error:
+        print(f"{options.receipts}: {error.strerror}", file=sys.stderr)
+        return 2
+    folders = ([options.configs] if options.configs else []) + list(FOLDERS)
+    rows = [found for row in receipts if (found := score(row, folders)) is not None]
+    ours = summary(rows, "error")
+    ours["misses"] += sum("miss" in row for row in rows)
+    if not options.json:
+        for row in rows:
+            error = f"{100 * row['error']:+.2f} %" if "error" in row else row["miss"]
+            print(f"{row['model']:<16}{row['setting']:<42}{error:>10}  {row.get('moment', '')}")
+    print(
+        json.dumps(
+            {"rows": len(rows), **ours, "peer": {"vramcalc 0.1.2": summary(rows, "peer_error")}, "runs": rows}
+        )
+    )
+    return 0 if rows and not ours["misses"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

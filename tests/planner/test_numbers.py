@@ -1,0 +1,145 @@
+"""Number formats bit by bit, against torch's own casts."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from tonnage.planner.numbers.command import run
+from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_format, nearest_nf4
+
+
+def test_bf16_fields_of_the_article():
+    """sign 1, exponent 17, mantissa 3; a well-known article prints the value of mantissa 5 for it."""
+    bf16 = float_format("bf16")
+    assert bf16.decode(1, 17, 3) == -7.884275709835247e-34
+    assert bf16.decode(1, 17, 5) == -8.004646331359449e-34
+    assert bf16.encode(-7.884275709835247e-34) == (1, 17, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "stored"),
+    [("fp32", (8, 23), 32), ("tf32", (8, 10), 32), ("fp16", (5, 10), 16), ("bf16", (8, 7), 16),
+     ("fp8_e4m3", (4, 3), 8), ("fp8_e5m2", (5, 2), 8), ("fp4_e2m1", (2, 1), 4)],
+)  # fmt: skip
+def test_table(name, fields, stored):
+    found = float_format(name)
+    assert ((found.exponent, found.mantissa), found.stored_bits) == (fields, stored)
+
+
+def test_limits():
+    limits = {f.name: f.largest for f in FLOATS}
+    assert limits["fp16"] == 65504
+    assert limits["fp8_e4m3"] == 448
+    assert limits["fp8_e5m2"] == 57344
+    assert limits["fp4_e2m1"] == 6
+    assert limits["fp32"] == pytest.approx(3.4028234663852886e38, rel=0)
+    assert float_format("fp16").smallest == 2.0**-24
+
+
+def test_bits_of_block_formats():
+    bits = {b.name: b.bits_per_value for b in BLOCKS}
+    assert bits["mxfp4"] == 4 + 8 / 32
+    assert bits["nvfp4"] == 4 + 8 / 16
+    assert bits["nf4"] == 4 + 32 / 64
+
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn",
+          "fp8_e5m2": "float8_e5m2"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_rounding_is_torchs(name):
+    """Random values of every size, all ties, both ends: fields and value as torch's cast gives them."""
+    torch = pytest.importorskip("torch", reason="its casts are the oracle")
+    found, dtype = float_format(name), getattr(torch, DTYPES[name])
+    rng = random.Random(5)
+    values = [rng.uniform(-2, 2) * 2.0 ** rng.randint(-40, 20) for _ in range(3000)]
+    values += [
+        0.0,
+        -0.0,
+        1.0,
+        found.largest,
+        -found.largest,
+        found.smallest,
+        found.smallest / 2,
+        found.smallest * 1.5,
+    ]
+    for exponent in range(1, min(found.top, 40)):
+        low = found.decode(0, exponent, 0)
+        step = math.ldexp(1.0, exponent - found.bias - found.mantissa)
+        values += [low + step / 2, low + 1.5 * step]  # ties
+    single = torch.tensor(values, dtype=torch.float64).to(torch.float32)  # torch rounds from fp32
+    for value, expected in zip(single.tolist(), single.to(dtype).to(torch.float64).tolist(), strict=True):
+        got = found.decode(*found.encode(value))
+        assert got == expected or (math.isnan(got) and math.isnan(expected)), (name, value)
+        assert math.copysign(1, got) == math.copysign(1, expected) or math.isnan(expected)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16"])
+def test_every_pattern_decodes_as_torch_reads_it(name):
+    torch = pytest.importorskip("torch", reason="its casts are the oracle")
+    found, dtype = float_format(name), getattr(torch, DTYPES[name])
+    raw = (
+        torch.arange(256, dtype=torch.uint8)
+        if found.bits == 8
+        else torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    )
+    expected = raw.view(dtype).to(torch.float64).tolist()
+    for pattern, value in enumerate(expected):
+        sign = pattern >> (found.bits - 1)
+        exponent = pattern >> found.mantissa & ((1 << found.exponent) - 1)
+        got = found.decode(sign, exponent, pattern & ((1 << found.mantissa) - 1))
+        assert got == value or (math.isnan(got) and math.isnan(value)), pattern
+
+
+def test_nf4_levels_are_bitsandbytes():
+    torch = pytest.importorskip("torch", reason="the code book is a tensor")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="its code book is the oracle")
+    book = functional.get_4bit_type("nf4", device="cpu")
+    assert torch.tensor(NF4_LEVELS).tolist() == book.tolist()
+    assert nearest_nf4(0.1) == (8, NF4_LEVELS[8])
+
+
+def test_overflow_and_underflow(capsys):
+    assert run(["70000", "--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert (rows["fp16"]["value"], rows["fp16"]["what"]) == ("inf", "overflows to infinity")
+    assert rows["bf16"]["value"] == 70144.0
+    assert (rows["fp8_e4m3"]["value"], rows["fp8_e4m3"]["what"]) == (448.0, "saturates")
+    assert rows["fp4_e2m1"]["value"] == 6.0
+    assert run(["1e-9", "--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["fp16"]["what"] == "underflows to zero"
+    assert rows["bf16"]["value"] == pytest.approx(1e-9, rel=2**-8)
+
+
+def test_table_and_fields_from_the_command_line(capsys):
+    assert run([]) == 0
+    out = capsys.readouterr().out
+    assert "1/8/7" in out
+    assert "\x1b" not in out
+    assert run(["--format", "bf16", "--bits", "1,17,3"]) == 0
+    assert capsys.readouterr().out.strip() == "-7.884275709835247e-34"
+    for value in ("inf", "nan", "-3", "0"):
+        assert run([value]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["pi"], ["VALUE", "'pi'"]),
+        (["1", "--format", "fp12"], ["--format", "'fp12'"]),
+        (["--format", "bf16", "--bits", "1,300,0"], ["--bits", "300", "8 bits"]),
+        (["--format", "bf16", "--bits", "1,2"], ["--bits", "1,17,3"]),
+        (["--bits", "1,2,3"], ["--bits", "--format"]),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, words):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words)

@@ -1,0 +1,36 @@
+"""benchmarks/training_accuracy.py on the public A6000 runs: every training row within 3 %."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECEIPTS = ROOT / "tests" / "data" / "training" / "measured_receipts.tsv"
+
+
+def run(receipts: Path) -> tuple[int, dict]:
+    command = [sys.executable, ROOT / "benchmarks" / "training_accuracy.py", "--receipts", receipts, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_public_runs_are_within_3_percent():
+    code, found = run(RECEIPTS)
+    training = sum("(train)" in line for line in RECEIPTS.read_text().splitlines())
+    assert (code, found["rows"], found["scored"], found["misses"]) == (0, training, training, 0)
+    assert training == 13
+    assert found["worst_error"] < 0.03
+    assert found["worst_error"] < found["peer"]["vramcalc 0.1.2"]["worst_error"]
+
+
+def test_a_wrong_receipt_is_a_miss(tmp_path):
+    """The score can fail: a run said to need 4 % more, and one of a model nobody has a config of."""
+    lines = RECEIPTS.read_text().splitlines()
+    row = next(line for line in lines if "17.51" in line)
+    other = row.replace("17.51", "18.21"), row.replace("Llama-3.2-1B", "Nobody-1B")
+    (tmp_path / "receipts.tsv").write_text("\n".join([lines[0], *other]) + "\n")
+    code, found = run(tmp_path / "receipts.tsv")
+    assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)

@@ -1,0 +1,240 @@
+"""``tonnage train``: output in all forms, search, tricks, sweep and ready configuration."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.gpus import find_gpu
+from tonnage.planner.training import emit
+from tonnage.planner.training.command import parse_speed, run
+from tonnage.planner.training.html import page
+from tonnage.planner.training.model import model_from
+from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.search import largest
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.sweep import parse_axis, sweep
+from tonnage.planner.training.tricks import tricks
+
+A100 = find_gpu("a100-80g").memory_bytes
+
+
+@pytest.fixture
+def planner(config_of):
+    config = config_of("meta-llama/Meta-Llama-3.1-8B")
+    return Planner(model_from("llama", config, build_architecture(config)))
+
+
+@pytest.fixture
+def folder(folder_with, config_of):
+    return folder_with(config_of("meta-llama/Meta-Llama-3.1-8B"))
+
+
+def test_json(folder, capsys):
+    assert run([folder, "--json", "--explain", "--strategy", "zero3", "--gpus", "8", "--gpu", "a100-80g"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["parameters"] == 8_030_261_248
+    assert found["fits"] is True
+    assert found["gpu_bytes"] == sum(x["bytes"] for x in found["lines"] if x["place"] == "gpu")
+    assert found["gpu_bounds"][0] <= found["gpu_bytes"] <= found["gpu_bounds"][1]
+    assert found["effective_batch"] == 8
+    assert found["convention"]["name"] == "zero"
+    assert all(x["formula"] and x["source"] for x in found["lines"])
+
+
+def test_plain_output_names_the_convention_and_the_batch(folder, capsys):
+    assert run([folder, "--convention", "huggingface", "--gradient-accumulation", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "18 bytes a parameter" in out
+    assert "= 4 sequences" in out
+    assert "\x1b" not in out
+
+
+def test_does_not_fit_is_exit_1_and_says_why(folder, capsys):
+    assert run([folder, "--gpu", "rtx-4090"]) == 1
+    assert "Does not fit: gpu:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h9000"], ["--gpu", "h9000"]),
+        (["--micro-batch", "1.5"], ["--micro-batch", "1.5"]),
+        (["--intra-node", "fast"], ["--intra-node", "nvlink4"]),
+        (["--network-share", "lots"], ["--network-share", "lots"]),
+        (["--sweep", "colour=red"], ["--sweep", "colour"]),
+        (["--sweep", "micro-batch=x"], ["--sweep", "'x'"]),
+        (["--find", "everything", "--gpu", "a100-80g"], ["--find", "everything"]),
+        (["--emit", "deepspeed"], ["--emit", "zero3"]),
+        (["--emit", "peft"], ["--emit", "lora"]),
+        (["--frobnicate"], ["--frobnicate"]),
+        (["--gpu", "a100-80g", "--device-memory", "80GiB"], ["--gpu", "--device-memory"]),
+        (["--html", "/nowhere/at/all.html"], ["--html", "/nowhere"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
+    assert run([folder, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words)
+
+
+def test_the_command_starts_without_anything_heavy(folder):
+    code = (
+        "import sys; from tonnage.server.cli import main\n"
+        f"code = main(['train', {folder!r}, '--json', '--tricks', '--gpu', 'a100-80g'])\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'peft', 'importlib.metadata'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (1, "[]")
+
+
+def test_the_largest_micro_batch_is_the_largest(planner):
+    setup = TrainingSetup(method="lora", device_memory=A100)
+    found = largest(planner, setup, "micro_batch")
+    assert planner.plan(replace(setup, micro_batch=found.value)).fits is True
+    assert planner.plan(replace(setup, micro_batch=found.value + 1)).fits is False
+    assert found.aligned is None or found.aligned % 8 == 0
+
+
+def test_the_longest_sequence_is_the_longest(planner):
+    setup = TrainingSetup(method="qlora", device_memory=A100)
+    found = largest(planner, setup, "sequence_length")
+    assert planner.plan(replace(setup, sequence_length=found.value)).fits is True
+    assert planner.plan(replace(setup, sequence_length=found.value + 1)).fits is False
+
+
+def test_tricks_are_computed_for_this_model_and_ranked(planner):
+    setup = TrainingSetup(device_memory=A100, micro_batch=2, attention="eager", gpus=8)
+    rows = tricks(planner, setup)
+    base = planner.plan(setup)
+    names = {t.name for t in rows}
+    for word in ("gradient accumulation", "gradient checkpointing", "pure bf16", "optimizer adamw-8bit", "LoRA",
+                 "QLoRA", "FlashAttention", "ZeRO stage 3", "ZeRO-Offload (optimizer to CPU)",
+                 "data loader (pinned, 4 workers)"):  # fmt: skip
+        assert word in names
+    assert any(name.startswith("micro-batch 8") for name in names)
+    for t in rows:
+        assert t.saved == base.total() - t.gpu_bytes
+        if t.changes and not t.name.startswith("together"):
+            assert planner.plan(replace(setup, **dict(t.changes))).total() == t.gpu_bytes
+    fitting = [t for t in rows if t.fits]
+    assert rows[: len(fitting)] == tuple(fitting)  # what fits comes first
+    assert [t.relative_time for t in fitting] == sorted(t.relative_time for t in fitting) or len(fitting) < 2
+    by = {t.name: t for t in rows}
+    assert 1.2 < by["gradient checkpointing"].relative_time < 1.4
+    assert by["LoRA"].relative_time < 1
+
+
+def test_when_no_trick_is_enough_they_are_put_together(planner):
+    setup = TrainingSetup(device_memory=24 << 30, micro_batch=64)
+    rows = tricks(planner, setup)
+    assert rows[0].name.startswith("together: ")
+    assert planner.plan(replace(setup, **dict(rows[0].changes))).fits is True
+    assert not any(t.fits for t in rows[1:])
+
+
+def test_sweep(planner):
+    axes = [parse_axis("micro-batch=1,2"), parse_axis("strategy=ddp,zero3"), parse_axis("tensor-parallel=1,3")]
+    rows = list(sweep(planner, TrainingSetup(gpus=3, device_memory=A100), axes))
+    assert [r.values for r in rows][:3] == [(1, "ddp", 1), (1, "ddp", 3), (1, "zero3", 1)]
+    assert len(rows) == 8
+    for row in rows:
+        if row.values[2] == 3:
+            assert "attention heads" in row.refused
+        else:
+            names = ("micro_batch", "strategy", "tensor_parallel")
+            setup = TrainingSetup(gpus=3, device_memory=A100, **dict(zip(names, row.values, strict=True)))
+            assert row.gpu_bytes == planner.plan(setup).total()
+
+
+def test_sweep_from_the_command_line(folder, capsys):
+    assert run([folder, "--sweep", "micro-batch=1,2", "--sweep", "checkpointing=none,full", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fields"] == ["micro_batch", "checkpointing"]
+    assert len(found["rows"]) == 4
+    assert run([folder, "--sweep", "micro-batch=1,2"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split("\t")[:2] == ["micro_batch", "gpu_bytes"]
+
+
+def test_html_is_complete_and_escaped(planner, tmp_path, folder):
+    plan = planner.plan(TrainingSetup(device_memory=A100))
+    text = page(replace(plan, model="<script>alert(1)</script>"), tricks(planner, plan.setup))
+    assert "<script" not in text
+    for line in plan.lines:
+        assert f"{line.bytes:,}" in text
+    assert run([folder, "--html", str(tmp_path / "plan.html")]) == 0
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+def test_deepspeed_json(planner):
+    setup = TrainingSetup(strategy="zero3", gpus=8, micro_batch=2, gradient_accumulation=4,
+                          offload_optimizer="cpu", offload_param="nvme", hpz_partition_size=8)  # fmt: skip
+    found = json.loads(emit.emit("deepspeed", planner.plan(setup), "llama"))
+    assert found["train_batch_size"] == 2 * 4 * 8
+    assert found["bf16"] == {"enabled": True}
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["zero_hpz_partition_size"]) == (3, 8)
+    assert zero["offload_optimizer"]["device"] == "cpu"
+    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "nvme_path": "/local_nvme"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "fsdp-grad-op", "fsdp-hybrid"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_reads_its_yaml(planner, tmp_path, strategy, version):
+    """By accelerate's own loader."""
+    accelerate = pytest.importorskip(
+        "accelerate.commands.config.config_args", reason="accelerate reads the file"
+    )
+    setup = TrainingSetup(strategy=strategy, gpus=8, fsdp_version=version)
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(emit.emit("accelerate", planner.plan(setup), "llama"))
+    found = accelerate.load_config_from_file(str(path))
+    kind = {"d": "MULTI_GPU", "z": "DEEPSPEED", "f": "FSDP"}[strategy[0]]
+    assert found.distributed_type == kind
+    assert found.num_processes == 8
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+    if kind == "FSDP":
+        assert found.fsdp_config["fsdp_version"] == version
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"optimizer": "adamw-8bit"}, {"optimizer": "adafactor", "checkpointing": "full"}, {"loss": "fused"}],
+)
+def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
+    """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""
+    transformers = pytest.importorskip("transformers", reason="TrainingArguments is its")
+    found = json.loads(emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), "llama"))
+    assert found.pop("bf16") is True
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **found)
+    assert arguments.per_device_train_batch_size == 3
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
+def test_peft_takes_its_config(planner, method):
+    peft = pytest.importorskip("peft", reason="the configs are PEFT's")
+    found = json.loads(emit.emit("peft", planner.plan(TrainingSetup(method=method)), "llama"))
+    quantization = found.pop("quantization_config", None)
+    assert (quantization is not None) == (method == "qlora")
+    kind = found.pop("peft_type")
+    config = (peft.IA3Config if kind == "IA3" else peft.LoraConfig)(**found)
+    assert set(config.target_modules) == (
+        {"k_proj", "v_proj", "down_proj"} if method == "ia3" else {"q_proj", "v_proj"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"),
+    [("nvlink4", 450 * 10**9), ("ndr", 50 * 10**9), ("400Gbps", 50 * 10**9), ("12.5 GB/s", 12_500_000_000)],
+)
+def test_speeds(text, speed):
+    assert parse_speed(text, "--x") == speed

@@ -1,0 +1,105 @@
+"""What cannot be trained is refused by name: flag, value, and what would be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError, UnsupportedArchitecture
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training.model import load_training_model, model_from
+from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.search import largest
+from tonnage.planner.training.setup import TrainingSetup
+
+
+@pytest.fixture
+def planner(config_of):
+    config = config_of("meta-llama/Meta-Llama-3.1-8B")
+    return Planner(model_from("llama", config, build_architecture(config)))
+
+
+@pytest.mark.parametrize(
+    ("setup", "field", "words"),
+    [
+        ({"method": "qlora", "strategy": "zero3", "gpus": 8}, "--strategy", ["stage 3", "zero2"]),
+        ({"method": "qlora", "strategy": "fsdp", "gpus": 8, "base_quantization": "int8"}, "--base-quantization",
+         ["LLM.int8"]),
+        ({"strategy": "fsdp-hybrid", "gpus": 8, "shard_size": 3}, "--shard-size", ["3", "8"]),
+        ({"strategy": "zero3", "gpus": 8, "hpz_partition_size": 3}, "--hpz-partition-size", ["3", "8"]),
+        ({"strategy": "zero2", "gpus": 8, "hpz_partition_size": 8}, "--zero-plus-plus", ["stage 3", "zero2"]),
+        ({"tensor_parallel": 3, "gpus": 3}, "--tensor-parallel", ["3", "32 attention heads", "divisors"]),
+        ({"tensor_parallel": 16, "gpus": 8, "nodes": 2}, "--tensor-parallel", ["16", "8 GPUs", "node"]),
+        ({"tensor_parallel": 2, "gpus": 3}, "--tensor-parallel", ["2", "3 GPUs"]),
+        ({"pipeline_parallel": 64, "gpus": 64}, "--pipeline-parallel", ["64", "32 layers"]),
+        ({"pipeline_parallel": 2, "gpus": 2, "strategy": "zero2"}, "--pipeline-parallel", ["zero1"]),
+        ({"expert_parallel": 2, "gpus": 2}, "--expert-parallel", ["no experts"]),
+        ({"sequence_parallel": True}, "--sequence-parallel", ["--tensor-parallel is 1"]),
+        ({"partition_activations": True}, "--partition-activations", ["--tensor-parallel is 1"]),
+        ({"method": "lora", "target_modules": ("qkv_proj",)}, "--target-modules",
+         ["'qkv_proj'", "q_proj", "down_proj"]),
+        ({"precision": "fp16"}, "--precision", ["loss scaling", "bf16"]),
+        ({"precision": "fp16-mixed", "loss_scaling": False}, "--no-loss-scaling", ["6e-8"]),
+        ({"strategy": "zero2", "gpus": 8, "offload_optimizer": "nvme"}, "--offload-optimizer",
+         ["stage 3", "zero2"]),
+        ({"strategy": "ddp", "gpus": 8, "offload_param": "nvme"}, "--offload-param", ["stage 3", "ddp"]),
+        ({"strategy": "zero2", "gpus": 8, "offload_param": "cpu"}, "--offload-param", ["stage 3"]),
+        ({"offload_optimizer": "cpu"}, "--offload-optimizer", ["ZeRO", "ddp"]),
+        ({"strategy": "fsdp", "gpus": 8, "offload_param": "cpu"}, "--offload-param", ["together"]),
+        ({"method": "freeze", "trainable_layers": 33}, "--trainable-layers", ["33", "32 layers"]),
+        ({"method": "prompt"}, "--method", ["'prompt'", "qlora"]),
+        ({"optimizer": "adam9"}, "--optimizer", ["'adam9'", "adafactor"]),
+        ({"convention": "zero", "precision": "fp32"}, "--convention", ["fp32", "master"]),
+        ({"convention": "mine"}, "--convention", ["'mine'"]),
+        ({"gradient_dtype": "int8"}, "--gradient-dtype", ["'int8'"]),
+        ({"micro_batch": 0}, "--micro-batch", ["0"]),
+        ({"gpus": 1 << 30}, "--gpus", ["1073741824"]),
+        ({"network_share": 1.5}, "--network-share", ["1.5", "0.8"]),
+    ],
+)  # fmt: skip
+def test_refused_by_name(planner, setup, field, words):
+    with pytest.raises(DeploymentError) as caught:
+        planner.plan(TrainingSetup(**setup))
+    assert caught.value.field == field
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_refusal_changes_nothing(planner):
+    before = planner.plan(TrainingSetup())
+    with pytest.raises(TonnageError):
+        planner.plan(TrainingSetup(tensor_parallel=3, gpus=3))
+    assert planner.plan(TrainingSetup()) == before
+
+
+def test_qlora_needs_linear_modules(config_of):
+    """Falcon's linear layers are a subclass that bitsandbytes does not replace."""
+    config = config_of("tiiuae/falcon-40b")
+    model = Planner(model_from("falcon", config, build_architecture(config)))
+    with pytest.raises(UnsupportedArchitecture, match="FalconForCausalLM"):
+        model.plan(TrainingSetup(method="qlora"))
+
+
+def test_a_quantized_checkpoint_is_not_trained_in_place(folder_with, tiny_llama):
+    tiny_llama["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(UnsupportedArchitecture, match="gptq") as caught:
+        load_training_model(folder_with(tiny_llama))
+    assert caught.value.field == "quantization_config"
+
+
+def test_searching_needs_a_device_and_something_that_fits(planner):
+    with pytest.raises(DeploymentError) as caught:
+        largest(planner, TrainingSetup(), "micro_batch")
+    assert caught.value.field == "--device-memory"
+    with pytest.raises(DoesNotFit, match="not even micro batch 1 fits"):
+        largest(planner, TrainingSetup(device_memory=10**9), "micro_batch")
+
+
+def test_fp16_says_that_loss_scaling_is_on(planner):
+    assert any("loss scaling" in note for note in planner.plan(TrainingSetup(precision="fp16-mixed")).notes)
+
+
+def test_qlora_says_its_limits(planner):
+    notes = " ".join(planner.plan(TrainingSetup(method="qlora", strategy="zero2", gpus=8)).notes)
+    assert "stage 3 cannot split it" in notes
+    assert "30 % slower" in notes
+    assert "prepare_model_for_kbit_training" in notes
