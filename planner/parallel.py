@@ -50,7 +50,7 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 def heads_per_rank(kv_heads: int, ranks: int) -> int:
     """KV heads one rank keeps: at least one, so that they are replicated when there are more ranks."""
-    return max(1, kv_heads // ranks)
+    return ceil_div(kv_heads, ranks)
 
 
 def check(architecture: Architecture, ranks: int) -> None:
