@@ -50,6 +50,15 @@ CUSTOM: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "InferencePool": {
+        "required": ["selector", "targetPorts", "endpointPickerRef"],
+        "additionalProperties": False,
+        "properties": {
+            "selector": {"required": ["matchLabels"]},
+            "targetPorts": {"type": "array", "minItems": 1, "items": {"required": ["number"]}},
+            "endpointPickerRef": {"required": ["name", "port"]},
+        },
+    },
     "PrometheusRule": {"required": ["groups"], "properties": {"groups": {"type": "array", "minItems": 4}}},
     "ScaledObject": {
         "required": ["scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers"],
@@ -92,6 +101,7 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above"),
     ({"replicas": 2, "podDisruptionBudget": {"minAvailable": 2}}, "would block every drain"),
     ({"settings": {"drain_seconds": 5}}, "drain_seconds"),
+    ({"inferencePool": {"enabled": True}}, "the name of the picker's service"),
     ({"backend": "sglang"}, "backend"),
     ({"resources": {"memoryBytes": "2Gi"}}, "memoryBytes"),
     ({"replcias": 2}, "replcias"),
