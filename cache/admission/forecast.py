@@ -81,10 +81,11 @@ class LengthForecast:
             return most
         done: Int64Array = np.asarray(output, dtype=np.int64)
         at = np.searchsorted(EDGES, done)  # bin of what is produced; 0 for nothing yet
-        if keys is None:
+        known = {key for key in set(keys or ()) if key and self._known(key)}
+        if keys is None or not known:
             return self._left_of("", done, most, done, at)
         result = np.empty_like(most)
-        used = [key if self._known(key) else "" for key in keys]
+        used = [key if key in known else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
             peers = mine if key else np.ones_like(mine)  # the curve of all is of all
