@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tonnage.cache.admission import Never, Wait
-from tonnage.cache.manager import BlockCopy, KVCacheManager
+from tonnage.cache.admission import AdmissionRequest, Head, Never, Policy, Wait
+from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
+from tonnage.cache.queue import Waiting, WaitingQueue
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
     Chunk,
@@ -43,6 +43,7 @@ class Sequence:
     computed: int
     cached_tokens: int
     random: np.random.Generator
+    arrived: float  # time.monotonic()
     chunk: int = 0  # tokens computed in the step under way
     queued: float | None = None  # seconds from its arrival here to admission
     matcher: Matcher | None = None  # of its grammar
@@ -62,6 +63,11 @@ class Sequence:
         return self.params.prompt_logprobs is not None and not self.generated and self.index == 0
 
     @property
+    def decodes(self) -> bool:
+        """All but the token drawn last is computed."""
+        return self.generated > 0 and len(self.tokens) - self.computed == 1
+
+    @property
     def samples(self) -> bool:
         """The step under way reaches the last token, so a next one is drawn."""
         return self.computed + self.chunk == len(self.tokens)
@@ -75,13 +81,30 @@ def generator(seed: int | None, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request in the queue; its prompt as an array, converted once however often admission is asked."""
+@dataclass(slots=True)
+class Entry:
+    """What waits: a request, or one of its sequences that was preempted (``resumed``)."""
 
     request: GenerationRequest
-    tokens: np.ndarray  # int32 [prompt]
-    arrived: float = field(default_factory=time.monotonic)
+    tokens: np.ndarray  # int32, prompt and what was produced; converted once however often admission is asked
+    arrived: float
+    resumed: Sequence | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.request.n if self.resumed is None else 1
+
+    @property
+    def wish(self) -> AdmissionRequest:
+        request, produced = self.request, self.resumed.generated if self.resumed else 0
+        return AdmissionRequest(
+            len(self.tokens),
+            request.params.max_tokens - produced,
+            self.sequences,
+            request.tenant,
+            request.priority,
+            produced=produced,
+        )
 
 
 # Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
@@ -93,17 +116,19 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
+    preemptions: int = 0
     admissions: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Scheduler:
     """State of all requests on this rank. One step: ``schedule`` -> forward -> ``finish``."""
 
-    def __init__(self, plan: Plan, matcher: MakeMatcher | None = None) -> None:
+    def __init__(self, plan: Plan, matcher: MakeMatcher | None = None, policy: Policy | None = None) -> None:
         limits = limits_of(plan)
         self.plan = plan
         self.budget = limits.max_num_batched_tokens
         self.most_logits = limits.max_num_seqs
+        full = any(group.window is None for group in plan.kv_cache.layout.groups)
         self.manager = KVCacheManager(
             plan.kv_cache.layout,
             plan.kv_cache.num_blocks,
@@ -111,17 +136,21 @@ class Scheduler:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=plan.deployment.enable_prefix_caching,
+            # Without a full group a sequence's blocks stop growing at its window: the sum of promises is exact.
+            policy=(policy or Policy()) if full else None,
         )
-        self.waiting: deque[Waiting] = deque()
+        self.queue = WaitingQueue()
+        self.entries: dict[int, Entry] = {}  # of the queue, by the id their sequence will have
         self.running: dict[int, Sequence] = {}
         self._ids = itertools.count()
         self._matcher = matcher
         self.counters = Counters()
-        self._waited: str | None = None  # the head of the queue whose wait was already counted
+        self._steps = 0
+        self._waited: set[int] = set()  # entries whose wait was already counted
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not self.running and not self.entries
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; the API process has already refused what can never fit.
@@ -129,69 +158,98 @@ class Scheduler:
         Raises TonnageError for a grammar that is not understood, before anything is queued.
         """
         self._match(request)
-        self.waiting.append(Waiting(request, np.array(request.prompt_token_ids, dtype=np.int32)))
+        tokens = np.array(request.prompt_token_ids, dtype=np.int32)
+        self._queue(Entry(request, tokens, time.monotonic()))
+
+    def _queue(self, entry: Entry) -> None:
+        number = next(self._ids)
+        self.entries[number] = entry
+        self.queue.push(Waiting(number, entry.wish, entry.arrived))
 
     def abort(self, request_id: str) -> list[Chunk]:
         """Forget a request wherever it is, give its blocks back; chunks that say so, none if it is unknown."""
-        for place, entry in enumerate(self.waiting):
+        chunks = []
+        for number, entry in list(self.entries.items()):
             if entry.request.request_id == request_id:
-                del self.waiting[place]
-                return [Chunk(request_id, index, (), "abort") for index in range(entry.request.n)]
+                self.queue.remove(number)
+                del self.entries[number]
+                indices = range(entry.request.n) if entry.resumed is None else [entry.resumed.index]
+                chunks += [Chunk(request_id, index, (), "abort") for index in indices]
         live = [sequence for sequence in self.running.values() if sequence.request.request_id == request_id]
         indices = [sequence.index for sequence in live]
         if live and not live[0].generated:  # its forks are still to come
-            indices = list(range(live[0].request.n))
+            indices = range(live[0].request.n)
         for sequence in live:
             self._release(sequence)
-        return [Chunk(request_id, index, (), "abort") for index in indices]
+        return chunks + [Chunk(request_id, index, (), "abort") for index in indices]
 
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
         """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
-        budget = self.budget
-        decodes = [s for s in self.running.values() if len(s.tokens) - s.computed == 1 and s.generated]
-        picked = decodes[:budget]
-        for sequence in picked:
-            sequence.chunk = 1
-        budget -= len(picked)
-        copies = list(self.manager.extend_many([s.id for s in picked], [s.computed + 1 for s in picked]))
-        for sequence in self.running.values():
-            if budget and not sequence.generated:
-                budget -= self._chunk(sequence, budget, picked, copies)
+        self._steps += 1
+        copies: list[BlockCopy] = []
+        picked, budget = self._pick(list(self.running.values()), self.budget, copies)
+        while self.running and not picked:  # only where admission promised more than there is
+            self._preempt()
+            picked, budget = self._pick(list(self.running.values()), self.budget, copies)
         refused: list[Chunk] = []
-        while budget and self.waiting:
+        while budget > 0 and self.entries:
             sequence = self._admit(refused)
             if sequence is None:
                 break
-            budget -= self._chunk(sequence, budget, picked, copies)
+            more, budget = self._pick([sequence], budget, copies, len(picked))
+            picked += more
         return (self._batch(picked, copies) if picked else None), picked, refused
 
-    def _chunk(self, sequence: Sequence, budget: int, picked: list[Sequence], copies: list[BlockCopy]) -> int:
-        sequence.chunk = min(budget, len(sequence.tokens) - sequence.computed)
-        if sequence.scores:  # the plan has room for the logits of max_num_seqs tokens
-            sequence.chunk = max(1, min(sequence.chunk, self.most_logits - len(picked)))
-        copies.extend(self.manager.extend(sequence.id, sequence.computed + sequence.chunk))
-        picked.append(sequence)
-        return sequence.chunk
+    def _pick(
+        self, sequences: list[Sequence], budget: int, copies: list[BlockCopy], before: int = 0
+    ) -> tuple[list[Sequence], int]:
+        """Those that compute in this step, their blocks allocated, and the budget left: decodes first, then
+        prefills while the budget lasts. Who is granted no block stalls until the next step."""
+        decodes = [s for s in sequences if s.decodes]
+        order, ends = decodes[:budget], []
+        for sequence in order:
+            sequence.chunk = 1
+        left = budget - len(order)
+        for sequence in sequences:
+            if left and not sequence.decodes:
+                sequence.chunk = min(left, len(sequence.tokens) - sequence.computed)
+                if sequence.scores:  # the plan has room for the logits of max_num_seqs tokens
+                    sequence.chunk = max(1, min(sequence.chunk, self.most_logits - before - len(order)))
+                left -= sequence.chunk
+                order.append(sequence)
+        if not order:
+            return [], budget
+        ends = self.manager.grant([s.id for s in order], [s.computed + s.chunk for s in order]).tolist()
+        for sequence, end in zip(order, ends, strict=True):
+            sequence.chunk = end - sequence.computed
+        picked = [s for s in order if s.chunk > 0]
+        if picked:
+            copies += self.manager.extend_many([s.id for s in picked], [s.computed + s.chunk for s in picked])
+        return picked, budget - sum(s.chunk for s in picked)
+
+    def _preempt(self) -> None:
+        """Give back the blocks of one request; its sequences wait, with what they have said, to be computed
+        again. Each comes back by itself."""
+        manager = self.manager
+        assert manager.admission is not None
+        victim = manager.admission.victim(manager.running())
+        places = manager.entries(list(self.running)).tolist()
+        for sequence in [s for s, place in zip(self.running.values(), places, strict=True) if place == victim]:
+            self.counters.preemptions += 1
+            self._release(sequence)
+            sequence.chunk = 0
+            resumed = sequence if sequence.generated else None
+            sequence.prompt_logprobs = [None]
+            tokens = np.array(sequence.tokens, dtype=np.int32)
+            self._queue(Entry(sequence.request, tokens, sequence.arrived, resumed))
 
     def _admit(self, refused: list[Chunk]) -> Sequence | None:
-        """Admit the head of the queue (first come, first served); None when it has to wait."""
-        while self.waiting:
-            request, tokens, arrived = self.waiting[0].request, self.waiting[0].tokens, self.waiting[0].arrived
-            sequence_id = next(self._ids)
-            answer = self.manager.admit(
-                sequence_id,
-                tokens,
-                request.params.max_tokens,
-                n=request.n,
-                # A prompt whose log probabilities are wanted is computed whole: it may not hit the cache.
-                salt=request.cache_salt if request.params.prompt_logprobs is None else secrets.token_bytes(16),
-            )
-            if isinstance(answer, Wait):
-                if self._waited != request.request_id:
-                    self._waited = request.request_id
-                    self._count("wait", answer.reason)
-                return None
-            self.waiting.popleft()
+        """Admit the next of the queue; None when all have to wait."""
+        while (taken := self.queue.take(self._ask, self._start_of, self._steps)) is not None:
+            waiting, answer = taken
+            entry = self.entries.pop(waiting.id)
+            self._waited.discard(waiting.id)
+            request = entry.request
             if isinstance(answer, Never):
                 self._count("never", answer.reason)
                 refused += [
@@ -199,23 +257,55 @@ class Scheduler:
                     for index in range(request.n)
                 ]
                 continue
-            self._count("admit", "fits")
+            self._count("admit", "fits" if entry.resumed is None else "resumed")
+            return self._start(waiting.id, entry, answer)
+        return None
+
+    def _ask(self, waiting: Waiting, head: Head | None) -> Admitted | Never | Wait:
+        entry, wish = self.entries[waiting.id], waiting.request
+        scored = entry.request.params.prompt_logprobs is not None and entry.resumed is None
+        answer = self.manager.admit(
+            waiting.id,
+            entry.tokens,
+            wish.max_tokens,
+            n=wish.n,
+            # A prompt whose log probabilities are wanted is computed whole: it may not hit the cache.
+            salt=secrets.token_bytes(16) if scored else entry.request.cache_salt,
+            tenant=wish.tenant,
+            produced=wish.produced,
+            head=head,
+        )
+        if isinstance(answer, Wait) and waiting.id not in self._waited:
+            self._waited.add(waiting.id)
+            self._count("wait", answer.reason)
+        return answer
+
+    def _start_of(self, waiting: Waiting) -> Head:
+        return self.manager.start_of(waiting.request)
+
+    def _start(self, number: int, entry: Entry, answer: Admitted) -> Sequence:
+        """The sequence under its new id, new or resumed."""
+        request, cached = entry.request, answer.cached_tokens
+        sequence = entry.resumed
+        if sequence is not None:
+            sequence.id, sequence.computed = number, cached
+        else:
             self.counters.prompt_tokens += len(request.prompt_token_ids)
-            self.counters.prefix_hit_tokens += answer.cached_tokens
+            self.counters.prefix_hit_tokens += cached
             sequence = Sequence(
-                sequence_id,
+                number,
                 request,
                 0,
                 list(request.prompt_token_ids),
-                answer.cached_tokens,
-                answer.cached_tokens,
+                cached,
+                cached,
                 generator(request.params.seed, 0),
-                queued=time.monotonic() - arrived,
+                entry.arrived,
+                queued=time.monotonic() - entry.arrived,
                 matcher=self._match(request),
             )
-            self.running[sequence.id] = sequence
-            return sequence
-        return None
+        self.running[number] = sequence
+        return sequence
 
     def _match(self, request: GenerationRequest) -> Matcher | None:
         grammar = request.params.grammar
@@ -289,6 +379,7 @@ class Scheduler:
                 parent.computed,
                 parent.cached_tokens,
                 generator(request.params.seed, index),
+                parent.arrived,
                 matcher=self._match(request),
             )
             self.running[fork.id] = fork
@@ -359,6 +450,9 @@ class Scheduler:
         reason: str,
         scored: tuple[TokenLogprobs, ...] = (),
     ) -> Chunk:
+        """It ended by itself: what it needed teaches the forecast of those to come."""
+        if self.manager.admission is not None:
+            self.manager.admission.ended(sequence.generated + 1, sequence.request.tenant)
         self._release(sequence)
         return self._said(sequence, token_ids, reason, scored)
 
@@ -375,10 +469,11 @@ class Scheduler:
         return EngineStats(
             ready=True,
             running=len(self.running),
-            waiting=len(self.waiting),
+            waiting=len(self.entries),
             pool=pool_stats(self.manager),
             admissions=tuple((*key, count) for key, count in counters.admissions.items()),
             prompt_tokens=counters.prompt_tokens,
+            preemptions=counters.preemptions,
             generation_tokens=counters.generation_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
         )

@@ -1,0 +1,103 @@
+"""The scheduler with the real block manager and no model: waiting, priorities, preemption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import Chunk, GenerationRequest, SamplingParams
+from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+
+
+def plan_for(blocks: int, **changes: int) -> Plan:
+    ensure_demo()
+    settings = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, **changes}
+    size = make_plan("demo", Deployment(dtype="float32", **settings)).kv_cache.layout.bytes_per_block
+    return make_plan("demo", Deployment(dtype="float32", kv_cache_memory_bytes=(blocks + 1) * size, **settings))
+
+
+def following(sequence: Sequence) -> int:
+    """A next token that only the tokens so far decide, and that would differ after any mistake in them."""
+    return 3 + (sum(i * token for i, token in enumerate(sequence.tokens, 1)) + sequence.index) % 40000
+
+
+def step(scheduler: Scheduler) -> list[Chunk]:
+    batch, picked, chunks = scheduler.schedule()
+    if batch is not None:
+        for at, sequence in enumerate(picked):  # what the model would be given is what the sequence is
+            span = slice(int(batch.query_start[at]), int(batch.query_start[at + 1]))
+            assert batch.token_ids[span].tolist() == np.asarray(sequence.tokens)[batch.positions[span]].tolist()
+        drawing = scheduler.fork(picked)
+        chunks += scheduler.finish(drawing, [following(sequence) for sequence in drawing])
+    scheduler.manager.check_invariants()
+    return chunks
+
+
+def run(scheduler: Scheduler, requests: list[GenerationRequest]) -> dict[tuple[str, int], list[int]]:
+    said: dict[tuple[str, int], list[int]] = {}
+    for request in requests:
+        scheduler.add(request)
+    while not scheduler.idle:
+        for chunk in step(scheduler):
+            assert chunk.error is None
+            said.setdefault((chunk.request_id, chunk.index), []).extend(chunk.token_ids)
+    assert scheduler.manager.stats().used == 0
+    return said
+
+
+def requests(count: int) -> list[GenerationRequest]:
+    rng = np.random.default_rng(0)
+    return [
+        GenerationRequest(
+            str(i),
+            tuple(rng.integers(3, 40000, 5 + 17 * (i % 6)).tolist()),
+            SamplingParams(max_tokens=20 + 30 * (i % 3), temperature=0.0),
+            n=1 + (i % 4 == 3),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.GREEDY, AdmissionMode.PREDICTIVE])
+def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMode) -> None:
+    roomy = Scheduler(plan_for(400))
+    wanted = run(roomy, requests(24))
+    assert {key[0] for key in wanted} == {str(i) for i in range(24)}
+    scheduler = Scheduler(plan_for(24), policy=Policy(mode))
+    assert run(scheduler, requests(24)) == wanted
+    if mode is AdmissionMode.GUARANTEED:
+        assert scheduler.counters.preemptions == 0
+    if mode is AdmissionMode.GREEDY:
+        assert scheduler.counters.preemptions > 0
+    assert scheduler.stats().preemptions == scheduler.counters.preemptions
+
+
+def test_a_lower_priority_number_starts_first() -> None:
+    scheduler = Scheduler(plan_for(40, max_num_seqs=1, max_num_batched_tokens=32))
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    for name, priority in (("a", 0), ("late", 5), ("early", -5)):
+        scheduler.add(GenerationRequest(name, (5, 6, 7), params, priority=priority))
+    order: list[str] = []
+    while not scheduler.idle:
+        order += [chunk.request_id for chunk in step(scheduler) if chunk.finish_reason]
+    assert order == ["early", "a", "late"]
+
+
+def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
+    scheduler = Scheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY))
+    todo = requests(24)
+    for request in todo:
+        scheduler.add(request)
+    while not scheduler.counters.preemptions:
+        step(scheduler)
+    for request in todo:
+        reasons = [chunk.finish_reason for chunk in scheduler.abort(request.request_id)]
+        assert set(reasons) <= {"abort"}
+        scheduler.manager.check_invariants()
+    assert scheduler.idle
+    stats = scheduler.stats()
+    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
