@@ -1,7 +1,7 @@
 """The dashboards against Grafana's own TypeScript types: ``make dashboard-types`` (needs node and npm).
 
-Each JSON becomes a literal of the type ``Dashboard`` of @grafana/schema and is compiled with tsc. What Grafana's
-own SDK writes against Grafana's own types is in ALLOWED, by the text of the finding; anything else fails.
+Each JSON becomes a literal of the type ``Dashboard`` of @grafana/schema and is compiled with tsc. What the SDK
+itself writes against these types is in ALLOWED, by the text of the finding; anything else fails.
 """
 
 from __future__ import annotations
