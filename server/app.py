@@ -20,6 +20,8 @@ from tonnage.server.api.completions.service import CompletionService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
+from tonnage.server.api.responses.router import responses_router
+from tonnage.server.api.responses.service import ResponseService
 from tonnage.server.api.tokenize import embeddings_router, tokenize_router
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
@@ -76,6 +78,7 @@ def create_app(
     generator = Generator(state)
     app.include_router(completions_router(state, CompletionService(state, generator)))
     app.include_router(chat_router(state, ChatService(state, generator)))
+    app.include_router(responses_router(state, ResponseService(state, generator)))
     app.include_router(models_router(state))
     app.include_router(tokenize_router(state, generator))
     app.include_router(embeddings_router(state))

@@ -24,6 +24,8 @@ class Tokenizer:
         self._rust = rust
         self.eos_token_ids = eos_token_ids
         self._byte_level = "ByteLevel" in repr(rust.decoder)
+        # Alone, that decoder joins the bytes of the tokens: a text is the sum of its pieces.
+        self.joins_bytes = repr(rust.decoder).startswith("ByteLevel(")
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -109,13 +111,15 @@ class Detokenizer:
     (an answer cut in the middle of a character loses its end) and raises where a decoder rewrites earlier text.
     """
 
-    __slots__ = ("_decode", "_ids", "_read", "_shown")
+    __slots__ = ("_base", "_decode", "_ids", "_joins", "_read", "_shown")
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
+        self._joins = tokenizer.joins_bytes
         self._ids = _context(tokenizer, prompt_token_ids)
         self._read = len(self._ids)  # tokens of the window whose text is out
         self._shown = len(self._decode(self._ids)) if self._ids else 0  # characters of the window that are out
+        self._base = self._shown  # of these, those of the tokens before _read
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with ``token_ids``; may be empty."""
@@ -129,7 +133,8 @@ class Detokenizer:
         if piece and not unfinished:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
-            self._shown = len(self._decode(self._ids))
+            shown = len(text) - self._base if self._joins else len(self._decode(self._ids))
+            self._shown = self._base = shown
         else:
             self._shown = max(self._shown, certain)
         return piece

@@ -10,12 +10,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tonnage.server.accounts import Ticket
 from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, SamplingParams, TokenLogprobs
+from tonnage.server.engines.inbox import Inbox
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text import Detokenizer, StopStrings
@@ -194,15 +195,15 @@ class Generator:
                 for _ in range(n)
             ]
             unfinished = len(sequences)
-            async with aclosing(self._chunks(submission, ticket)) as chunks:
-                async for prompt, chunk in chunks:
-                    index = prompt * n + chunk.index
+            async with _closing(self._chunks(submission, ticket)) as chunks:
+                async for chunk in chunks:
+                    index = chunk.index
                     sequence = sequences[index]
                     if sequence.finished:
                         continue  # ended by a stop string while its siblings still run
                     if chunk.finish_reason in ("error", "abort"):
                         raise ApiError(ErrorCode.ENGINE_DEAD, chunk.error or "the engine ended the request")
-                    counts.cached[prompt] = chunk.cached_tokens
+                    counts.cached[index // n] = chunk.cached_tokens
                     if chunk.queued_seconds is not None and chunk.index == 0 and sequence.last is None:
                         ticket.queued(chunk.queued_seconds)
                     if chunk.token_ids:
@@ -222,8 +223,8 @@ class Generator:
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
-    async def _chunks(self, submission: Submission, ticket: Ticket) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """(prompt number, chunk) of all prompts, in the order of arrival."""
+    def _chunks(self, submission: Submission, ticket: Ticket) -> AsyncIterator[Chunk]:
+        """The chunks of all prompts in the order of arrival, ``index`` counted over all choices."""
         tenant = ticket.tenant
         salt = submission.cache_salt
         if tenant.cache_salt:  # also with a salt of the request: tenants never share
@@ -241,44 +242,42 @@ class Generator:
             for prompt in submission.prompts
         ]
         engine = self._state.engine
-        if len(requests) == 1:
-            async with _open(engine, requests[0]) as chunks:
-                async for chunk in chunks:
-                    yield 0, chunk
-            return
-        queue: asyncio.Queue[tuple[int, Chunk] | Exception | None] = asyncio.Queue()
+        return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
 
-        async def pump(number: int, request: GenerationRequest) -> None:
-            try:
-                async with _open(engine, request) as chunks:
-                    async for chunk in chunks:
-                        queue.put_nowait((number, chunk))
-            except Exception as error:
-                queue.put_nowait(error)
-            else:
-                queue.put_nowait(None)
 
-        tasks = [asyncio.create_task(pump(number, request)) for number, request in enumerate(requests)]
+async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:
+    inbox: Inbox[Chunk | Exception | None] = Inbox()
+
+    async def pump(number: int, request: GenerationRequest) -> None:
         try:
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with _closing(engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    inbox.put_nowait(replace(chunk, index=number * request.n + chunk.index))
+        except Exception as error:
+            inbox.put_nowait(error)
+        else:
+            inbox.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(number, request)) for number, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _open(engine: Engine, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """The chunks of ``request``, closed whatever ends them: closing aborts the request in the engine."""
-    chunks = engine.generate(request)
+async def _closing(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
+    """``chunks``, closed whatever ends them: closing aborts the request in the engine."""
     try:
         yield chunks
     finally:

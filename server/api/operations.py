@@ -67,7 +67,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         """Prometheus text format, from snapshots: a scrape never waits for the engine."""
         return Response(metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @router.get("/metrics/vllm", response_class=Response)
+    @router.get("/metrics/vllm", include_in_schema=False)
     async def engine_prometheus() -> Response:
         """vLLM's own metrics under its own names, where vLLM is the backend."""
         own = getattr(state.engine, "own_metrics", lambda: None)()

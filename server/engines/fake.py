@@ -30,6 +30,7 @@ from tonnage.server.engines.base import (
     NeverFits,
     QueueFull,
 )
+from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.pool_stats import pool_stats
 
 # (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
@@ -58,7 +59,7 @@ class _Request:
     """One request and where its chunks go."""
 
     request: GenerationRequest
-    inbox: asyncio.Queue[Chunk | TonnageError]
+    inbox: Inbox[Chunk | TonnageError]
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     queued: float | None = None  # seconds until admission
     waited: bool = False
@@ -151,7 +152,7 @@ class FakeEngine:
         if not self._ready or self._draining:
             raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
         self._refuse_never(request)
-        entry = _Request(request, asyncio.Queue())
+        entry = _Request(request, Inbox())
         self._live[request.request_id] = entry
         self._waiting.append(entry)
         self._idle.clear()

@@ -20,7 +20,9 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import Engine
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.http_protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text import Tokenizer
@@ -87,19 +89,35 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _run(
-    tokenizer: Tokenizer, engine: FakeEngine, *, ready: bool = True, grace: int | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    engine: FakeEngine,
+    *,
+    ready: bool = True,
+    grace: int | None = None,
+    key: str | None = None,
+    served: Engine | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
-    app = create_app(Settings(model="demo", **settings), engine, tokenizer)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=grace)
+    app = create_app(Settings(model="demo", **settings), served or engine, tokenizer)
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        timeout_graceful_shutdown=grace,
+        http=BoundedHttpProtocol,
+        access_log=False,
+    )
     server = _Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  (uvicorn has a flag only)
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     limits = httpx.Limits(max_connections=None)
+    authorization = {"authorization": f"Bearer {key}"} if key else {}
     async with (
-        httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as sdk,
+        httpx.AsyncClient(base_url=url, timeout=30, limits=limits, headers=authorization) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30) as sdk,
     ):
         running = Running(url, app, engine, app.state.tonnage, http, sdk)
         if ready:
@@ -121,7 +139,8 @@ RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def run_server(tokenizer: Tokenizer) -> RunServer:
-    """``run_server(engine, ready=True, grace=None, **settings)``: a real uvicorn around ``engine``.
+    """``run_server(engine, ready=True, grace=None, key=None, served=None, **settings)``: a real uvicorn around
+    ``engine``; ``key``: what its clients send; ``served``: what the app is given instead of ``engine``.
 
     On the way out no request may be in flight and no block in use.
     """

@@ -1,0 +1,34 @@
+"""Loaded by schemathesis (SCHEMATHESIS_HOOKS): which refusals of schema-valid bodies are right.
+
+JSON Schema cannot say that a prompt must fit into the context, or that a field needs another one. Those have
+codes of their own, and any other 400 to a valid body is a failure.
+"""
+
+import schemathesis
+
+# invalid_value is right only where one field contradicts another or the server's size, never for one alone.
+RIGHT = {
+    "context_length_exceeded",
+    "exceeds_kv_capacity",
+    "unsupported_parameter",
+    "missing_required_parameter",
+}
+CROSS_FIELD = {
+    "stream_options", "top_logprobs", "max_tokens", "min_tokens", "best_of", "prompt", "messages", "n",
+    "tokens",
+    "structured_outputs", "continue_final_message", "chat_template_kwargs", "logit_bias", "stop_token_ids",
+    "input", "text",
+}  # fmt: skip
+
+
+@schemathesis.check
+def refusals_of_valid_bodies_are_right(ctx, response, case) -> None:
+    if response.status_code != 400 or case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    error = response.json()["error"]
+    if error["code"] in RIGHT or (error["code"] == "invalid_value" and error["param"] in CROSS_FIELD):
+        return
+    # To JSON Schema 7.0 is an integer, to a strict API it is not: nothing that counts tokens sends it.
+    if error["code"] == "invalid_type" and error["message"].endswith(".0") and "integer" in error["message"]:
+        return
+    raise AssertionError(f"a valid body was refused: {error}")

@@ -1,0 +1,202 @@
+"""Every success, chunk and error body against the openai package's types in strict mode, and the field tables
+against the parameters of openai and vLLM."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from openai.types import Completion, CompletionChoice, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel, TypeAdapter
+
+from tonnage.server.api.body import Fields
+from tonnage.server.api.chat.protocol import FIELDS as CHAT_FIELDS
+from tonnage.server.api.completions.protocol import FIELDS as COMPLETION_FIELDS
+from tonnage.server.api.fields import TABLES, FieldRule, Standing
+from tonnage.server.api.responses.protocol import FIELDS as RESPONSES_FIELDS
+from tonnage.server.engines.fake import FakeEngine
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+
+
+class ChunkChoice(CompletionChoice):
+    """OpenAI's own streams of /v1/completions send null here until the last chunk; its type forgets that."""
+
+    finish_reason: Any
+
+
+class CompletionChunk(Completion):
+    choices: list[ChunkChoice]  # type: ignore[assignment]
+
+
+def strictly(model: type[BaseModel], document: dict[str, Any]) -> None:
+    """Valid without conversion, nothing the type does not know, nulls only where it allows them."""
+    parsed = model.model_validate_json(json.dumps(document), strict=True)
+    extra = unknown(parsed)
+    assert extra == set(), extra
+
+
+def unknown(value: Any, path: str = "") -> set[str]:
+    found: set[str] = set()
+    if isinstance(value, BaseModel):
+        found |= {f"{path}.{name}" for name in (value.model_extra or {})}
+        for name in type(value).model_fields:
+            found |= unknown(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, list):
+        for item in value:
+            found |= unknown(item, path)
+    return found
+
+
+async def events(server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+    if path != "/v1/responses":
+        assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+BODIES: list[dict[str, Any]] = [{}, {"n": 3}, {"stop": ["e"]}, {"ignore_eos": True, "seed": 3, "top_k": 4}]
+
+
+@pytest.mark.parametrize("more", BODIES, ids=str)
+async def test_completions(server, more: dict[str, Any]) -> None:
+    body = {"model": "demo", "prompt": "hello", "max_tokens": 8, "temperature": 0.5} | more
+    answer = (await server.http.post("/v1/completions", json=body)).json()
+    strictly(Completion, answer)
+    assert len(answer["choices"]) == more.get("n", 1)
+    usage = {"stream_options": {"include_usage": True}}
+    chunks = await events(server, "/v1/completions", body | usage)
+    for chunk in chunks:
+        strictly(CompletionChunk, chunk)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("more", BODIES, ids=str)
+async def test_chat(server, more: dict[str, Any]) -> None:
+    body = {"model": "demo", "messages": MESSAGES, "max_completion_tokens": 8} | more
+    answer = (await server.http.post("/v1/chat/completions", json=body)).json()
+    strictly(ChatCompletion, answer)
+    chunks = await events(server, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
+    for chunk in chunks:
+        strictly(ChatCompletionChunk, chunk)
+    first = {chunk["choices"][0]["index"]: chunk for chunk in reversed(chunks[:-1])}
+    assert all(chunk["choices"][0]["delta"].get("role") == "assistant" for chunk in first.values())
+    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert len(reasons) == more.get("n", 1)
+
+
+async def test_responses(server) -> None:
+    body = {"model": "demo", "input": "hello", "max_output_tokens": 8, "instructions": "Be brief."}
+    answer = (await server.http.post("/v1/responses", json=body)).json()
+    strictly(Response, answer)
+    assert answer["usage"]["output_tokens"] == 8
+    assert answer["status"] == "incomplete"
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    told = await events(server, "/v1/responses", body)
+    for number, event in enumerate(told):
+        parsed = adapter.validate_json(json.dumps(event), strict=True)
+        assert unknown(parsed) == set()
+        assert event["sequence_number"] == number
+    assert [event["type"] for event in (told[0], told[-1])] == ["response.created", "response.incomplete"]
+    text = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
+    assert text == told[-1]["response"]["output"][0]["content"][0]["text"]
+
+
+async def test_models(server) -> None:
+    answer = (await server.http.get("/v1/models")).json()
+    assert answer["object"] == "list"
+    for model in (*answer["data"], (await server.http.get("/v1/models/demo")).json()):
+        Model.model_validate_json(json.dumps(model), strict=True)
+
+
+async def test_error_events_are_errors(run_server, small_plan) -> None:
+    async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
+        for path, more in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+        ):
+            body = {"model": "demo", "max_tokens": 500, "stream": True} | more
+            async with server.http.stream("POST", path, json=body) as response:
+                lines = []
+                async for line in response.aiter_lines():
+                    lines += [line] if line else []
+                    if len(lines) == 2:
+                        server.engine.die()
+            error = json.loads(lines[-2].removeprefix("data: "))
+            assert set(error) == {"error"}
+            ErrorObject.model_validate_json(json.dumps(error["error"]), strict=True)
+            server.engine._dead = None  # the next path dies again
+
+
+OPENAI = {
+    "/v1/completions": CompletionCreateParamsBase,
+    "/v1/chat/completions": chat_params.CompletionCreateParamsBase,
+    "/v1/responses": ResponseCreateParamsBase,
+}
+FIELDS = {
+    "/v1/completions": COMPLETION_FIELDS,
+    "/v1/chat/completions": CHAT_FIELDS,
+    "/v1/responses": RESPONSES_FIELDS,
+}
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_every_field_of_openai_has_a_class(path: str) -> None:
+    names = set(OPENAI[path].__annotations__) | {"stream"}
+    assert names - TABLES[path].keys() == set()
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_the_table_and_the_model_agree(path: str) -> None:
+    """What is honoured is in the model, and nothing else is."""
+    fields: Fields = FIELDS[path]
+    honoured = {
+        name for name, rule in fields.table.items() if rule.standing is Standing.HONOURED and "." not in name
+    }
+    assert honoured == set(fields.model.model_fields)
+    assert all(isinstance(rule, FieldRule) for rule in fields.table.values())
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
+def test_every_field_of_vllm_has_a_class() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    for path, model in (
+        ("/v1/completions", CompletionRequest),
+        ("/v1/chat/completions", ChatCompletionRequest),
+        ("/v1/responses", ResponsesRequest),
+    ):
+        assert set(model.model_fields) - TABLES[path].keys() == set(), path
+
+
+async def test_ignored_fields_are_listed_and_unknown_ones_only_when_lenient(run_server, small_plan) -> None:
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 2, "store": True, "metadata": {"a": "b"}}
+    async with run_server(FakeEngine(small_plan())) as server:
+        response = await server.http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "store, metadata")
+        response = await server.http.post("/v1/chat/completions", json=body | {"mesages": 1})
+        assert response.status_code == 400
+        assert "did you mean messages?" in response.json()["error"]["message"]
+    async with run_server(FakeEngine(small_plan()), lenient=True) as server:
+        more = {"foo": 1, "messages": [MESSAGES[1] | {"bar": 2}], "stream": True}
+        response = await server.http.post("/v1/chat/completions", json=body | more)
+        assert response.status_code == 200
+        assert response.headers["x-ignored-fields"] == "store, metadata, foo, messages.0.bar"
+        # Lenient to what is unknown, not to what is known and has no effect.
+        refused = await server.http.post("/v1/chat/completions", json=body | {"audio": {"voice": "x"}})
+        assert refused.json()["error"]["code"] == "unsupported_parameter"
