@@ -2,7 +2,7 @@
 
 They cover stages 2 and 3 with fp16 and Adam; activations, buffers and the gathered module are left out.
 Sources: docs/code-docs/source/memory.rst (the documented ZeRO-2 formula, older code) and
-runtime/zero/stage_1_and_2.py, stage3.py of 0.17 (the current ones).
+runtime/zero/stage_1_and_2.py, stage3.py of 0.19 (the current ones).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tonnage.planner.training.states import States
 if TYPE_CHECKING:
     from tonnage.planner.training.plan import Line
 
-# DeepSpeed 0.17 defaults: runtime/zero/config.py, offload_config.py
+# DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
 PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit

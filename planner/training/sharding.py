@@ -12,7 +12,7 @@ from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 
-# DeepSpeed 0.17, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
+# DeepSpeed 0.19, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
 PERSISTENT_ELEMENTS = 100_000
 
 _FIRST_STAGE = ("vision", "audio", "projector", "encoder")

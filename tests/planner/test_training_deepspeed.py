@@ -1,0 +1,72 @@
+"""DeepSpeed's own estimator functions and config classes.
+
+deepspeed is not in the dev extra: PyPI has its source only, and its build wants torch first. What its functions
+answer is stored in tests/data/training/deepspeed_estimates.json; where it is installed the functions are called.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training import deepspeed as ours
+from tonnage.planner.training import emit
+from tonnage.planner.training.model import model_from
+from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.setup import TrainingSetup
+
+STORED = json.loads((Path(__file__).parents[1] / "data" / "training" / "deepspeed_estimates.json").read_text())
+REASON = "deepspeed is built from source (pip install --no-deps deepspeed hjson py-cpuinfo msgpack einops)"
+
+
+def answer(row: dict) -> list[int]:
+    """[CPU bytes, GPU bytes], in the functions' own order."""
+    p, gpus, nodes = row["parameters"], row["gpus"], row["nodes"]
+    if row["stage"] == 2:
+        found = ours.zero2(p, gpus, nodes, offload=row["cpu_offload"])
+    else:
+        found = ours.zero3(
+            p, row["largest_layer"], gpus, nodes, offload_optimizer=row["cpu_offload"],
+            offload_param=row["cpu_offload_params"], zero_init=row["zero_init"],
+        )  # fmt: skip
+    return [found.cpu, found.gpu]
+
+
+def test_stored_answers_of_deepspeed():
+    assert len(STORED["rows"]) == 32
+    for row in STORED["rows"]:
+        assert answer(row) == row["answer"], row
+
+
+def test_deepspeeds_functions():
+    zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason=REASON)
+    zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason=REASON)
+    for row in STORED["rows"]:
+        common = {"total_params": row["parameters"], "num_gpus_per_node": row["gpus"], "num_nodes": row["nodes"],
+                  "cpu_offload": row["cpu_offload"]}  # fmt: skip
+        if row["stage"] == 2:
+            theirs = zero2.estimate_zero2_model_states_mem_needs(**common)
+        else:
+            theirs = zero3.estimate_zero3_model_states_mem_needs(
+                largest_layer_params=row["largest_layer"], cpu_offload_params=row["cpu_offload_params"],
+                zero_init=row["zero_init"], **common,
+            )  # fmt: skip
+        assert list(theirs[:2]) == answer(row)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_deepspeed_takes_the_configuration(config_of, strategy, offload):
+    """By DeepSpeed's own pydantic class, which forbids unknown keys."""
+    classes = pytest.importorskip("deepspeed.runtime.zero.config", reason=REASON)
+    if offload == "nvme" and strategy != "zero3":
+        offload = "cpu"
+    config = config_of("meta-llama/Meta-Llama-3.1-8B")
+    planner = Planner(model_from("llama", config, build_architecture(config)))
+    setup = TrainingSetup(strategy=strategy, gpus=8, offload_optimizer=offload,
+                          offload_param=offload if strategy == "zero3" else "none")  # fmt: skip
+    found = json.loads(emit.emit("deepspeed", planner.plan(setup), "llama"))
+    assert int(classes.DeepSpeedZeroConfig(**found["zero_optimization"]).stage) == int(strategy[-1])
