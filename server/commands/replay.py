@@ -1,0 +1,285 @@
+"""``tonnage replay``: a request trace through the very same admission and block manager, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.units import parse_count, parse_size
+from tonnage.server.commands.launch import Parser
+
+if TYPE_CHECKING:
+    from tonnage.cache.admission import Policy
+    from tonnage.cache.replay.result import Replay
+    from tonnage.cache.replay.simulator import Setup
+    from tonnage.cache.replay.step_time import StepTime
+    from tonnage.cache.replay.trace import Trace
+    from tonnage.planner.plan import Plan
+
+DONE, TARGET_MISSED = 0, 1
+
+_EPILOG = """
+TRACE is an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a Mooncake JSONL (timestamp, input_length,
+output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...).
+
+examples:
+  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g
+  tonnage replay azure.csv --model demo --kv-cache-memory-bytes 1GiB --memory-bandwidth 50 --flops 2 --scale 0.1
+  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
+
+Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times follow
+from a roofline of the device's peak figures, so they are estimates, and the faster the model says the better.
+exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the model does not fit.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = Parser(
+        prog="tonnage replay",
+        description="Replay a request trace through admission and block manager as a discrete-event simulation.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("trace", metavar="TRACE", help="the trace file")
+    p.add_argument("--model", required=True, help="demo, a folder with config.json, a .gguf file or a hub id")
+    p.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue; default: this machine's memory")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="default: 0.9")
+    p.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="KV pool; default: what is left")
+    p.add_argument("--max-model-len", metavar="N", help="default: the model's own")
+    p.add_argument("--max-num-seqs", metavar="N", help="sequences in one batch")
+    p.add_argument("--max-num-batched-tokens", metavar="N", help="token budget of one step")
+    p.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--policy",
+        default="guaranteed",
+        choices=("guaranteed", "predictive", "greedy", "no_evict"),
+        help="mode of admission (default: guaranteed)",
+    )
+    p.add_argument(
+        "--length-quantile", type=float, metavar="Q", help="of learned output lengths; 1: max_tokens"
+    )
+    p.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool that admission leaves free")
+    p.add_argument("--max-tokens", metavar="N", help="of requests without; default: the trace's longest output")
+    p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
+    p.add_argument("--limit", metavar="N", help="only the first N requests")
+    p.add_argument("--skip-bad-lines", action="store_true", help="count lines that do not parse, go on")
+    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
+    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+    p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
+    p.add_argument(
+        "--wait-target", default="1s", metavar="TIME", help="99 %% wait at most so long (default: 1s)"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--html", metavar="FILE", help="write a page with plots")
+    return p
+
+
+def run(argv: list[str]) -> int:
+    """Returns 0, or 1 where the search finds no number of GPUs; raises TonnageError on bad input."""
+    arguments = parser().parse_args(argv)
+    target = _seconds(arguments.wait_target)
+    if not 0 < arguments.scale < float("inf"):
+        raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
+    # Imported here: --help needs none of it.
+    from tonnage.cache.replay.page import page
+    from tonnage.cache.replay.search import search_engines
+    from tonnage.cache.replay.simulator import Simulator
+    from tonnage.cache.replay.trace import read_trace
+
+    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
+    trace = read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=arguments.skip_bad_lines)
+    plan = _plan(arguments)
+    setup = _setup(arguments, plan, trace)
+    begin = time.monotonic()
+    engines: int | None = 1
+    waits: dict[int, float] = {}
+    if arguments.search_gpus:
+        found = search_engines(trace, setup, target, progress=_said(arguments.json))
+        engines, waits, result = found.engines, found.waits, found.result
+        assert result is not None
+    else:
+        with _progress(len(trace.requests)) as progress:
+            result = Simulator(trace, setup, progress).run()
+    took = time.monotonic() - begin
+    rows = _rows(result, setup, trace, took)
+    if arguments.search_gpus:
+        answer = "none found" if engines is None else str(engines)
+        rows.insert(0, (f"GPUs for a 99 % wait of {arguments.wait_target}", answer))
+    if arguments.html:
+        _write(Path(arguments.html), page(result, f"{trace.name} on {plan.model.id}", rows))
+    if arguments.json:
+        record = result.to_dict() | {"skipped_lines": trace.skipped, "plan_id": plan.plan_id}
+        if arguments.search_gpus:
+            record |= {"gpus": engines, "wait_target_seconds": target, "waits_p99": waits}
+        print(json.dumps(record))
+    else:
+        width = max(len(name) for name, _ in rows)
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    return DONE if engines is not None else TARGET_MISSED
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    from tonnage.planner.build import make_plan
+    from tonnage.planner.plan import Deployment
+
+    def count(name: str) -> int | None:
+        text = getattr(arguments, name)
+        return None if text is None else parse_count(text, "--" + name.replace("_", "-"))
+
+    pool = arguments.kv_cache_memory_bytes
+    plan = make_plan(
+        arguments.model,
+        Deployment(
+            engine="hf" if arguments.gpu is None else "vllm",
+            gpu=arguments.gpu,
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if pool is None else parse_size(pool, "--kv-cache-memory-bytes"),
+            max_model_len=count("max_model_len"),
+            max_num_seqs=count("max_num_seqs"),
+            max_num_batched_tokens=count("max_num_batched_tokens"),
+            enable_prefix_caching=arguments.enable_prefix_caching,
+        ),
+    )
+    if not plan.fits:
+        raise DoesNotFit("; ".join(plan.reasons), field="--model")
+    return plan
+
+
+def _setup(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
+    from tonnage.cache.replay.simulator import Setup
+    from tonnage.server.engines.base import limits_of
+
+    limits = limits_of(plan)
+    return Setup(
+        layout=limits.layout,
+        num_blocks=plan.kv_cache.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        budget=limits.max_num_batched_tokens,
+        max_tokens=(
+            trace.longest_output
+            if arguments.max_tokens is None
+            else parse_count(arguments.max_tokens, "--max-tokens")
+        ),
+        policy=_policy(arguments),
+        step_time=_step_time(arguments, plan),
+        scale=arguments.scale,
+        enable_prefix_caching=arguments.enable_prefix_caching,
+    )
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
+    from tonnage.cache.admission import AdmissionMode, Policy
+
+    return Policy(AdmissionMode(arguments.policy), arguments.length_quantile, arguments.watermark)
+
+
+def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
+    from tonnage.cache.replay.step_time import DEVICES, StepTime
+
+    device = None
+    if arguments.gpu is not None:
+        from tonnage.planner.gpus import find_gpu
+
+        name = find_gpu(arguments.gpu).name
+        known = [key for key in DEVICES if name == key or name.startswith(key + "-")]
+        device = DEVICES[max(known, key=len)] if known else None
+    bandwidth = None if arguments.memory_bandwidth is None else arguments.memory_bandwidth * 1e9
+    flops = None if arguments.flops is None else arguments.flops * 1e12
+    if device is not None:
+        bandwidth, flops = bandwidth or device.bandwidth, flops or device.flops
+    if bandwidth is None or flops is None:
+        raise DeploymentError(
+            "the speed of the device is not known",
+            field="--memory-bandwidth",
+            hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(DEVICES),
+        )
+    layout = plan.kv_cache.layout
+    layers = sum(len(group.layers) for group in layout.groups)
+    return StepTime(
+        weights_bytes=plan.rank.weights_bytes,
+        parameters=plan.model.parameters,
+        kv_bytes_per_token=layers * 2 * layout.kv_heads * layout.head_size * layout.dtype_bytes,
+        bandwidth=bandwidth,
+        flops=flops,
+    )
+
+
+def _seconds(text: str) -> float:
+    for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit)) * factor
+            except ValueError:
+                continue
+            if 0 <= value < float("inf"):
+                return value
+    raise DeploymentError(f"{text!r} is not a time", field="--wait-target", hint="for example 500ms, 1s, 2min")
+
+
+def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:
+    from tonnage.cache.replay.result import quantiles
+
+    def times(values: list[float]) -> str:
+        return ", ".join(f"{name} {value:,.3f} s" for name, value in quantiles(values).items()) or "-"
+
+    reasons = "".join(f", {count} {reason}" for reason, count in result.reasons.items())
+    return [
+        ("trace", f"{trace.name} ({trace.format}), {trace.skipped} lines skipped"),
+        ("policy", result.policy),
+        ("KV blocks", f"{setup.num_blocks - 1:,} of {setup.layout.block_size} tokens"),
+        (
+            "requests",
+            f"{result.requests:,}: {result.finished:,} finished, {result.rejected:,} refused{reasons}",
+        ),
+        ("time in the model", f"{result.seconds:,.1f} s, {result.steps:,} steps"),
+        ("wait for admission", times(result.waits)),
+        ("time to first token", times(result.first_tokens)),
+        ("time to the end", times(result.totals)),
+        ("prefix cache", f"{100 * result.hit_rate:.2f} % of prompt tokens hit, {result.evictions:,} evictions"),
+        ("running at once", f"{result.mean_running:.1f} decode on average, {result.most_running} at most"),
+        ("pool in use", f"{100 * result.mean_used:.1f} % on average"),
+        ("preemptions", f"{result.preemptions:,}, {100 * result.recomputed_share:.2f} % of tokens recomputed"),
+        (
+            "stalls",
+            f"{100 * result.stall_share:.3f} % of turns, the longest {result.longest_stall:,} steps",
+        ),
+        ("replayed in", f"{took:.1f} s"),
+    ]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DeploymentError(f"{path.name}: {error.strerror}", field="--html") from None
+
+
+def _said(quiet: bool) -> Callable[[int, float], None]:
+    def say(engines: int, wait: float) -> None:
+        if not quiet or sys.stderr.isatty():
+            print(f"{engines} GPUs: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
+
+    return say
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda done: bar.update(task, completed=done)
