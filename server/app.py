@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -32,6 +33,7 @@ from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, Req
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text import Tokenizer
+from tonnage.server.tracing import TraceContext, Tracing
 
 
 def create_app(
@@ -56,6 +58,8 @@ def create_app(
         on_startup_error=on_startup_error,
     )
 
+    tracing = Tracing(state, settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.start()
@@ -63,6 +67,8 @@ def create_app(
             yield
         finally:
             await state.stop()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.shutdown)
 
     app = FastAPI(
         title="Tonnage",
@@ -100,6 +106,8 @@ def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(RequestId)
+    if settings.otlp_traces_endpoint:
+        app.add_middleware(TraceContext)
 
 
 def secured_openapi(app: FastAPI, public: Collection[str]) -> dict[str, Any]:

@@ -104,6 +104,10 @@ class Settings(BaseSettings):
     access_log: bool = Field(False, description="log a line for each request, without its text")
     request_log: Path | None = Field(None, description="file for the requests' sizes, for tonnage replay")
 
+    otlp_traces_endpoint: str | None = Field(
+        None, pattern="^https?://", description="OTLP over HTTP: where spans of the requests are sent"
+    )
+
     # Set by load_settings for one construction: the tables of the TOML file.
     _file: ClassVar[dict[str, Any]] = {}
 
@@ -153,6 +157,7 @@ API_SETTINGS = (
     "lenient", "max_request_body_bytes", "body_timeout", "request_timeout", "sse_keep_alive", "drain_seconds",
     "api_key", "api_key_file", "metrics_public", "allowed_origins", "ssl_certfile", "ssl_keyfile",
     "max_engine_restarts", "log_format", "log_level", "access_log", "request_log", "metrics_compat",
+    "otlp_traces_endpoint",
 )  # fmt: skip
 
 
