@@ -1,43 +1,144 @@
-"""How long ``tonnage plan`` takes as a whole process, file cache warm. Prints one JSON object.
+"""How long ``tonnage plan`` takes as a whole process, and a sweep inside one; peers in the same run.
 
-    python benchmarks/plan_speed.py [--runs 20] [MODEL ...]
+    python benchmarks/plan_speed.py [--runs 20] [--peers] [--json] [MODEL]
 
-``python_ms`` is an empty interpreter in the same run: what no Python tool can be faster than.
+``cold_ms``: median wall time of `tonnage plan MODEL --gpu h100-80g --json`, a new process each time, file
+cache warm; ``rss_mib``: its peak resident set; ``plans_per_second``: combinations of a sweep in one process,
+CPU time; ``python_ms``: an empty interpreter, what no Python tool can be faster than. --peers installs
+vramcalc, vramscout and hf-mem from PyPI into a throw-away environment and times their cheapest command (their
+import floor), alternating with ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "tests/data/configs/meta-llama__Meta-Llama-3.1-8B.json"
 PLAN = "import sys; from tonnage.server.cli import main; sys.exit(main())"
+# Cheapest command of each that does something: hf-mem answers from the hub only, so its import is the floor.
+PEERS = {
+    "vramcalc": ["vramcalc", "estimate", "--help"],
+    "vramscout": ["vramscout", "--help"],
+    "hf-mem": ["hf-mem", "--help"],
+}
+SWEEP_TARGET = 10_000
 
 
-def median_ms(command: list[str], runs: int) -> tuple[float, float]:
-    """(median, best) wall milliseconds of ``runs`` runs after two warm-up runs."""
+def run_once(command: list[str]) -> tuple[float, float, float]:
+    """(wall milliseconds, peak resident set in MiB, CPU milliseconds) of one process."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    elapsed = 1000 * (time.perf_counter() - begun)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode not in (0, 1):  # 1: the plan does not fit
+        raise SystemExit(f"{' '.join(command)} failed with {process.returncode}")
+    return elapsed, usage.ru_maxrss / 1024, 1000 * (usage.ru_utime + usage.ru_stime)
+
+
+def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, float]]:
+    """Medians over ``runs`` rounds in which every command runs once, after one warm-up round."""
+    seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
+    for turn in range(runs + 1):
+        for name, command in commands.items():
+            found = run_once(command)
+            if turn:
+                seen[name].append(found)
+    return {
+        name: {
+            "ms": round(statistics.median(wall for wall, _, _ in found), 1),
+            "cpu_ms": round(statistics.median(cpu for _, _, cpu in found), 1),
+            "best_ms": round(min(wall for wall, _, _ in found), 1),
+            "rss_mib": round(statistics.median(size for _, size, _ in found), 1),
+        }
+        for name, found in seen.items()
+    }
+
+
+def sweep_speed(folder: str) -> dict[str, float]:
+    """CPU seconds of a sweep of 10,000 combinations or more."""
+    from tonnage.planner.gpus import catalogue
+    from tonnage.planner.plan import Deployment
+    from tonnage.planner.source import resolve_model
+    from tonnage.planner.sweep import Grid, sweep
+
+    gpus = tuple(gpu for gpu in catalogue() if gpu.vendor != "apple")
+    dtypes, ranks = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"), (1, 2, 4, 8)
+    schemes = ("as is", "gptq")
+    repeat = -(-SWEEP_TARGET // (len(gpus) * len(dtypes) * len(ranks) * len(schemes)))
+    grid = Grid(gpus * repeat, schemes, dtypes, ranks)
+    source, flags = resolve_model(folder), Deployment(engine="vllm", max_model_len=8192)
     times = []
-    for _ in range(runs + 2):
-        start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        times.append(1000 * (time.perf_counter() - start))
-    return round(statistics.median(times[2:]), 1), round(min(times[2:]), 1)
+    for _ in range(5):
+        begun = time.process_time()
+        rows = sweep(source, flags, grid)
+        times.append(time.process_time() - begun)
+    seconds = statistics.median(times)
+    return {
+        "sweep_combinations": len(rows),
+        "sweep_seconds": round(seconds, 4),
+        "plans_per_second": round(len(rows) / seconds),
+    }
+
+
+def install_peers(folder: Path) -> dict[str, list[str]]:
+    """Commands of the peers that could be installed."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    found = {}
+    for name, command in PEERS.items():
+        done = subprocess.run(
+            [str(folder / "bin/pip"), "install", "-q", name], capture_output=True, text=True, timeout=600
+        )
+        program = folder / "bin" / command[0]
+        if done.returncode == 0 and program.exists():
+            found[name] = [str(program), *command[1:]]
+        else:
+            print(f"{name} could not be installed: {done.stderr.strip()[-200:]}", file=sys.stderr)
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", default=["demo"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder with config.json (default: Llama-3.1-8B of the tests)")
     parser.add_argument("--runs", type=int, default=20)
-    arguments = parser.parse_args()
-    result = {}
-    for model in arguments.models:
-        command = [sys.executable, "-c", PLAN, "plan", model, "--json"]
-        result[model] = dict(zip(("median_ms", "best_ms"), median_ms(command, arguments.runs), strict=True))
-    python = median_ms([sys.executable, "-c", "pass"], arguments.runs)
-    print(json.dumps({"plan": result, "python_ms": python[0], "runs": arguments.runs}))
+    parser.add_argument("--peers", action="store_true", help="install and time the peers")
+    parser.add_argument("--json", action="store_true", help="accepted; the last line is always one JSON object")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.model
+        if folder is None:
+            folder = str(Path(scratch) / "model")
+            os.mkdir(folder)
+            shutil.copy(MODEL, Path(folder) / "config.json")
+        commands = {
+            "plan": [sys.executable, "-c", PLAN, "plan", folder, "--gpu", "h100-80g", "--json"],
+            "python": [sys.executable, "-c", "pass"],
+        }
+        if options.peers:
+            commands |= install_peers(Path(scratch) / "peers")
+        found = measure(commands, options.runs)
+        result = {
+            "cold_ms": found["plan"]["ms"],
+            "cold_best_ms": found["plan"]["best_ms"],
+            "cold_cpu_ms": found["plan"]["cpu_ms"],
+            "rss_mib": found["plan"]["rss_mib"],
+            "python_ms": found["python"]["ms"],
+            "python_cpu_ms": found["python"]["cpu_ms"],
+            **sweep_speed(folder),
+            "peers": {name: found[name] for name in PEERS if name in found},
+            "runs": options.runs,
+        }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

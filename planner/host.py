@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 
@@ -10,6 +11,19 @@ def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     """Bytes: physical memory, or the tightest cgroup limit on the way up (v2 memory.max, v1 limit)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(cgroup, own)])
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """Instruction sets as Linux names them (``avx512_bf16``, ``amx_tile`` ...); empty elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("flags"):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
 
 
 def _limits(cgroup: Path, own: Path) -> list[int]:

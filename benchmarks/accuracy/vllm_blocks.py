@@ -19,7 +19,7 @@ def score(inputs: Inputs) -> Section | None:
 
     section = Section()
     flags = Deployment(
-        engine="vllm", engine_version="0.32.0", device="cpu", device_memory=1 << 50,
+        engine="vllm", engine_version="0.32.0", gpu="cpu", device_memory=1 << 50,
         kv_cache_memory_bytes=8 << 30, max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
     for row in read_tsv(Path(inputs.vllm)):

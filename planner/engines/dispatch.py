@@ -7,6 +7,7 @@ from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
 from tonnage.planner.engines.pool import Capacity, Pool
 from tonnage.planner.engines.vllm import Request
+from tonnage.planner.host import cpu_features
 
 __all__ = ["Capacity", "Pool", "build_pool", "capacity"]
 
@@ -44,6 +45,8 @@ def capacity(pool: Pool, chosen: Resolved, num_blocks: int) -> Capacity:
 
 def _vllm_request(chosen: Resolved) -> Request:
     flags = chosen.flags
+    # what this machine's CPU decides; --gpu cpu means any CPU host, without these instructions
+    here = cpu_features() if flags.device == "cpu" and flags.gpu is None else frozenset()
     return Request(
         device=flags.device,
         version=chosen.version,
@@ -56,5 +59,8 @@ def _vllm_request(chosen: Resolved) -> Request:
         context_parallel=flags.decode_context_parallel_size,
         speculative_tokens=flags.num_speculative_tokens,
         # the draft layers published so far (DeepSeek V3, GLM 4.5, Qwen3-Next and 3.5) are one layer run again
+        amx="amx_tile" in here,
+        # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
+        float32_states="avx512_bf16" in here,
         draft_layers=1 if flags.speculative_model == "mtp" else 0,
     )

@@ -1,8 +1,9 @@
 """What a kernel's padding adds to weights after vLLM loaded them.
 
 MXFP4 experts (model_executor/layers/quantization/mxfp4.py): the Triton kernel of Hopper GPUs pads the packed
-values' hidden side to a multiple of 256, Marlin (GPUs before Hopper) pads hidden to 256 and the intermediate size
-to 128, values and scales. Held against the start-up reports of gpt-oss-20b and 120b (tests/data/field_reports.jsonl).
+values' hidden side to a multiple of 256, Marlin (GPUs before Hopper) pads hidden to 256 and the intermediate
+size to 128, values and scales. Held against the start-up reports of gpt-oss-20b and 120b
+(tests/data/field_reports.jsonl).
 """
 
 from __future__ import annotations

@@ -238,7 +238,8 @@ def _state_bytes(state: StateTensor, request: Request) -> int:
         elements = ceil_div(elements, request.tensor_parallel)
     if state.dtype is not None:
         return elements * KV_DTYPE_BYTES[state.dtype]
-    return elements * (4 if state.name == "ssm" and request.float32_states else request.dtype_bytes)
+    temporal = not state.name.startswith("conv")
+    return elements * (4 if temporal and request.float32_states else request.dtype_bytes)
 
 
 def _state_blocks(layer: CacheLayer, request: Request) -> int:

@@ -1,0 +1,123 @@
+"""The plan against vLLM 0.32.0 itself: its own KV-config functions on small models of every attention kind.
+
+Configs are the public ones cut to a few layers (patterns kept, head geometry as published); vLLM builds each on
+the meta device in one child process and says num_blocks, tokens and concurrency.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="compares with the installed vLLM")
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+POOL = 1 << 28
+LENGTH = 2048
+
+# name, layers, changes to the config, flags
+CASES = [
+    ("meta-llama__Llama-3.2-1B", 3, {}, {}),
+    ("meta-llama__Llama-3.2-1B", 4, {}, {"block_size": 32}),
+    ("meta-llama__Llama-3.2-1B", 2, {"num_key_value_heads": 1}, {"max_num_batched_tokens": 512}),
+    ("Qwen__Qwen2.5-0.5B", 4, {}, {"max_model_len": 777}),
+    ("Qwen__Qwen3-0.6B", 4, {}, {"enable_prefix_caching": False}),
+    ("Qwen__Qwen3-30B-A3B", 3, {"num_experts": 4, "num_experts_per_tok": 2}, {}),
+    ("mistralai__Mistral-7B-v0.1", 3, {}, {}),
+    ("mistralai__Mistral-7B-v0.1", 3, {"sliding_window": 100}, {"max_num_batched_tokens": 256}),
+    ("mistralai__Mixtral-8x7B-v0.1", 2, {"num_local_experts": 2}, {}),
+    ("microsoft__Phi-3-mini-128k-instruct", 2, {}, {}),
+    ("google__gemma-2b", 4, {}, {}),
+    ("google__gemma-2-2b", 4, {}, {}),
+    ("google__gemma-2-2b", 5, {"sliding_window": 300}, {"max_num_batched_tokens": 256}),
+    ("google__gemma-3-1b-it", 7, {}, {}),
+    ("google__gemma-3-1b-it", 13, {"sliding_window": 64}, {"max_num_batched_tokens": 128}),
+    ("openai__gpt-oss-20b", 4, {"num_local_experts": 4}, {}),
+    ("openai__gpt-oss-20b", 6, {"num_local_experts": 4, "sliding_window": 1000}, {"block_size": 64}),
+    ("XiaomiMiMo__MiMo-V2-Flash", 8, {"n_routed_experts": 4, "num_experts_per_tok": 2}, {}),
+    ("poolside__Laguna-XS.2-FP8", 8, {"num_experts": 8}, {}),
+    ("deepseek-ai__DeepSeek-V3", 2, {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}, {}),
+    ("zai-org__GLM-4.7-Flash", 2, {"n_routed_experts": 8}, {}),
+    ("openbmb__MiniCPM3-4B", 2, {}, {}),
+    ("LiquidAI__LFM2-1.2B", 6, {}, {}),
+    ("LiquidAI__LFM2-1.2B", 6, {}, {"enable_prefix_caching": False}),
+    ("nvidia__Nemotron-H-56B-Base-8K", 9, {"hybrid_override_pattern": "M-M-M-M*-"}, {}),
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, {}),
+    ("transformers-default__qwen3_next", 4, {"num_experts": 8}, {"enable_prefix_caching": False}),
+    ("transformers-default__falcon_h1", 3, {}, {}),
+    ("ibm-granite__granite-3.1-1b-a400m-instruct", 4, {}, {}),
+    ("stabilityai__stablelm-3b-4e1t", 2, {}, {}),
+    ("transformers-default__olmo2", 2, {}, {}),
+    ("togethercomputer__RedPajama-INCITE-7B-Base", 2, {}, {}),
+]  # fmt: skip
+IDS = [f"{name}-{layers}-{i}" for i, (name, layers, _, _) in enumerate(CASES)]
+
+
+def cut(name: str, layers: int, changes: dict) -> dict:
+    """The config with fewer layers; lists with one entry a layer are cut too. Quantization is dropped."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    before = config["num_hidden_layers"]
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == before and key != "architectures":
+            config[key] = value[:layers]
+    if isinstance(config.get("hybrid_override_pattern"), str):
+        config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
+    config.pop("auto_map", None)
+    return {**config, "num_hidden_layers": layers, **changes}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """vLLM's answer per case: one child for all, because importing vLLM takes longer than any case."""
+    root = tmp_path_factory.mktemp("models")
+    folders = []
+    for i, (name, layers, changes, flags) in enumerate(CASES):
+        folder = root / f"{i:02d}"
+        folder.mkdir()
+        config = cut(name, layers, changes)
+        (folder / "config.json").write_text(json.dumps(config))
+        arguments = {"max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, **flags}
+        (folder / "arguments.json").write_text(json.dumps(arguments))
+        folders.append(str(folder))
+    child = Path(__file__).parent / "vllm_capacity_child.py"
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
+    done = subprocess.run(
+        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
+        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result = json.loads(line.removeprefix("RESULT "))
+            found[int(Path(result["folder"]).name)] = result
+    assert len(found) == len(CASES), done.stderr[-2000:]
+    return root, found
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_blocks_tokens_and_concurrency(case, answers):
+    from tonnage.planner.build import make_plan
+    from tonnage.planner.plan import Deployment
+
+    root, found = answers
+    theirs = found[case]
+    assert "error" not in theirs, theirs
+    flags = CASES[case][3]
+    plan = make_plan(
+        str(root / f"{case:02d}"),
+        Deployment(
+            engine="vllm", engine_version="0.32.0", device_memory=1 << 40, kv_cache_memory_bytes=POOL,
+            dtype="bfloat16", **{"max_model_len": LENGTH, "max_num_batched_tokens": theirs["budget"], **flags},
+        ),
+    )  # fmt: skip
+    cache = plan.kv_cache
+    assert [len(group.layers) for group in cache.layout.groups] == [count for _, count in theirs["groups"]]
+    assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (
+        theirs["num_blocks"], theirs["tokens"], theirs["concurrency"],
+    )  # fmt: skip

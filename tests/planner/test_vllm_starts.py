@@ -1,0 +1,93 @@
+"""Five real starts of vLLM on this CPU, dummy weights: blocks, tokens and concurrency equal to the plan's.
+
+The pool is set by kv_cache_memory_bytes alone; each model answers two tokens from the pool it was given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="starts the installed vLLM")
+
+POOL = 64 << 20
+LENGTH = 1024
+SMALL = {
+    "vocab_size": 512,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {
+    "full": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    },
+    "sliding": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 256,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64,
+        "sliding_window": 200,
+    },
+    "sliding and full": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 256,
+        "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "sliding_window": 128, "sliding_window_pattern": 6,
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    },
+    "convolution and full": {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 256, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3, "conv_bias": False,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 128,
+        "block_auto_adjust_ff_dim": False,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    root = tmp_path_factory.mktemp("starts")
+    for name, config in MODELS.items():
+        folder = root / name.replace(" ", "-")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**SMALL, **config}))
+        (folder / "arguments.json").write_text(
+            json.dumps({"max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_num_seqs": 8})
+        )
+    folders = [str(root / name.replace(" ", "-")) for name in MODELS]
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
+    child = Path(__file__).parent / "vllm_start_child.py"
+    done = subprocess.run(
+        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
+        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(MODELS), done.stderr[-2000:]
+    return {Path(json.loads(line)["folder"]).name: json.loads(line) for line in lines}, root
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_real_start_has_the_planned_pool(name, started):
+    from tonnage.planner.build import make_plan
+    from tonnage.planner.plan import Deployment
+
+    found, root = started
+    theirs = found[name.replace(" ", "-")]
+    assert "error" not in theirs, theirs
+    assert theirs["answered"] == 2
+    flags = Deployment(
+        engine="vllm", dtype="bfloat16", device_memory=1 << 40, kv_cache_memory_bytes=POOL, max_model_len=LENGTH,
+        max_num_seqs=8, max_num_batched_tokens=theirs["budget"],
+    )  # fmt: skip
+    cache = make_plan(str(root / name.replace(" ", "-")), flags).kv_cache
+    assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (
+        theirs["num_blocks"], theirs["tokens"], theirs["concurrency"],
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Asks vLLM's own KV-config functions what a folder's model gets; one JSON line a folder. Run as a program.
+
+The order is the engine's own (v1/engine/core.py): config, process groups, the model on the meta device, block
+size, cache specs, layout, KV cache config, capacity. Nothing is loaded.
+"""
+
+import json
+import os
+import sys
+
+
+def main(folders: list[str]) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config as scheduler_config
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+
+    # vLLM starts a process per architecture to look at its class; here this one does
+    registry._run_in_subprocess = lambda look: look()
+    ready = False
+    for folder in folders:
+        try:
+            arguments = json.loads(open(os.path.join(folder, "arguments.json")).read())
+            config = EngineArgs(
+                folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",
+                **arguments,
+            ).create_engine_config()  # fmt: skip
+            with set_current_vllm_config(config):
+                if not ready:
+                    store = f"tcp://127.0.0.1:{free_port()}"
+                    init_distributed_environment(1, 0, store, 0, "gloo")
+                    ensure_model_parallel_initialized(1, 1)
+                    ready = True
+                make_expert_group()
+                torch.set_default_dtype(torch.bfloat16)
+                with torch.device("meta"):
+                    initialize_model(vllm_config=config)
+                current_platform.update_block_size_for_backend(config)
+                out = measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_config)
+        except Exception as error:  # printed for the test, which fails on it
+            out = {"error": f"{type(error).__name__}: {error}"[:400]}
+        print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
+
+
+def make_expert_group() -> None:
+    """MoE layers ask for the expert-parallel group, which only an MoE model creates by itself."""
+    from vllm.distributed import parallel_state as state
+
+    if state._EP is None:
+        state._EP = state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+
+
+def measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_config) -> dict:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = config.compilation_config.static_forward_context
+    specs, backends = {}, []
+    for name, layer in layers.items():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        spec = layer.get_kv_cache_spec(config)
+        if spec is not None and getattr(layer, "kv_sharing_target_layer_name", None) is None:
+            specs[name] = spec
+            backends.append(layer.get_attn_backend())
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+
+    register_all_kvcache_specs(config)
+
+    names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+    resolve_kv_cache_layout(config, [names], specs.values())
+    (found,) = get_kv_cache_configs(config, [specs], [config.cache_config.kv_cache_memory_bytes])
+    found = scheduler_config([found])
+    tokens, concurrency = get_kv_cache_capacity(config, found)
+    kinds = [[type(g.kv_cache_spec).__name__, len(g.layer_names)] for g in found.kv_cache_groups]
+    budget = config.scheduler_config.max_num_batched_tokens
+    return {
+        "budget": budget,
+        "num_blocks": found.num_blocks,
+        "tokens": tokens,
+        "concurrency": concurrency,
+        "groups": kinds,
+    }
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
