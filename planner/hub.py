@@ -1,6 +1,6 @@
-"""Hub ids: the local hub cache first, then the hub itself when huggingface_hub is installed and answers.
+"""Hub ids: the local hub cache first, then the hub itself by range request.
 
-Only config.json and the safetensors index are fetched; weights stay where they are.
+Only config.json, the index and the headers of safetensors files are fetched; weights stay where they are.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ import os
 from pathlib import Path
 
 from tonnage.planner.errors import ModelNotFound
-from tonnage.planner.fields import load_config
 from tonnage.planner.headers.safetensors import read_folder
-from tonnage.planner.source import ModelSource
-
-_TIMEOUT_SECONDS = 10.0  # for the hub's answer to one HEAD request
+from tonnage.planner.source import ModelSource, read_config
 
 
 def hub_cache() -> Path:
@@ -30,11 +27,11 @@ def resolve_hub_id(model: str) -> ModelSource:
     """``org/name`` -> ModelSource. Raises ModelNotFound naming what was tried and what to do."""
     snapshot = cached_snapshot(model)
     if snapshot is None:
-        snapshot = _fetch(model)
+        return _fetch(model)
     complete = any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.bin"))
     tensors = read_folder(snapshot) if any(snapshot.glob("*.safetensors")) else None
     path = str(snapshot) if complete else model
-    return ModelSource(model, path, load_config(snapshot / "config.json"), "hub", tensors)
+    return ModelSource(model, path, read_config(snapshot), "hub", tensors)
 
 
 def cached_snapshot(model: str) -> Path | None:
@@ -48,24 +45,19 @@ def cached_snapshot(model: str) -> Path | None:
     return snapshot if commit and (snapshot / "config.json").exists() else None
 
 
-def _fetch(model: str) -> Path:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+def _fetch(model: str) -> ModelSource:
     hint = "give a local folder with config.json, or a name the hub knows"
-    if offline:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise ModelNotFound(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=hint
         )
+    from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
+
+    remote = Remote(model)
     try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        raise ModelNotFound(
-            f"{model} is not in the local hub cache and huggingface_hub is not installed",
-            field="model",
-            hint="pip install huggingface_hub, or " + hint,
-        ) from None
-    try:
-        config = hf_hub_download(model, "config.json", etag_timeout=_TIMEOUT_SECONDS)
-    except Exception as error:  # its error types differ between versions; all mean: not to be had
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ModelNotFound(f"{model} cannot be fetched: {reason[:200]}", field="model", hint=hint) from None
-    return Path(config).parent
+        config = fetch_config(remote)
+        if config is None:
+            raise ModelNotFound("there is no config.json", field="model")
+        return ModelSource(model, model, config, "hub", fetch_tensors(remote))
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{model}: {error.message}", field="model", hint=hint) from None

@@ -128,7 +128,7 @@ def _activations(found: dict[str, Any]) -> bool:
         raise UnsupportedArchitecture(
             f"{shown(scheme)} is not dynamic or static", field=f"{AT}.activation_scheme"
         )
-    return scheme == "static"
+    return bool(scheme == "static")
 
 
 def _fbgemm(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tonnage.planner.errors import ModelNotFound
+from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
 from tonnage.planner.fields import load_config
 from tonnage.planner.headers.safetensors import read_folder
 from tonnage.planner.headers.tensor import HeaderTensor
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -89,15 +90,33 @@ def _demo() -> ModelSource:
     return ModelSource("demo", str(folder), load_config(shipped), "demo")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the ``hf_quant_config.json`` that ModelOpt writes beside it where the config itself
+    does not say how the weights are stored."""
+    config = load_config(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        found = load_config(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise ConfigError("has no quantization object", field=beside.name)
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    return config
+
+
 def _folder(path: Path, model: str) -> ModelSource:
     if not (path / "config.json").exists():
         raise ModelNotFound(
             f"{model} has no config.json", field="model", hint="give the folder that from_pretrained would load"
         )
-    return ModelSource(model, str(path), load_config(path / "config.json"), "folder", read_folder(path))
+    return ModelSource(model, str(path), read_config(path), "folder", read_folder(path))
 
 
 def _file(path: Path, model: str) -> ModelSource:
+    if path.suffix.lower() in _PICKLES:
+        raise CheckpointError(
+            f"{model} is a pickle file: reading it runs code", field="model",
+            hint="convert it to safetensors, or give the model's folder",
+        )  # fmt: skip
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(
             f"{model} is a file but not a .gguf", field="model", hint="give the model's folder instead"

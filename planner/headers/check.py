@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, TensorSpec
+from math import prod
+
+from tonnage.planner.architecture import TOWER_ROLES, Architecture, TensorSpec
 from tonnage.planner.dtypes import SAFETENSORS_NAMES
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.quantization import Quantization
+from tonnage.planner.quantization_rules import spelling
 
 # Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
+# Published files of these name most modules otherwise; transformers renames them while loading
+# (5.19, conversion_mapping.py)
+_RENAMED_WHOLESALE = frozenset(
+    """
+    deepseek_ref deepseek_v4 deepseek_vl_v2 dbrx gemma3 gemma4 kimi_k25 kimi_linear llama4 llava lfm2 lfm2_moe
+    minimax
+    minimax_m3 minimax_m3_vl mllama nemotron_h qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe
+    qwen3_next step3p7 t5gemma jetmoe granitemoe granitemoehybrid granitemoeshared zamba zamba2 bert
+    """.split()  # noqa: SIM905
+)
 _STORED_AS = {"gptq": ".qweight", "awq": ".qweight"}
 
 
@@ -18,14 +31,20 @@ def check_tensors(
 ) -> None:
     """Raise CheckpointError for the first tensor that is missing or has another shape than the config gives.
 
-    Weights the checkpoint stores quantized must be there; their packed shapes are not compared.
+    Weights the checkpoint stores quantized must be there; their packed shapes are not compared. Routed experts
+    are stored one by one: all of them must be there, with the elements of the fused tensor. Towers and the
+    families whose files use other names than transformers' modules (``_RENAMED_WHOLESALE``) are compared where
+    the names agree.
     """
     found = {tensor.name: tensor for tensor in tensors}
+    spelled = {spelling(tensor.name): tensor for tensor in tensors}
+    experts = _experts_by_module(tensors)
     tied: dict[str, list[str]] = {}
     for spec in architecture.tensors:
         if spec.tied_to is not None:
             tied.setdefault(spec.tied_to, []).append(spec.name)
     stored_quantized = quantization.origin == "quantization_config"
+    strict = architecture.model_type not in _RENAMED_WHOLESALE
     for spec in architecture.tensors:
         if not spec.is_parameter or spec.tied_to is not None:
             continue
@@ -37,18 +56,55 @@ def check_tensors(
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
+        tensor = tensor or spelled.get(spelling(name))
+        if tensor is None and spec.role == "expert":
+            _check_experts(spec, experts.get(spelling(spec.module)), packed)
+            continue
+        if tensor is None and (not strict or spec.role in (*TOWER_ROLES, "encoder", "router")):
+            continue
         if tensor is None:
             raise CheckpointError(
                 f"{name} is not in the checkpoint ({len(found)} tensors)",
                 field="safetensors",
                 hint="config.json and the weights do not belong together",
             )
-        if not packed and tensor.shape != spec.shape:
+        if not packed and tensor.shape != spec.shape and spec.role not in TOWER_ROLES:
             raise CheckpointError(
                 f"{spec.name} is {list(tensor.shape)} in the checkpoint but {list(spec.shape)} by config.json",
                 field="safetensors",
                 hint="config.json and the weights do not belong together",
             )
+
+
+def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
+    """Weights stored below ``<module>.experts.<number>.``, by the spelling of ``<module>.experts``."""
+    out: dict[str, list[HeaderTensor]] = {}
+    for tensor in tensors:
+        module, mark, rest = tensor.name.partition(".experts.")
+        if mark and rest.partition(".")[0].isdigit():
+            out.setdefault(spelling(module + ".experts"), []).append(tensor)
+    return out
+
+
+def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: bool) -> None:
+    """A layer's experts: as many as the config says; unpacked, each matrix with its elements."""
+    if stored is None:
+        raise CheckpointError(f"{spec.module} has no experts in the checkpoint", field="safetensors")
+    if len(spec.shape) != 3 or spec.name.endswith("_bias"):
+        return
+    numbers = {t.name.partition(".experts.")[2].partition(".")[0] for t in stored}
+    if len(numbers) != spec.shape[0]:
+        raise CheckpointError(
+            f"{spec.module} has {len(numbers)} experts in the checkpoint but {spec.shape[0]} by config.json",
+            field="safetensors",
+            hint="config.json and the weights do not belong together",
+        )
+    each = spec.elements // spec.shape[0] // spec.matrices
+    if not packed and not any(prod(t.shape) == each for t in stored):
+        raise CheckpointError(
+            f"no expert matrix of {spec.module} has the {each:,} elements config.json gives",
+            field="safetensors",
+        )
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:

@@ -45,10 +45,11 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
-    return _parse(text, size - 8 - length, where)
+    return parse_header(text, size - 8 - length, where)
 
 
-def _parse(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
+def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
+    """The JSON of a header in front of ``data_bytes`` of tensors. Raises CheckpointError when it lies."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -123,18 +124,34 @@ def read_folder(folder: Path) -> tuple[HeaderTensor, ...] | None:
     except (ValueError, RecursionError):
         raise CheckpointError("is not JSON", field=where) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    headers = {}
+    for shard in shard_names(weight_map, where):
+        if not (folder / shard).exists():
+            raise CheckpointError(f"{shard[:80]} is missing", field=where, hint="finish the download")
+        headers[shard] = read_header(folder / shard)
+    return merge_shards(headers, weight_map, where)
+
+
+def shard_names(weight_map: object, where: str) -> list[str]:
+    """Files an index names, sorted. Raises CheckpointError for a map that is none, or a name with a path."""
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError("has no weight_map of tensor name to file name", field=where)
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MAX_SHARDS:
         raise CheckpointError(f"names {len(shards):,} shards", field=where)
-    out: dict[str, HeaderTensor] = {}
     for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=where)
-        if not (folder / shard).exists():
-            raise CheckpointError(f"{shard[:80]} is missing", field=where, hint="finish the download")
-        for tensor in read_header(folder / shard):
+    return shards
+
+
+def merge_shards(
+    headers: dict[str, tuple[HeaderTensor, ...]], weight_map: Any, where: str
+) -> tuple[HeaderTensor, ...]:
+    """Tensors of all shards. Raises CheckpointError when index and shards disagree."""
+    out: dict[str, HeaderTensor] = {}
+    for shard, tensors in headers.items():
+        for tensor in tensors:
             if weight_map.get(tensor.name) != shard:
                 raise CheckpointError(f"{tensor.name[:80]} of {shard} is not in the index", field=where)
             out[tensor.name] = tensor

@@ -190,8 +190,11 @@ def test_folders_and_files_that_are_no_model(tmp_path):
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         make_plan(str(tmp_path), FLAGS)
     (tmp_path / "weights.bin").write_bytes(b"x")
-    with pytest.raises(ModelNotFound, match=r"not a \.gguf"):
+    with pytest.raises(CheckpointError, match="pickle file: reading it runs code"):
         make_plan(str(tmp_path / "weights.bin"), FLAGS)
+    (tmp_path / "weights.txt").write_bytes(b"x")
+    with pytest.raises(ModelNotFound, match=r"not a \.gguf"):
+        make_plan(str(tmp_path / "weights.txt"), FLAGS)
     (tmp_path / "m.gguf").write_bytes(b"not gguf at all, but long enough")
     with pytest.raises(CheckpointError, match="does not begin with GGUF"):
         make_plan(str(tmp_path / "m.gguf"), FLAGS)

@@ -1,0 +1,152 @@
+"""Headers by range request from a local HTTP server: what is fetched, what is refused; no weight moves."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
+from tonnage.planner.source import resolve_model
+
+
+def safetensors(tensors: dict[str, list[int]], *, pad: int = 0) -> bytes:
+    entries, at = {}, 0
+    for name, shape in tensors.items():
+        size = 2 * shape[0] * shape[1]
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries).encode() + b" " * pad
+    return struct.pack("<Q", len(text)) + text + b"\0" * at
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        name = self.path.rpartition("/")[2]
+        server.asked.append((self.path, self.headers.get("Range")))
+        if name in server.redirects:
+            self.send_response(302)
+            self.send_header("Location", server.redirects[name])
+            self.end_headers()
+            return
+        data = server.files.get(name)
+        if data is None:
+            self.send_error(404)
+            return
+        span = self.headers.get("Range")
+        if span and server.ranges:
+            first, last = (int(v) for v in span.removeprefix("bytes=").split("-"))
+            part = data[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        else:
+            part = data
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+        server.sent += len(part)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.files, server.redirects, server.asked, server.ranges, server.sent = {}, {}, [], True, 0
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
+    from tonnage.planner.build import plan_source
+    from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.plan import Deployment
+
+    specs = [t for t in build_architecture(tiny_llama).tensors if t.is_parameter]
+    shapes = {t.name: list(t.shape) if len(t.shape) == 2 else [t.shape[0], 1] for t in specs}
+    matrices = {n: s for n, s in shapes.items() if s[1] > 1}
+    norms = {n: [s[0]] for n, s in shapes.items() if s[1] == 1}
+    first = safetensors(matrices)
+    text = {
+        n: {"dtype": "BF16", "shape": s, "data_offsets": [2 * 64 * i, 2 * 64 * (i + 1)]}
+        for i, (n, s) in enumerate(norms.items())
+    }
+    body = json.dumps(text).encode()
+    second = struct.pack("<Q", len(body)) + body + b"\0" * (2 * 64 * len(norms))
+    index = {
+        "weight_map": {**dict.fromkeys(matrices, "a.safetensors"), **dict.fromkeys(norms, "b.safetensors")}
+    }
+    hub.files = {
+        "config.json": json.dumps(tiny_llama).encode(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "a.safetensors": first,
+        "b.safetensors": second,
+    }
+    source = resolve_model("org/tiny")
+    assert {t.name for t in source.tensors} == set(shapes)
+    plan = plan_source(source, Deployment(device_memory=1 << 34))
+    assert plan.model.via == "headers"
+    assert all(span is not None for path, span in hub.asked if path.endswith(".safetensors"))
+
+
+def test_a_long_header_takes_two_requests_and_no_weights(hub):
+    big = safetensors({"w": [4096, 2048]}, pad=100_000)
+    hub.files = {"model.safetensors": big}
+    assert [t.shape for t in fetch_tensors(Remote("org/m"))] == [(4096, 2048)]
+    assert sum(path.endswith("model.safetensors") for path, _ in hub.asked) == 2
+    assert hub.sent < 200_000 < len(big)
+
+
+def test_what_is_refused(hub):
+    remote = Remote("org/m")
+    hub.redirects = {"model.safetensors": "http://example.invalid/elsewhere"}
+    with pytest.raises(CheckpointError, match=r"another host, example\.invalid"):
+        fetch_tensors(remote)
+    hub.redirects = {"config.json": f"http://localhost:{hub.server_port}/x/config.json"}
+    with pytest.raises(CheckpointError, match="another host, localhost"):
+        fetch_config(remote)
+    hub.redirects = {}
+    hub.files = {"model.safetensors": struct.pack("<Q", 10 << 30) + b"{}"}
+    with pytest.raises(CheckpointError, match="claims a header of 10,737,418,240 bytes"):
+        fetch_tensors(remote)
+    hub.files = {"model.safetensors": safetensors({"w": [8, 8]})[:-8]}
+    with pytest.raises(CheckpointError, match="truncated"):
+        fetch_tensors(remote)
+    hub.files = {"model.safetensors": safetensors({"w": [8, 8]})}
+    hub.ranges = False
+    with pytest.raises(CheckpointError, match="does not answer range requests"):
+        fetch_tensors(remote)
+    hub.files = {"config.json": b" " * (17 << 20)}
+    with pytest.raises(CheckpointError, match="too many"):
+        fetch_config(remote)
+    hub.files = {"model.safetensors.index.json": json.dumps({"weight_map": {"w": "../../etc/passwd"}}).encode()}
+    with pytest.raises(CheckpointError, match="points outside"):
+        fetch_tensors(remote)
+
+
+def test_a_redirect_within_the_host_is_followed(hub):
+    hub.files = {"moved.json": b'{"model_type": "llama"}'}
+    hub.redirects = {"config.json": "/org/m/moved.json"}
+    assert fetch_config(Remote("org/m")) == {"model_type": "llama"}
+
+
+def test_an_unknown_name_says_what_to_do(hub):
+    with pytest.raises(ModelNotFound, match=r"org/nothing: there is no config\.json.*local folder"):
+        resolve_model("org/nothing")
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(ModelNotFound, match="cannot be fetched"):
+        resolve_model("org/nothing")
