@@ -40,7 +40,6 @@ from tonnage.cache.admission import (
     refusal,
     split_promise,
 )
-from tonnage.cache.core import handle
 from tonnage.cache.errors import (
     DoubleFree,
     InvalidRequest,
@@ -55,7 +54,14 @@ from tonnage.cache.pool import BlockPool, check_num_blocks
 from tonnage.cache.prefix import PrefixIndex
 from tonnage.cache.salts import Salts
 from tonnage.cache.snapshot import RunningSnapshot
-from tonnage.cache.state import EVICTIONS, HOT, MERGED, Int32Array, Int64Array, new_state
+from tonnage.cache.state import (
+    EVICTIONS,
+    HOT,
+    MERGED,
+    Int32Array,
+    Int64Array,
+    new_state,
+)
 from tonnage.cache.tables import Family, Sequences, TokenIds, token_array
 from tonnage.planner.layout import KVLayout
 
@@ -129,9 +135,9 @@ class KVCacheManager:
         self.state = new_state(
             self.limits, num_blocks, caching=self.prefix_caching, seed=seed_of(b"", key), logged=False
         )
-        self.core = handle(self.state)  # the same arrays, for compiled code
+        self.core = self.state.core  # the same arrays, for compiled code
         self.pool = BlockPool(self.state)
-        self.index = PrefixIndex(self.state, self.core) if self.prefix_caching else None
+        self.index = PrefixIndex(self.state) if self.prefix_caching else None
         self.rows = self.state.rows
         self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)
         self.sequences = Sequences(max_num_seqs)
@@ -254,7 +260,7 @@ class KVCacheManager:
         full = sum(window is None for window in self.windows)
         reach = rows.room[batch] + granted // full * size
         # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
-        reach[rows.shared_tail[batch]] = 0
+        reach[rows.shared_tail[batch] != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def _without_room(self, request: AdmissionRequest) -> Never | Wait | None:
@@ -330,9 +336,7 @@ class KVCacheManager:
                 if window is None:
                     tables.append(table[row, :held])
                     owners.append(np.full(held, place[int(self.rows.request[row])]))
-        return last_owners(
-            self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks
-        )
+        return last_owners(self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks)
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
         """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).

@@ -21,107 +21,117 @@ from tonnage.cache.state import (
     CACHED,
     CLASSES,
     CLOCK,
+    CLOCK_MASK,
     FREE,
     FREE_HEAD,
+    KIND,
+    NEXT,
+    NODE_OF,
     NULL_BLOCK,
+    OWNER,
+    PREV,
+    PRIVATE,
+    REFS,
+    TIME,
     USED_FULL,
+    Core,
     Int32Array,
-    Pool,
     State,
 )
 
-__all__ = ["NULL_BLOCK", "BlockPool", "Int32Array", "acquire", "pop_free", "push_free", "release", "uncache"]
-
 
 @compiled
-def push_free(pool: Pool, block: int) -> None:
+def push_free(core: Core, block: int) -> None:
     """Onto the free stack: the next to be handed out."""
-    pool.next[block] = pool.counters[FREE_HEAD]
-    pool.counters[FREE_HEAD] = block
-    pool.counters[FREE] += 1
+    blocks, counters = core.blocks, core.counters
+    blocks[NEXT, block] = counters[FREE_HEAD]
+    counters[FREE_HEAD] = block
+    counters[FREE] += 1
 
 
 @compiled
-def push_cached(pool: Pool, block: int, kind: int) -> None:
+def push_cached(core: Core, block: int, kind: int) -> None:
     """To the young end of its class."""
-    sentinel = pool.refs.size + kind
-    newest = pool.prev[sentinel]
-    pool.next[newest] = block
-    pool.prev[block] = newest
-    pool.next[block] = sentinel
-    pool.prev[sentinel] = block
-    pool.time[block] = pool.counters[CLOCK] & 0xFFFFFFFF
-    pool.counters[CLOCK] += 1
-    pool.counters[CACHED] += 1
+    blocks, counters = core.blocks, core.counters
+    sentinel = blocks.shape[1] - CLASSES + kind
+    newest = blocks[PREV, sentinel]
+    blocks[NEXT, newest] = block
+    blocks[PREV, block] = newest
+    blocks[NEXT, block] = sentinel
+    blocks[PREV, sentinel] = block
+    blocks[TIME, block] = counters[CLOCK] & CLOCK_MASK
+    counters[CLOCK] += 1
+    counters[CACHED] += 1
 
 
 @compiled
-def unlink(pool: Pool, block: int) -> None:
+def unlink(core: Core, block: int) -> None:
     """Out of the list of its class."""
-    before, after = pool.prev[block], pool.next[block]
-    pool.next[before] = after
-    pool.prev[after] = before
-    pool.counters[CACHED] -= 1
+    blocks = core.blocks
+    before, after = blocks[PREV, block], blocks[NEXT, block]
+    blocks[NEXT, before] = after
+    blocks[PREV, after] = before
+    core.counters[CACHED] -= 1
 
 
 @compiled
-def uncache(pool: Pool, block: int) -> None:
+def uncache(core: Core, block: int) -> None:
     """Cached -> free: the prefix index has forgotten the block."""
-    unlink(pool, block)
-    push_free(pool, block)
+    unlink(core, block)
+    push_free(core, block)
 
 
 @compiled
-def pop_free(state: State, full: bool, slot: int) -> int:
+def pop_free(core: Core, full: bool, slot: int) -> int:
     """A free block, reference count 1, for a request's table; ``full``: of a full group."""
-    pool = state.pool
-    block = int(pool.counters[FREE_HEAD])
-    pool.counters[FREE_HEAD] = pool.next[block]
-    pool.counters[FREE] -= 1
-    pool.refs[block] = 1
+    blocks, counters = core.blocks, core.counters
+    block = int(counters[FREE_HEAD])
+    counters[FREE_HEAD] = blocks[NEXT, block]
+    counters[FREE] -= 1
+    blocks[REFS, block] = 1
     if full:
-        _own(state, block, slot)
+        _own(core, block, slot)
     return block
 
 
 @compiled
-def acquire(state: State, block: int, full: bool, slot: int) -> None:
+def acquire(core: Core, block: int, full: bool, slot: int) -> None:
     """One more reference; a cached block leaves its list."""
-    pool = state.pool
-    if pool.refs[block] == 0:
-        unlink(pool, block)
+    blocks = core.blocks
+    if blocks[REFS, block] == 0:
+        unlink(core, block)
         if full:
-            _own(state, block, slot)
-    elif full and pool.owner[block] != 0 and pool.owner[block] != slot + 1:
-        state.requests.private[pool.owner[block] - 1] -= 1
-        pool.owner[block] = 0
-    pool.refs[block] += 1
+            _own(core, block, slot)
+    elif full and blocks[OWNER, block] != 0 and blocks[OWNER, block] != slot + 1:
+        core.requests[PRIVATE, blocks[OWNER, block] - 1] -= 1
+        blocks[OWNER, block] = 0
+    blocks[REFS, block] += 1
 
 
 @compiled
-def release(state: State, block: int, full: bool, slot: int) -> None:
+def release(core: Core, block: int, full: bool, slot: int) -> None:
     """One reference less. The last one makes the block cached where it is in the prefix index, else free."""
-    pool, index = state.pool, state.index
-    pool.refs[block] -= 1
-    if pool.refs[block] > 0:
+    blocks = core.blocks
+    blocks[REFS, block] -= 1
+    if blocks[REFS, block] > 0:
         return
     if full:
-        pool.counters[USED_FULL] -= 1
-        if pool.owner[block] != 0:
-            state.requests.private[slot] -= 1
-            pool.owner[block] = 0
-    node = index.node_of[block]
+        core.counters[USED_FULL] -= 1
+        if blocks[OWNER, block] != 0:
+            core.requests[PRIVATE, slot] -= 1
+            blocks[OWNER, block] = 0
+    node = blocks[NODE_OF, block]
     if node != NULL_BLOCK:
-        push_cached(pool, block, index.kind[node])
+        push_cached(core, block, blocks[KIND, node])
     else:
-        push_free(pool, block)
+        push_free(core, block)
 
 
 @compiled
-def _own(state: State, block: int, slot: int) -> None:
-    state.pool.counters[USED_FULL] += 1
-    state.pool.owner[block] = slot + 1
-    state.requests.private[slot] += 1
+def _own(core: Core, block: int, slot: int) -> None:
+    core.counters[USED_FULL] += 1
+    core.blocks[OWNER, block] = slot + 1
+    core.requests[PRIVATE, slot] += 1
 
 
 class BlockPool:

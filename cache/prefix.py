@@ -40,70 +40,86 @@ from tonnage.cache.pool import acquire, release, uncache
 from tonnage.cache.state import (
     ANCHOR,
     BLOCK_SIZE,
+    CHAIN,
     COLD,
+    COMPUTED,
     EVICTIONS,
+    FIRST,
+    FIRST_GROUP,
     FREE,
     GROUPS,
+    HASHED,
+    HELD,
     HOT,
+    KIND,
+    LIVE,
     LOGGED,
     MERGED,
+    NODE_OF,
     NODES,
     NULL_BLOCK,
+    PARENT,
+    PUBLISHED,
     REMOVED,
+    REQUEST,
     ROOT,
+    ROW_KIND,
+    ROW_SALT,
+    SALT,
+    SHARED,
     STORED,
+    Core,
     Int32Array,
     State,
 )
 
 
 @compiled
-def hash_row(state: State, row: int, blocks: int) -> None:
+def hash_row(core: Core, row: int, blocks: int) -> None:
     """Hashes of the row's first ``blocks`` full blocks; what has been hashed before stays."""
-    rows, size = state.rows, state.constants[BLOCK_SIZE]
-    at, hashes, tokens = rows.hashed[row], rows.hashes[row], rows.tokens[row]
-    shared, own = rows.shared[row], state.index.seeds[rows.salt[row]]
+    rows, size = core.rows, core.constants[BLOCK_SIZE]
+    at, hashes, tokens = rows[HASHED, row], core.hashes[row], core.tokens[row]
+    shared, own = rows[SHARED, row], core.seeds[rows[ROW_SALT, row]]
     while at < blocks:
         if at == 0:
-            seed = state.index.seeds[0] if shared > 0 else own
+            seed = core.seeds[0] if shared > 0 else own
         elif at == shared:
             seed = hashes[at - 1] ^ own
         else:
             seed = hashes[at - 1]
         hashes[at] = hash_tokens(tokens, at * size, size, seed)
         at += 1
-    if rows.hashed[row] < at:
-        rows.hashed[row] = at
+    rows[HASHED, row] = max(rows[HASHED, row], at)
 
 
 @compiled
-def find(state: State, row: int, at: int, parent: int) -> int:
+def find(core: Core, row: int, at: int, parent: int) -> int:
     """The node of the row's block ``at`` below ``parent``, or 0. Exact."""
-    index, rows, size = state.index, state.rows, state.constants[BLOCK_SIZE]
-    value = rows.hashes[row, at]
-    salt = 0 if at < rows.shared[row] else rows.salt[row]
-    node = int(index.heads[value & np.uint64(index.heads.size - 1)])
+    blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
+    value = core.hashes[row, at]
+    salt = 0 if at < rows[SHARED, row] else rows[ROW_SALT, row]
+    node = int(core.heads[value & np.uint64(core.heads.size - 1)])
     while node != NULL_BLOCK:
-        if index.hash[node] == value and index.parent[node] == parent and index.salt[node] == salt:
+        if core.node_hash[node] == value and blocks[PARENT, node] == parent and blocks[SALT, node] == salt:
             offset, equal = at * size, True
             for token in range(size):
-                if index.tokens[node, token] != rows.tokens[row, offset + token]:
+                if core.node_tokens[node, token] != core.tokens[row, offset + token]:
                     equal = False
                     break
             if equal:
                 return node
-        node = int(index.chain[node])
+        node = int(blocks[CHAIN, node])
     return NULL_BLOCK
 
 
 @compiled
-def match(state: State, row: int, blocks: int) -> int:
+def match(core: Core, row: int, blocks: int) -> int:
     """How many of the row's first ``blocks`` blocks are cached in every group; their nodes go into the row of
     the anchor group's table, which must be empty there."""
-    index, table = state.index, state.rows.tables[state.constants[ANCHOR], row]
+    table = core.tables[core.constants[ANCHOR], row]
     found, parent = 0, ROOT
     while found < blocks:
-        node = find(state, row, found, parent)
+        node = find(core, row, found, parent)
         if node == NULL_BLOCK:
             break
         table[found] = node
@@ -112,11 +128,11 @@ def match(state: State, row: int, blocks: int) -> int:
     count = found
     while count > 0:  # a sliding group may lack blocks of the last window: the hit ends before them
         missing = -1
-        for group in range(state.constants[GROUPS]):
-            if state.windows[group] > 0:
-                first = first_needed(state.windows[group], count * state.constants[BLOCK_SIZE], state)
+        for group in range(core.constants[GROUPS]):
+            if core.windows[group] > 0:
+                first = first_needed(core.windows[group], count * core.constants[BLOCK_SIZE], core)
                 for at in range(count - 1, first - 1, -1):
-                    if index.blocks[group, table[at]] == NULL_BLOCK:
+                    if core.blocks[FIRST_GROUP + group, table[at]] == NULL_BLOCK:
                         missing = max(missing, at)
                         break
         if missing < 0:
@@ -128,162 +144,163 @@ def match(state: State, row: int, blocks: int) -> int:
 
 
 @compiled
-def first_needed(window: int, computed: int, state: State) -> int:
+def first_needed(window: int, computed: int, core: Core) -> int:
     """Index of the first block that a query at a position >= ``computed`` can still read (0 for full)."""
     if window == 0 or computed < window:
         return 0
-    return (computed - window + 1) // int(state.constants[BLOCK_SIZE])
+    return (computed - window + 1) // int(core.constants[BLOCK_SIZE])
 
 
 @compiled
-def lock(state: State, row: int, count: int) -> None:
+def lock(core: Core, row: int, count: int) -> None:
     """Take a reference to the blocks of the ``count`` nodes that `match` left in the row; they are hot now.
     Blocks a sliding window has left are the null block."""
-    index, rows, anchor = state.index, state.rows, state.constants[ANCHOR]
-    slot, computed = rows.request[row], count * state.constants[BLOCK_SIZE]
-    for group in range(state.constants[GROUPS]):
-        full = state.windows[group] == 0
-        first = first_needed(state.windows[group], computed, state)
-        rows.first[group, row] = first
+    rows, anchor = core.rows, core.constants[ANCHOR]
+    slot, computed = rows[REQUEST, row], count * core.constants[BLOCK_SIZE]
+    for group in range(core.constants[GROUPS]):
+        full = core.windows[group] == 0
+        first = first_needed(core.windows[group], computed, core)
+        core.rows[FIRST + group, row] = first
         for at in range(first, count):
-            block = index.blocks[group, rows.tables[anchor, row, at]]
-            acquire(state, block, full, slot)
+            block = core.blocks[FIRST_GROUP + group, core.tables[anchor, row, at]]
+            acquire(core, block, full, slot)
             if full:
-                state.requests.held[slot] += 1
+                core.requests[HELD, slot] += 1
             if group != anchor:
-                rows.tables[group, row, at] = block
+                core.tables[group, row, at] = block
     for at in range(count):
-        index.kind[rows.tables[anchor, row, at]] = HOT
+        core.blocks[KIND, core.tables[anchor, row, at]] = HOT
 
 
 @compiled
-def insert(state: State, row: int, at: int, parent: int) -> None:
+def insert(core: Core, row: int, at: int, parent: int) -> None:
     """Publish the row's used block ``at`` as a node below ``parent``; `find` found none."""
-    index, rows, size = state.index, state.rows, state.constants[BLOCK_SIZE]
-    node = rows.tables[state.constants[ANCHOR], row, at]
-    value = rows.hashes[row, at]
+    blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
+    node = core.tables[core.constants[ANCHOR], row, at]
+    value = core.hashes[row, at]
     for token in range(size):
-        index.tokens[node, token] = rows.tokens[row, at * size + token]
-    index.parent[node] = parent
-    index.hash[node] = value
-    salt = 0 if at < rows.shared[row] else rows.salt[row]
-    index.salt[node] = salt
-    index.salt_nodes[salt] += 1
-    hot = rows.kind[row] == HOT and (parent == ROOT or index.kind[parent] == HOT)
-    index.kind[node] = HOT if hot else COLD
-    bucket = value & np.uint64(index.heads.size - 1)
-    index.chain[node] = index.heads[bucket]
-    index.heads[bucket] = node
-    for group in range(state.constants[GROUPS]):
-        block = rows.tables[group, row, at]
-        index.blocks[group, node] = block
+        core.node_tokens[node, token] = core.tokens[row, at * size + token]
+    blocks[PARENT, node] = parent
+    core.node_hash[node] = value
+    salt = 0 if at < rows[SHARED, row] else rows[ROW_SALT, row]
+    blocks[SALT, node] = salt
+    core.salt_nodes[salt] += 1
+    hot = rows[ROW_KIND, row] == HOT and (parent == ROOT or blocks[KIND, parent] == HOT)
+    blocks[KIND, node] = HOT if hot else COLD
+    bucket = value & np.uint64(core.heads.size - 1)
+    blocks[CHAIN, node] = core.heads[bucket]
+    core.heads[bucket] = node
+    for group in range(core.constants[GROUPS]):
+        block = core.tables[group, row, at]
+        core.blocks[FIRST_GROUP + group, node] = block
         if block != NULL_BLOCK:
-            index.node_of[block] = node
-    state.pool.counters[NODES] += 1
-    if state.constants[LOGGED]:
-        index.stored[state.pool.counters[STORED]] = node
-        state.pool.counters[STORED] += 1
+            blocks[NODE_OF, block] = node
+    core.counters[NODES] += 1
+    if core.constants[LOGGED]:
+        core.stored[core.counters[STORED]] = node
+        core.counters[STORED] += 1
 
 
 @compiled
-def merge(state: State, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
+def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
     """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
-    index, rows, slot = state.index, state.rows, state.rows.request[row]
-    parent = index.parent[node]
-    if parent == ROOT or index.kind[parent] == HOT:
-        index.kind[node] = HOT
-    for group in range(state.constants[GROUPS]):
-        full = state.windows[group] == 0
-        mine, theirs = rows.tables[group, row, at], index.blocks[group, node]
+    blocks, slot = core.blocks, core.rows[REQUEST, row]
+    parent = blocks[PARENT, node]
+    if parent == ROOT or blocks[KIND, parent] == HOT:
+        blocks[KIND, node] = HOT
+    for group in range(core.constants[GROUPS]):
+        full = core.windows[group] == 0
+        mine, theirs = core.tables[group, row, at], core.blocks[FIRST_GROUP + group, node]
         if mine == NULL_BLOCK or mine == theirs:  # noqa: SIM109 (numba wants one type in a tuple)
             continue
         if theirs == NULL_BLOCK:  # a sliding block that had been evicted alone
-            index.blocks[group, node] = mine
-            index.node_of[mine] = node
+            core.blocks[FIRST_GROUP + group, node] = mine
+            blocks[NODE_OF, mine] = node
             continue
-        acquire(state, theirs, full, slot)
-        release(state, mine, full, slot)
-        rows.tables[group, row, at] = theirs
+        acquire(core, theirs, full, slot)
+        release(core, mine, full, slot)
+        core.tables[group, row, at] = theirs
         if full and shared_by_sibling:
-            state.requests.held[slot] -= 1
-        state.pool.counters[MERGED] += 1
+            core.requests[HELD, slot] -= 1
+        core.counters[MERGED] += 1
 
 
 @compiled
-def publish(state: State, row: int) -> None:
+def publish(core: Core, row: int) -> None:
     """Make nodes of the row's full computed blocks; where others have published the same, take theirs.
 
     The chain of every sequence is then the index's chain, which is what lets eviction never orphan a node.
     """
-    rows, anchor = state.rows, state.constants[ANCHOR]
-    table, slot = rows.tables[anchor, row], rows.request[row]
-    stop = rows.computed[row] // state.constants[BLOCK_SIZE]
-    hash_row(state, row, stop)
-    for at in range(rows.published[row], stop):
+    rows, anchor = core.rows, core.constants[ANCHOR]
+    table, slot = core.tables[anchor, row], rows[REQUEST, row]
+    stop = rows[COMPUTED, row] // core.constants[BLOCK_SIZE]
+    hash_row(core, row, stop)
+    known = True  # the parent was there before this call: it may have children
+    for at in range(rows[PUBLISHED, row], stop):
         parent = table[at - 1] if at > 0 else ROOT
-        node = find(state, row, at, parent)
+        node = find(core, row, at, parent) if known else NULL_BLOCK
         if node == NULL_BLOCK:
-            insert(state, row, at, parent)
+            insert(core, row, at, parent)
+            known = False
         elif node != table[at]:
             sibling = False
-            if state.requests.live[slot] > 1:
-                for other in range(rows.request.size):
-                    if other != row and rows.request[other] == slot and rows.tables[anchor, other, at] == node:
+            if core.requests[LIVE, slot] > 1:
+                for other in range(rows.shape[1]):
+                    if other != row and rows[REQUEST, other] == slot and core.tables[anchor, other, at] == node:
                         sibling = True
-            merge(state, row, at, node, sibling)
-    rows.published[row] = stop
+            merge(core, row, at, node, sibling)
+    rows[PUBLISHED, row] = stop
 
 
 @compiled
-def evict(state: State, count: int) -> None:
+def evict(core: Core, count: int) -> None:
     """Turn at least ``count`` cached blocks into free ones."""
-    counters = state.pool.counters
+    counters = core.counters
     goal = counters[FREE] + count
     while counters[FREE] < goal:
-        _forget(state, oldest_to_evict(state.pool))
+        _forget(core, oldest_to_evict(core))
         counters[EVICTIONS] += 1
 
 
 @compiled
-def _forget(state: State, block: int) -> None:
-    index = state.index
-    node = index.node_of[block]
+def _forget(core: Core, block: int) -> None:
+    blocks = core.blocks
+    node = blocks[NODE_OF, block]
     if block != node:
-        for group in range(state.constants[GROUPS]):
-            if index.blocks[group, node] == block and state.windows[group] > 0:
-                index.blocks[group, node] = NULL_BLOCK
-                index.node_of[block] = NULL_BLOCK
-                uncache(state.pool, block)
+        for group in range(core.constants[GROUPS]):
+            if core.blocks[FIRST_GROUP + group, node] == block and core.windows[group] > 0:
+                core.blocks[FIRST_GROUP + group, node] = NULL_BLOCK
+                blocks[NODE_OF, block] = NULL_BLOCK
+                uncache(core, block)
                 return
-    value = index.hash[node]
-    bucket = value & np.uint64(index.heads.size - 1)
-    if index.heads[bucket] == node:
-        index.heads[bucket] = index.chain[node]
+    value = core.node_hash[node]
+    bucket = value & np.uint64(core.heads.size - 1)
+    if core.heads[bucket] == node:
+        core.heads[bucket] = blocks[CHAIN, node]
     else:
-        before = index.heads[bucket]
-        while index.chain[before] != node:
-            before = index.chain[before]
-        index.chain[before] = index.chain[node]
-    for group in range(state.constants[GROUPS]):
-        held = index.blocks[group, node]
+        before = core.heads[bucket]
+        while blocks[CHAIN, before] != node:
+            before = blocks[CHAIN, before]
+        blocks[CHAIN, before] = blocks[CHAIN, node]
+    for group in range(core.constants[GROUPS]):
+        held = core.blocks[FIRST_GROUP + group, node]
         if held != NULL_BLOCK:
-            index.blocks[group, node] = NULL_BLOCK
-            index.node_of[held] = NULL_BLOCK
-            uncache(state.pool, held)
-    index.chain[node] = NULL_BLOCK
-    index.salt_nodes[index.salt[node]] -= 1
-    state.pool.counters[NODES] -= 1
-    if state.constants[LOGGED]:
-        index.removed[state.pool.counters[REMOVED]] = value
-        state.pool.counters[REMOVED] += 1
+            core.blocks[FIRST_GROUP + group, node] = NULL_BLOCK
+            blocks[NODE_OF, held] = NULL_BLOCK
+            uncache(core, held)
+    blocks[CHAIN, node] = NULL_BLOCK
+    core.salt_nodes[blocks[SALT, node]] -= 1
+    core.counters[NODES] -= 1
+    if core.constants[LOGGED]:
+        core.removed[core.counters[REMOVED]] = value
+        core.counters[REMOVED] += 1
 
 
 class PrefixIndex:
     """What may be read of the index: for events, tests and checks."""
 
-    def __init__(self, state: State, core: State) -> None:
+    def __init__(self, state: State) -> None:
         self.state = state
-        self._core = core
 
     def __len__(self) -> int:
         return int(self.state.pool.counters[NODES])
@@ -308,4 +325,4 @@ class PrefixIndex:
 
     def evict(self, count: int) -> None:
         """`evict`, for tests that want a smaller cache; ``count`` blocks must be cached."""
-        evict(self._core, count)
+        evict(self.state.core, count)

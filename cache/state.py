@@ -17,8 +17,6 @@ from tonnage.cache.admission.types import Limits
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
-UInt32Array = npt.NDArray[np.uint32]
-UInt8Array = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float64]
 
 NULL_BLOCK = 0
@@ -31,6 +29,18 @@ COLD, HOT, CLASSES = 0, 1, 2
 FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK, EVICTIONS = range(6)
 REMOVED, STORED, NODES, MERGED, CALLS, COUNTERS = range(6, 12)
 
+# Rows of Core.blocks: fields of a block, those from NODE_OF to CHAIN by node; from FIRST_GROUP on the node's
+# block in each group.
+REFS, NEXT, PREV, TIME, OWNER, NODE_OF, PARENT, SALT, KIND, CHAIN, FIRST_GROUP = range(11)
+CLOCK_MASK = 0x7FFFFFFF  # times are kept modulo 2^31
+
+# Rows of Core.rows: fields of a sequence; from FIRST on one for each group.
+LENGTH, COMPUTED, SLOTS, ROOM, LIMIT, PUBLISHED, HASHED, SHARED_TAIL = range(8)
+REQUEST, ROW_SALT, SHARED, ROW_KIND, MARK, FIRST = range(8, 14)
+
+# Rows of Core.requests
+HELD, PRIVATE, PROMISED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
+
 # Entries of Constants
 BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, CONSTANTS = range(7)
 
@@ -42,7 +52,7 @@ class Pool(NamedTuple):
     refs: Int32Array  # [blocks] reference count
     next: Int32Array  # [blocks + CLASSES]
     prev: Int32Array  # [blocks + CLASSES]
-    time: UInt32Array  # [blocks] clock when the block became cached, modulo 2^32
+    time: Int32Array  # [blocks] clock when the block became cached
     owner: Int32Array  # [blocks] 1 + slot of the only request that references a full group's block, or 0
     slowness: FloatArray  # [CLASSES] how much slower a class ages: 1, then growing
     counters: Int64Array  # [COUNTERS]
@@ -58,7 +68,7 @@ class Index(NamedTuple):
     parent: Int32Array  # [blocks] by node
     salt: Int32Array  # [blocks] by node: id of the salt, 0 for the shared ones
     hash: UInt64Array  # [blocks] by node
-    kind: UInt8Array  # [blocks] by node: COLD or HOT
+    kind: Int32Array  # [blocks] by node: COLD or HOT
     heads: Int32Array  # [buckets] first node, 0: none
     chain: Int32Array  # [blocks] by node: next of the bucket
     salt_nodes: Int32Array  # [salts] nodes of each salt id
@@ -81,11 +91,11 @@ class Rows(NamedTuple):
     first: Int64Array  # [groups, rows] first block not dropped
     published: Int64Array  # [rows] full blocks that are nodes of the prefix index
     hashed: Int64Array  # [rows]
-    shared_tail: npt.NDArray[np.bool_]  # [rows] copy the last block before the next write
-    request: Int32Array  # [rows] slot of its request, -1 for an empty row
-    salt: Int32Array  # [rows] salt id
+    shared_tail: Int64Array  # [rows] 1: copy the last block before the next write
+    request: Int64Array  # [rows] slot of its request, -1 for an empty row
+    salt: Int64Array  # [rows] salt id
     shared: Int64Array  # [rows] leading blocks that belong to an allowed shared prefix
-    kind: UInt8Array  # [rows] class of the blocks it adds
+    kind: Int64Array  # [rows] class of the blocks it adds
     mark: Int64Array  # [rows] number of the last call that named the row, to find one named twice
 
 
@@ -100,15 +110,41 @@ class Requests(NamedTuple):
     forks_left: Int32Array
 
 
+class Core(NamedTuple):
+    """All arrays, as compiled code takes them: few, so that passing them by value stays cheap."""
+
+    blocks: Int32Array  # [FIRST_GROUP + groups, blocks + CLASSES]
+    node_tokens: Int32Array
+    node_hash: UInt64Array
+    heads: Int32Array
+    salt_nodes: Int32Array
+    seeds: UInt64Array
+    tables: Int32Array
+    tokens: Int32Array
+    hashes: UInt64Array
+    rows: Int64Array  # [FIRST + groups, rows]
+    requests: Int32Array  # [REQUEST_FIELDS, slots]
+    counters: Int64Array
+    windows: Int64Array  # [groups] 0: full attention
+    constants: Int64Array  # [CONSTANTS]
+    slowness: FloatArray
+    removed: UInt64Array
+    stored: Int32Array
+    before: Int64Array  # [rows] scratch: compiled code allocates nothing
+    after: Int64Array  # [rows]
+    scratch: Int32Array  # [groups * rows]
+
+
 class State(NamedTuple):
-    """Everything."""
+    """The same memory with a name for each field: for everything that is not compiled."""
 
     pool: Pool
     index: Index  # type: ignore[assignment]  # nobody looks for a value in this tuple
     rows: Rows
     requests: Requests
-    windows: Int64Array  # [groups] 0: full attention
-    constants: Int64Array  # [CONSTANTS]
+    windows: Int64Array
+    constants: Int64Array
+    core: Core
 
 
 def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logged: bool) -> State:
@@ -126,66 +162,101 @@ def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logg
     def longs(*shape: int) -> Int64Array:
         return np.zeros(shape, np.int64)
 
-    pool = Pool(
-        refs=ints(num_blocks),
-        next=np.arange(1, num_blocks + CLASSES + 1, dtype=np.int32),
-        prev=ints(num_blocks + CLASSES),
-        time=np.zeros(num_blocks, np.uint32),
-        owner=ints(num_blocks),
-        slowness=np.ones(CLASSES),
-        counters=longs(COUNTERS),
-    )
-    pool.next[num_blocks - 1] = NULL_BLOCK
-    for kind in range(CLASSES):
-        pool.next[num_blocks + kind] = pool.prev[num_blocks + kind] = num_blocks + kind
-    pool.counters[FREE] = num_blocks - 1
-    pool.counters[FREE_HEAD] = 1
-    index = Index(
-        tokens=ints(nodes, size),
-        blocks=ints(groups, nodes),
-        node_of=ints(num_blocks),
-        parent=ints(nodes),
-        salt=ints(nodes),
-        hash=np.zeros(nodes, np.uint64),
-        kind=np.zeros(nodes, np.uint8),
-        heads=ints(1 << (nodes - 1).bit_length()),  # at most one node a bucket on average
-        chain=ints(nodes),
-        salt_nodes=ints(nodes + rows),
-        seeds=np.zeros(nodes + rows, np.uint64),
-        removed=np.zeros(num_blocks if logged else 1, np.uint64),
-        stored=ints(num_blocks if logged else 1),
-    )
-    index.seeds[0] = seed
-    table = Rows(
-        tables=ints(groups, rows, max_blocks),
-        tokens=ints(rows, limits.max_model_len),
-        hashes=np.zeros((rows, max_blocks if caching else 1), np.uint64),
-        length=longs(rows),
-        computed=longs(rows),
-        slots=longs(rows),
-        room=longs(rows),
-        limit=longs(rows),
-        first=longs(groups, rows),
-        published=longs(rows),
-        hashed=longs(rows),
-        shared_tail=np.zeros(rows, np.bool_),
-        request=np.full(rows, -1, np.int32),
-        salt=ints(rows),
-        shared=longs(rows),
-        kind=np.zeros(rows, np.uint8),
-        mark=longs(rows),
-    )
-    requests = Requests(
-        held=ints(rows),
-        private=ints(rows),
-        promised=ints(rows),
-        prompt=ints(rows),
-        live=ints(rows),
-        forks_left=ints(rows),
-    )
     constants = longs(CONSTANTS)
     constants[BLOCK_SIZE], constants[GROUPS] = size, groups
     constants[ANCHOR] = int(np.flatnonzero(windows == 0)[0]) if (windows == 0).any() else 0
     constants[MAX_STEP] = limits.max_num_batched_tokens
     constants[CACHING], constants[LOGGED] = caching, logged
-    return State(pool, index, table, requests, windows, constants)
+    core = Core(
+        blocks=ints(FIRST_GROUP + groups, num_blocks + CLASSES),
+        node_tokens=ints(nodes, size),
+        node_hash=np.zeros(nodes, np.uint64),
+        heads=ints(1 << (nodes - 1).bit_length()),  # at most one node a bucket on average
+        salt_nodes=ints(nodes + rows),
+        seeds=np.zeros(nodes + rows, np.uint64),
+        tables=ints(groups, rows, max_blocks),
+        tokens=ints(rows, limits.max_model_len),
+        hashes=np.zeros((rows, max_blocks if caching else 1), np.uint64),
+        rows=longs(FIRST + groups, rows),
+        requests=ints(REQUEST_FIELDS, rows),
+        counters=longs(COUNTERS),
+        windows=windows,
+        constants=constants,
+        slowness=np.ones(CLASSES),
+        removed=np.zeros(num_blocks if logged else 1, np.uint64),
+        stored=ints(num_blocks if logged else 1),
+        before=longs(rows),
+        after=longs(rows),
+        scratch=ints(groups * rows),
+    )
+    blocks = core.blocks
+    blocks[NEXT, : num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
+    for kind in range(CLASSES):
+        blocks[NEXT, num_blocks + kind] = blocks[PREV, num_blocks + kind] = num_blocks + kind
+    core.counters[FREE] = num_blocks - 1
+    core.counters[FREE_HEAD] = 1
+    core.seeds[0] = seed
+    core.rows[REQUEST] = -1
+    return _named(core, num_blocks)
+
+
+def _named(core: Core, num_blocks: int) -> State:
+    blocks, rows, requests = core.blocks, core.rows, core.requests
+    pool = Pool(
+        refs=blocks[REFS, :num_blocks],
+        next=blocks[NEXT],
+        prev=blocks[PREV],
+        time=blocks[TIME, :num_blocks],
+        owner=blocks[OWNER, :num_blocks],
+        slowness=core.slowness,
+        counters=core.counters,
+    )
+    index = Index(
+        tokens=core.node_tokens,
+        blocks=blocks[FIRST_GROUP:, :num_blocks],
+        node_of=blocks[NODE_OF, :num_blocks],
+        parent=blocks[PARENT, :num_blocks],
+        salt=blocks[SALT, :num_blocks],
+        hash=core.node_hash,
+        kind=blocks[KIND, :num_blocks],
+        heads=core.heads,
+        chain=blocks[CHAIN, :num_blocks],
+        salt_nodes=core.salt_nodes,
+        seeds=core.seeds,
+        removed=core.removed,
+        stored=core.stored,
+    )
+    return State(
+        pool,
+        index,
+        Rows(
+            tables=core.tables,
+            tokens=core.tokens,
+            hashes=core.hashes,
+            length=rows[LENGTH],
+            computed=rows[COMPUTED],
+            slots=rows[SLOTS],
+            room=rows[ROOM],
+            limit=rows[LIMIT],
+            first=rows[FIRST:],
+            published=rows[PUBLISHED],
+            hashed=rows[HASHED],
+            shared_tail=rows[SHARED_TAIL],
+            request=rows[REQUEST],
+            salt=rows[ROW_SALT],
+            shared=rows[SHARED],
+            kind=rows[ROW_KIND],
+            mark=rows[MARK],
+        ),
+        Requests(
+            held=requests[HELD],
+            private=requests[PRIVATE],
+            promised=requests[PROMISED],
+            prompt=requests[PROMPT],
+            live=requests[LIVE],
+            forks_left=requests[FORKS_LEFT],
+        ),
+        core.windows,
+        core.constants,
+        core,
+    )

@@ -413,20 +413,20 @@ def _orphan(manager: KVCacheManager) -> None:
 
 def _oldest(manager: KVCacheManager, block: int) -> None:
     """Make the block the oldest of the cold class, whatever it was."""
-    unlink(manager.state.pool, block)
+    unlink(manager.core, block)
     others = manager.pool.cached_blocks(COLD)
     for other in others:
-        unlink(manager.state.pool, other)
+        unlink(manager.core, other)
     for each in (block, *others):
-        push_cached(manager.state.pool, each, COLD)
+        push_cached(manager.core, each, COLD)
     manager.state.pool.time[block] -= np.uint32(1000)
 
 
 def _swap(manager: KVCacheManager) -> None:
     order = manager.pool.all_cached()
     kind = HOT if order == manager.pool.cached_blocks(HOT) else COLD
-    unlink(manager.state.pool, order[0])
-    push_cached(manager.state.pool, order[0], kind)
+    unlink(manager.core, order[0])
+    push_cached(manager.core, order[0], kind)
 
 
 def _set(values: np.ndarray, at: int, value: int) -> None:
