@@ -8,8 +8,8 @@ KVCacheManager, every decision is made by the real Admission, with the laws chec
     python benchmarks/admission.py --trace TRACE --n 2000 --blocks 4096 --max-tokens 1000 --json
 
 ``greedy`` is vLLM's rule, ``no_evict`` TensorRT-LLM's and mini-sglang's, ``oracle`` the predictive rule with
-the true lengths and no watermark. ``guaranteed_q90`` is guaranteed mode with a learned quantile: the same proof,
-other waits. Fewer steps are better; a stalled sequence has to sit out a step, which the steps do not show.
+the true lengths and no watermark. ``guaranteed_q90`` is guaranteed mode with a learned quantile: the same
+proof, other waits. Fewer steps are better; a stalled sequence has to sit out a step, which the steps do not show.
 """
 
 from __future__ import annotations

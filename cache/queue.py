@@ -1,8 +1,8 @@
 """The waiting queue: who is asked next, who may pass, and how long a newcomer would wait.
 
 **Order.** ``arrival + priority * ageing``, smallest first: a lower ``priority`` goes first (as in vLLM), and
-one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so an entry is overtaken only
-by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
+one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so an entry is overtaken
+only by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
 
 **Passing.** While the head waits for room, the next ones are asked too, and start only if the head's own start
 is not delayed (`tonnage.cache.admission.policy.decide_running`, ``head``). The first start foretold for a head

@@ -77,9 +77,8 @@ def _plot(title: str, x: list[float], series: list[tuple[str, list[float]]], top
         path = "M" + " L".join(point(at, value) for at, value in zip(x, values, strict=True))
         parts.append(f'<path class={name} d="{path}"/>')
         keys.append(f"<span class=k{name}>— {escape(label)}</span>")
-    picture = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    )
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"'
+    picture = f"<svg {box}>{''.join(parts)}</svg>"
     return f"<h2>{escape(title)}</h2>{picture}<p class=key>{' '.join(keys)}</p>"
 
 

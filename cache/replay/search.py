@@ -1,7 +1,7 @@
 """The smallest number of engines that meets a target of waiting time, by bisection over whole replays.
 
-Requests are dealt to the engines in turn (a router that knows nothing), and one engine's share is replayed: every
-n-th request. The engines being alike, so are their shares.
+Requests are dealt to the engines in turn (a router that knows nothing), and one engine's share is replayed:
+every n-th request. The engines being alike, so are their shares.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ examples:
   tonnage replay azure.csv --model demo --kv-cache-memory-bytes 1GiB --memory-bandwidth 50 --flops 2 --scale 0.1
   tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
 
-Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times follow
-from a roofline of the device's peak figures, so they are estimates, and the faster the model says the better.
+Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times
+follow from a roofline of the device's peak figures: no engine is faster, most are slower.
 exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the model does not fit.
 """
 
@@ -43,7 +43,7 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="tonnage replay",
-        description="Replay a request trace through admission and block manager as a discrete-event simulation.",
+        description="Replay a request trace through admission and the block manager, without a GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -63,9 +63,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("guaranteed", "predictive", "greedy", "no_evict"),
         help="mode of admission (default: guaranteed)",
     )
-    p.add_argument(
-        "--length-quantile", type=float, metavar="Q", help="of learned output lengths; 1: max_tokens"
-    )
+    p.add_argument("--length-quantile", type=float, metavar="Q", help="of learned lengths; 1: max_tokens")
     p.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool that admission leaves free")
     p.add_argument("--max-tokens", metavar="N", help="of requests without; default: the trace's longest output")
     p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
@@ -74,9 +72,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
     p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
     p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
-    p.add_argument(
-        "--wait-target", default="1s", metavar="TIME", help="99 %% wait at most so long (default: 1s)"
-    )
+    p.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument("--html", metavar="FILE", help="write a page with plots")
     return p

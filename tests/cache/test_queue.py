@@ -1,0 +1,102 @@
+"""The waiting queue: order, ageing, passing, quotas, and the estimate of how fast it drains."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
+from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
+from tonnage.cache.queue import DrainEstimate, Waiting, WaitingQueue
+
+
+def entry(id: int, arrival: float, priority: int = 0, tenant: str = "") -> Waiting:
+    return Waiting(id, AdmissionRequest(10, 10, tenant=tenant, priority=priority), arrival)
+
+
+def order_of(queue: WaitingQueue) -> list[int]:
+    return [waiting.id for waiting in queue]
+
+
+def test_first_come_first_served_and_a_preempted_one_comes_back_before_later_arrivals() -> None:
+    queue = WaitingQueue()
+    for id, arrival in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        queue.push(entry(id, arrival))
+    queue.remove(1)
+    queue.push(entry(4, 4.0))
+    queue.push(entry(1, 1.0))
+    assert order_of(queue) == [1, 2, 3, 4]
+    assert queue.tokens == 4 * 20
+
+
+def test_priority_is_worth_seconds_so_nobody_starves() -> None:
+    queue = WaitingQueue(ageing=10)
+    queue.push(entry(0, 0.0, priority=1))
+    for id in range(1, 40):
+        queue.push(entry(id, float(id)))
+    # One step of priority is ten seconds: those of the first ten seconds go first, nobody later.
+    assert order_of(queue).index(0) == 9
+
+
+def test_errors_change_nothing() -> None:
+    queue = WaitingQueue()
+    queue.push(entry(1, 0.0))
+    with pytest.raises(InvalidRequest):
+        queue.push(entry(1, 5.0))
+    with pytest.raises(UnknownSequence):
+        queue.remove(2)
+    assert order_of(queue) == [1]
+    with pytest.raises(CacheConfigError):
+        WaitingQueue(ageing=0)
+    with pytest.raises(CacheConfigError):
+        WaitingQueue(lookahead=-1)
+
+
+def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) -> tuple[int | None, list[int]]:
+    """Who is taken, and who was asked behind a head."""
+    behind = []
+
+    def ask(waiting: Waiting, head: Head | None) -> Wait | str:
+        if head is not None:
+            behind.append(waiting.id)
+        return waits.get(waiting.id, "admitted")
+
+    taken = queue.take(ask, lambda waiting: Head(waiting.request, 10, start), step)
+    return (None if taken is None else taken[0].id), behind
+
+
+def test_passing_ends_when_the_head_is_due() -> None:
+    queue = WaitingQueue(lookahead=2)
+    for id in range(5):
+        queue.push(entry(id, float(id)))
+    wait = Wait(WaitReason.BLOCKS, 1)
+    assert answers(queue, {0: wait}, start=7, step=0) == (1, [1])
+    assert answers(queue, {0: wait, 2: wait, 3: wait}, start=7, step=3) == (None, [2, 3])  # lookahead 2
+    # Foretold anew for step 13: the first promise, step 7, stands.
+    assert answers(queue, {0: wait}, start=7, step=6) == (2, [2])
+    assert answers(queue, {0: wait}, start=7, step=7) == (None, [])
+    assert answers(queue, {}, start=7, step=8) == (0, [])
+
+
+def test_a_tenant_at_its_quota_holds_up_nobody() -> None:
+    queue = WaitingQueue()
+    queue.push(entry(0, 0.0, tenant="a"))
+    queue.push(entry(1, 1.0, tenant="b"))
+    assert answers(queue, {0: Wait(WaitReason.TENANT_QUOTA, 5)}, start=1, step=0) == (1, [])
+    assert order_of(queue) == [0]
+
+
+def test_without_a_free_sequence_nobody_is_asked_further() -> None:
+    queue = WaitingQueue()
+    queue.push(entry(0, 0.0))
+    queue.push(entry(1, 1.0))
+    assert answers(queue, {0: Wait(WaitReason.SEQUENCES, 0, 1)}, start=1, step=0) == (None, [])
+
+
+def test_the_drain_estimate_is_the_rate_of_what_was_given_back() -> None:
+    drain = DrainEstimate(window=4)
+    assert drain.seconds(10, 0.0) is None
+    for second in range(6):
+        drain.ended(20, float(second))
+    # The window has four ends, seconds 2 to 5: 60 blocks in three seconds after the first of them.
+    assert drain.seconds(100, 5.0) == pytest.approx(5.0)
+    assert drain.seconds(100, 8.0) == pytest.approx(10.0)
