@@ -9,16 +9,18 @@ from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.source import resolve_model
-from tonnage.planner.training.activations import Block, block_of
+from tonnage.planner.training.activations import Block, ShapeSum, block_of, known_families, shape_sums
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """``block``: the layer's switches, None where the family's activations are not known."""
+    """``block``: the layer's switches, None where activations are not planned (encoder-decoder models).
+    ``estimated``: sums of shapes, for a decoder whose layer is not written down operation by operation."""
 
     id: str
     architecture: Architecture
     block: Block | None
+    estimated: tuple[ShapeSum, ...] = ()
 
     @cached_property
     def tied(self) -> bool:
@@ -39,10 +41,11 @@ class TrainingModel:
 
 
 def model_from(id: str, config: dict[str, object], architecture: Architecture) -> TrainingModel:
-    from tonnage.planner.training.activations import known_families
-
-    block = block_of(architecture, config) if architecture.model_type in known_families() else None
-    return TrainingModel(id, architecture, block)
+    if architecture.model_type in known_families():
+        return TrainingModel(id, architecture, block_of(architecture, config))
+    if not architecture.cache_layers or any(t.role == "encoder" for t in architecture.tensors):
+        return TrainingModel(id, architecture, None)
+    return TrainingModel(id, architecture, block_of(architecture, config), shape_sums(architecture))
 
 
 def load_training_model(name: str) -> TrainingModel:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from tonnage.planner.training.activations import Activations, activations_of
+from tonnage.planner.training.activations import (
+    ESTIMATE_HIGH,
+    ESTIMATE_LOW,
+    Activations,
+    activations_of,
+)
 from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.communication import Communication, communication_of
 from tonnage.planner.training.methods import Trained, train_under
@@ -128,6 +133,7 @@ class Planner:
             architecture.model_type, block, architecture.layers, self.model.masked(self.length(setup)),
             convention_of(setup), frozen_bytes(setup), key,
             explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
+            estimated=self.model.estimated,
         )  # fmt: skip
 
     def peak(self, setup: TrainingSetup, stage: int, states: States) -> Peak | None:
@@ -175,7 +181,7 @@ class Planner:
         length = self.length(setup)
         placed = place(setup, states, convention, trained)
         lines = _state_lines(setup, states, convention, placed, trained)
-        lines += _peak_lines(setup, peak, length)
+        lines += _peak_lines(setup, peak, length, bool(model.estimated))
         lines += [
             Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
             for o in overheads_of(setup, states)
@@ -242,12 +248,16 @@ def _frozen(setup: TrainingSetup) -> str:
     return f"{frozen_bytes(setup)} bytes each"
 
 
-def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int) -> list[Line]:
+def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool) -> list[Line]:
     if peak is None:
         return []
     at = f"b = {setup.micro_batch}, s = {length:,}, {setup.attention}, checkpointing {setup.checkpointing}"
     source = "saved tensors of the forward pass (planner/training/activations.py)"
-    out = [_exact("activations", peak.activations, at, source)]
+    kept = peak.activations
+    low, high = (int(kept * ESTIMATE_LOW), int(kept * ESTIMATE_HIGH)) if estimated else (kept, kept)
+    if estimated:
+        source = "estimated: inputs and outputs of every linear layer, norms in fp32"
+    out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
         low = peak.logits  # 12 of the 14 bytes where the caller does not keep the logits
         formula = "logits, log_softmax and their gradients: 14 bytes each (16 in fp32)"
@@ -334,6 +344,9 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
             f"activations of {planner.model.architecture.model_type} are not planned: the figures are model "
             "states and overheads only"
         )
+    elif planner.model.estimated:
+        name = planner.model.architecture.model_type
+        out.append(f"activations of {name} are estimated from its shapes, 0.5 to 1.4 times the figure")
     if setup.precision == "fp16-mixed":
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
     if setup.method == "qlora":

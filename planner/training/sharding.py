@@ -48,7 +48,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
             f"{tp} neither divides nor is a multiple of the {architecture.kv_heads} KV heads",
             field="--tensor-parallel",
         )
-    if architecture.intermediate_size % tp:
+    if architecture.experts == 0 and architecture.intermediate_size % tp:
         raise DeploymentError(
             f"{tp} does not divide the MLP width {architecture.intermediate_size}", field="--tensor-parallel"
         )

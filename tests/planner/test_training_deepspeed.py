@@ -1,7 +1,7 @@
 """DeepSpeed's own estimator functions and config classes.
 
-deepspeed is not in the dev extra: PyPI has its source only, and its build wants torch first. What its functions
-answer is stored in tests/data/training/deepspeed_estimates.json; where it is installed the functions are called.
+deepspeed is not in the dev extra: PyPI has its source only, and its build wants torch first. What its
+functions answer is stored in tests/data/training/deepspeed_estimates.json; if installed, they are called.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ def test_deepspeeds_functions():
     zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason=REASON)
     zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason=REASON)
     for row in STORED["rows"]:
-        common = {"total_params": row["parameters"], "num_gpus_per_node": row["gpus"], "num_nodes": row["nodes"],
-                  "cpu_offload": row["cpu_offload"]}  # fmt: skip
+        common = {
+            "total_params": row["parameters"],
+            "num_gpus_per_node": row["gpus"],
+            "num_nodes": row["nodes"],
+            "cpu_offload": row["cpu_offload"],
+        }
         if row["stage"] == 2:
             theirs = zero2.estimate_zero2_model_states_mem_needs(**common)
         else:
