@@ -1,6 +1,6 @@
 """Fit the GPU runtime model to start-up reports and write planner/runtime/fitted.json.
 
-    python benchmarks/fit_runtime.py [--reports tests/data/field_reports.jsonl] [--configs tests/data/configs] [--write]
+    python benchmarks/fit_runtime.py [--reports FILE.jsonl] [--configs DIR] [--write]
 
 Prints the coefficients, how each was found, and the error on sources left out; --write stores them.
 """
@@ -34,7 +34,7 @@ def main() -> int:
     scored = section.to_json()
     out = {
         "coefficients": asdict(fitted),
-        "fitted_to": f"{options.reports.name}: {len(rows)} reports of {len({row.source for row in rows})} sources",
+        "fitted_to": f"{options.reports.name}: {len(rows)} reports, {len({r.source for r in rows})} sources",
         "left_out_one_source_at_a_time": {
             key: scored[key] for key in ("rows", "median_error", "p90_error", "worst_error", "covered")
         },

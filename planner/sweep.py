@@ -21,7 +21,7 @@ from tonnage.planner.extras import lora_bytes
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.gpus import Gpu
 from tonnage.planner.plan import Deployment
-from tonnage.planner.quantization import check_quantization, read_quantization
+from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_quantization
 from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource
 from tonnage.planner.weights import sum_weights
@@ -186,9 +186,7 @@ def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
     """Whatever a flag fixes is not varied."""
-    from tonnage.planner.quantization import Scheme
-
-    schemes: tuple[str, ...] = ("as is", *(s for s in Scheme.__args__ if s != "none"))  # type: ignore[attr-defined]
+    schemes: tuple[str, ...] = ("as is", *FLAG_VALUES)
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)
     kv = ("auto", "fp8") if deployment.engine in ("vllm", "sglang") else ("auto",)

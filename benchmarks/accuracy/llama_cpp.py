@@ -70,7 +70,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
 
 
 def _sequences(row: dict[str, Any]) -> int:
-    """Sequences the cache is divided for: "(... cells, ... layers, 2/2 seqs)" in the log: streams / sequences."""
+    """Sequences the cache is divided for; "2/2 seqs" in the log means streams / sequences."""
     if row["max_num_seqs"]:
         return int(row["max_num_seqs"])
     before, found, _ = (row["quote"] or "").partition(" seqs)")

@@ -2,7 +2,8 @@
 
 Moments after transformers 4.57 / 5.x modeling code: the logits of every position beside the last hidden
 states; the widest MLP; with eager attention the scores of one layer, which exist four times (the product, the
-masked sum, their float32 softmax, and that in the model's dtype: eager_attention_forward). KV of all layers stays.
+masked sum, their float32 softmax, and that in the model's dtype: eager_attention_forward). KV of all layers
+stays.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ SMALL = {
 }
 MODELS = {
     "full": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     },
     "sliding": {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 256,
@@ -46,6 +46,7 @@ MODELS = {
     "convolution and full": {
         "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 256, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3, "conv_bias": False,
+        "conv_dim": 256, "conv_dim_out": 256,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 128,
         "block_auto_adjust_ff_dim": False,
     },
@@ -84,8 +85,8 @@ def test_a_real_start_has_the_planned_pool(name, started):
     assert "error" not in theirs, theirs
     assert theirs["answered"] == 2
     flags = Deployment(
-        engine="vllm", dtype="bfloat16", device_memory=1 << 40, kv_cache_memory_bytes=POOL, max_model_len=LENGTH,
-        max_num_seqs=8, max_num_batched_tokens=theirs["budget"],
+        engine="vllm", dtype="bfloat16", device_memory=1 << 40, kv_cache_memory_bytes=POOL,
+        max_model_len=LENGTH, max_num_seqs=8, max_num_batched_tokens=theirs["budget"],
     )  # fmt: skip
     cache = make_plan(str(root / name.replace(" ", "-")), flags).kv_cache
     assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (

@@ -7,6 +7,7 @@ size, cache specs, layout, KV cache config, capacity. Nothing is loaded.
 import json
 import os
 import sys
+from pathlib import Path
 
 
 def main(folders: list[str]) -> None:
@@ -26,7 +27,7 @@ def main(folders: list[str]) -> None:
     ready = False
     for folder in folders:
         try:
-            arguments = json.loads(open(os.path.join(folder, "arguments.json")).read())
+            arguments = json.loads((Path(folder) / "arguments.json").read_text())
             config = EngineArgs(
                 folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",
                 **arguments,

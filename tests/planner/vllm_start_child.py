@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 
 
 def main(folders: list[str]) -> None:
@@ -15,7 +16,7 @@ def main(folders: list[str]) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     for folder in folders:
-        arguments = json.loads(open(os.path.join(folder, "arguments.json")).read())
+        arguments = json.loads((Path(folder) / "arguments.json").read_text())
         try:
             llm = LLM(
                 folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",

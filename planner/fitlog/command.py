@@ -1,0 +1,169 @@
+"""``tonnage fit-log FILE... [--model M]``: plan against log, term by term; with many logs, the fitted terms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+from tonnage.planner.build import plan_source
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.fitlog.read import LogFigures, read_log
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.source import resolve_model
+from tonnage.planner.units import gib, parse_size
+
+OK, BAD_INPUT = 0, 2
+_LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
+_BYTES = ("weights_bytes", "activation_bytes", "non_torch_bytes", "cuda_graph_bytes", "kv_pool_bytes")
+_FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One log: (term, planned, logged) where both are known."""
+
+    name: str
+    rows: tuple[tuple[str, float, float], ...]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = _Parser(
+        prog="tonnage fit-log", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False
+    )
+    p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
+    p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
+    p.add_argument("--gpu", help="the GPU it ran on (a name of the catalogue)")
+    p.add_argument("--device-memory", metavar="SIZE", help="its memory, where --gpu is not given")
+    p.add_argument("--engine-version", metavar="V", help="where the log does not say")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def run(argv: list[str]) -> int:
+    """Returns the exit code: 0 compared, 2 bad input."""
+    try:
+        args = parser().parse_args(argv)
+        compared = [compare(read_log(Path(name)), name, args) for name in args.logs]
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    except TonnageError as error:
+        print(f"tonnage fit-log: {error}", file=sys.stderr)
+        return BAD_INPUT
+    refit = refit_terms(compared)
+    if args.json:
+        out = [
+            {"log": c.name, "terms": {name: {"planned": p, "logged": v} for name, p, v in c.rows}}
+            for c in compared
+        ]
+        print(json.dumps({"logs": out, "refit": refit}, indent=2))
+        return OK
+    for comparison in compared:
+        _print(comparison)
+    if refit:
+        print(f"Refitted to {len(compared)} logs, each left out once (factor on the planned term):")
+        for name, (factor, before, after) in refit.items():
+            print(f"  {name:<18} x {factor:.3f}   median error {100 * before:.1f} % -> {100 * after:.1f} %")
+    elif len(compared) > 1:
+        print(f"No refit: {_LEAST_LOGS} logs with the same term are the least.")
+    return OK
+
+
+def compare(found: LogFigures, name: str, args: argparse.Namespace) -> Comparison:
+    """Plan what the log's engine was started with. Raises TonnageError naming what is missing."""
+    model = args.model or found.model
+    if model is None:
+        raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
+    plan = plan_source(resolve_model(model), deployment_of(found, args))
+    planned = planned_figures(plan)
+    rows = [(key, planned[key], found.figures[key]) for key in planned if key in found.figures]
+    return Comparison(name, tuple(rows))
+
+
+def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
+    """Flags the log printed. The pool is the log's own where the device's memory is not known."""
+    said = found.flags
+
+    def count(name: str) -> int | None:
+        text = said.get(name)
+        return int(text) if text is not None and text.isdigit() else None
+
+    length = found.figures.get("max_model_len")
+    memory = parse_size(args.device_memory, "--device-memory") if args.device_memory else None
+    flags = Deployment(
+        engine=found.engine or "vllm",  # type: ignore[arg-type]
+        engine_version=args.engine_version or found.version,
+        device="cuda",
+        gpu=args.gpu,
+        device_memory=memory,
+        gpu_memory_utilization=float(said.get("gpu_memory_utilization", 0.9)),
+        dtype=said.get("dtype", "auto"),
+        kv_cache_dtype=said.get("kv_cache_dtype", "auto"),
+        max_model_len=int(length) if length else count("max_model_len"),
+        max_num_seqs=count("max_num_seqs"),
+        max_num_batched_tokens=count("max_num_batched_tokens"),
+        block_size=count("block_size"),
+        tensor_parallel_size=count("tensor_parallel_size") or 1,
+        pipeline_parallel_size=count("pipeline_parallel_size") or 1,
+        enforce_eager=said.get("enforce_eager") == "True",
+    )
+    if args.gpu is None and memory is None:
+        pool = int(found.figures.get("kv_pool_bytes", 0)) or None
+        if pool is None:
+            raise DeploymentError("needed: the log prints no pool", field="--gpu", hint="or --device-memory")
+        flags = replace(flags, device_memory=1 << 50, kv_cache_memory_bytes=pool)
+    return flags
+
+
+def planned_figures(plan: Plan) -> dict[str, float]:
+    rank, cache = plan.rank, plan.kv_cache
+    given = plan.deployment.kv_cache_memory_bytes is not None
+    out: dict[str, float] = {
+        "weights_bytes": rank.weights_bytes + rank.lora_bytes,
+        "activation_bytes": rank.activation_bytes,
+        "non_torch_bytes": rank.framework_bytes,
+        "cuda_graph_bytes": rank.cuda_graph_bytes,
+        "num_blocks": cache.num_blocks,
+        "tokens": cache.tokens,
+        "max_concurrency": cache.max_concurrency,
+    }
+    if not given:
+        out["kv_pool_bytes"] = rank.kv_pool_bytes
+    return {key: value for key, value in out.items() if value}
+
+
+def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float, float]]:
+    """term -> (factor that fits all logs, median error as planned, median error of logs left out)."""
+    out = {}
+    for name in _FITTED:
+        pairs = [(p, v) for c in compared for key, p, v in c.rows if key == name and p > 0 and v > 0]
+        if len(pairs) < _LEAST_LOGS:
+            continue
+        before = median(abs(p - v) / v for p, v in pairs)
+        after = []
+        for i, (planned, logged) in enumerate(pairs):
+            factor = median(v / p for j, (p, v) in enumerate(pairs) if j != i)
+            after.append(abs(planned * factor - logged) / logged)
+        out[name] = (median(v / p for p, v in pairs), before, median(after))
+    return out
+
+
+def _print(comparison: Comparison) -> None:
+    print(f"{comparison.name}:")
+    print(f"  {'term':<18}{'planned':>18}{'logged':>18}{'difference':>12}")
+    for name, planned, logged in comparison.rows:
+        shown = [
+            gib(int(v)) if name in _BYTES else f"{v:,.2f}".rstrip("0").rstrip(".") for v in (planned, logged)
+        ]
+        share = f"{100 * (planned - logged) / logged:+.2f} %" if logged else ""
+        print(f"  {name:<18}{shown[0]:>18}{shown[1]:>18}{share:>12}")

@@ -1,0 +1,104 @@
+"""Start-up logs -> figures. Lines as vLLM 0.6 to 0.32, SGLang 0.4/0.5 and llama.cpp print them.
+
+"GB" in older vLLM and in SGLang means GiB. A figure that occurs more than once (ranks, restarts) keeps the last.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.units import GiB, MiB
+
+MAX_LOG_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class LogFigures:
+    """``figures``: name -> bytes or a count; ``flags``: what the log says the engine was started with."""
+
+    engine: str | None = None
+    version: str | None = None
+    model: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+
+
+_NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
+# (engine, figure, unit, pattern)
+_LINES: tuple[tuple[str, str, float, re.Pattern[str]], ...] = tuple(
+    (engine, name, unit, re.compile(pattern))
+    for engine, name, unit, pattern in (
+        ("vllm", "weights_bytes", GiB, rf"Model loading took {_NUMBER} Gi?B"),
+        ("vllm", "weights_bytes", GiB, rf"Loading model weights took {_NUMBER} Gi?B"),
+        ("vllm", "weights_bytes", GiB, rf"model weights take {_NUMBER} ?GiB"),
+        ("vllm", "non_torch_bytes", GiB, rf"non_torch_memory takes {_NUMBER} ?GiB"),
+        ("vllm", "activation_bytes", GiB, rf"PyTorch activation peak memory takes {_NUMBER} ?GiB"),
+        ("vllm", "activation_bytes", GiB, rf"{_NUMBER} ?GiB for peak activation"),
+        ("vllm", "non_torch_bytes", GiB, rf"{_NUMBER} ?GiB for non-torch"),
+        ("vllm", "cuda_graph_bytes", GiB, rf"Graph capturing finished in .*took {_NUMBER} Gi?B"),
+        ("vllm", "kv_pool_bytes", GiB, rf"Available KV cache memory: {_NUMBER} GiB"),
+        ("vllm", "kv_pool_bytes", GiB, rf"reserved for KV Cache is {_NUMBER} ?GiB"),
+        ("vllm", "tokens", 1, rf"(?:GPU|CPU|XPU) KV cache size: {_NUMBER} tokens"),
+        ("vllm", "num_blocks", 1, rf"# (?:GPU|cuda|CPU|cpu) blocks: {_NUMBER}"),
+        ("vllm", "max_concurrency", 1, rf"Maximum concurrency for [\d,]+ tokens per request: {_NUMBER}x"),
+        ("vllm", "max_model_len", 1, rf"Maximum concurrency for {_NUMBER} tokens per request"),
+        ("sglang", "weights_bytes", GiB, rf"Load weight end\..*mem usage={_NUMBER} GB"),
+        ("sglang", "tokens", 1, rf"max_total_num_tokens={_NUMBER}"),
+        ("sglang", "kv_pool_bytes", GiB, rf"SWAKVPool mem usage: {_NUMBER} GB"),
+        ("llama.cpp", "weights_bytes", GiB, rf"model size\s*=\s*{_NUMBER} GiB"),
+        ("llama.cpp", "max_model_len", 1, rf"n_ctx\s*=\s*{_NUMBER}"),
+    )
+)
+_SGLANG_POOL = re.compile(
+    rf"KV Cache is allocated\..*#tokens: [\d,]+, K size: {_NUMBER} GB, V size: {_NUMBER} GB"
+)
+_LLAMA_POOL = re.compile(rf"llama_kv_cache\w*: size =\s*{_NUMBER} MiB")
+_VERSION = re.compile(r"(?:vLLM (?:API server )?version|LLM engine \(v)[ :]*v?(\d+\.\d+[\w.+-]*)")
+_ARGUMENTS = re.compile(r"non-default args: \{(.*)\}")
+_PAIR = re.compile(r"'(\w+)': ('[^']*'|[\w.+-]+)")
+
+
+def read_log(path: Path) -> LogFigures:
+    """Raises ConfigError when the file cannot be read or holds no line that is known here."""
+    try:
+        if path.stat().st_size > MAX_LOG_BYTES:
+            raise ConfigError("is larger than a start-up log can be", field=str(path))
+        text = path.read_bytes().decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", field=str(path)) from None
+    found = parse_log(text)
+    if not found.figures:
+        raise ConfigError(
+            "holds no start-up line of vLLM, SGLang or llama.cpp", field=str(path),
+            hint="give the log from the engine's start, for example docker logs CONTAINER > start.log",
+        )  # fmt: skip
+    return found
+
+
+def parse_log(text: str) -> LogFigures:
+    out = LogFigures()
+    pools = 0.0
+    for line in text.splitlines():
+        for engine, name, unit, pattern in _LINES:
+            if match := pattern.search(line):
+                out.figures[name] = _value(match[1]) * unit
+                out.engine = out.engine or engine
+        if match := _SGLANG_POOL.search(line):
+            out.engine, pools = "sglang", pools + (_value(match[1]) + _value(match[2])) * GiB
+        if match := _LLAMA_POOL.search(line):
+            out.engine, pools = "llama.cpp", pools + _value(match[1]) * MiB
+        if match := _VERSION.search(line):
+            out.version = match[1].rstrip(".,)")
+        if match := _ARGUMENTS.search(line):
+            out.flags |= {key: value.strip("'") for key, value in _PAIR.findall(match[1])}
+            out.model = out.flags.get("model") or out.flags.get("model_tag") or out.model
+    if pools and "kv_pool_bytes" not in out.figures:
+        out.figures["kv_pool_bytes"] = pools
+    return out
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))

@@ -1,0 +1,85 @@
+"""The GPU catalogue: every figure has a source, names are found, the reserve is the data's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+import tonnage.planner.gpus as gpus
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.gpus import NOMINAL_RESERVE, catalogue, find_gpu
+from tonnage.planner.host import host_memory
+
+ENTRIES = json.loads((Path(gpus.__file__).parent / "catalogue.json").read_text())["gpus"]
+NEEDED = [
+    "t4",
+    "v100",
+    "a10g",
+    "l4",
+    "l40s",
+    "a40",
+    "a100-40g",
+    "a100-80g",
+    "a6000",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-5090",
+    "rtx-pro-6000",
+    "h100-pcie",
+    "h100-sxm",
+    "h200",
+    "gh200",
+    "b200",
+    "b300",
+    "gb10",
+    "mi210",
+    "mi300x",
+    "mi325x",
+    "mi350x",
+    "rx-9070-xt",
+    "gaudi-3",
+    "m4-max",
+    "m3-ultra",
+    "cpu",
+]
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_everyday_names(name):
+    assert find_gpu(name).memory_bytes > 1 << 30
+
+
+def test_every_figure_has_a_source():
+    for entry in ENTRIES:
+        assert entry["nominal_source"], entry
+        assert ("reported_gib" in entry) == ("reported_source" in entry)
+        assert ("usd_per_hour" in entry) == ("price_source" in entry)
+    names = [name.lower() for e in ENTRIES for name in (e["name"], *e["aliases"])]
+    assert len(names) == len(set(names))
+
+
+def test_the_reserve_is_the_median_of_the_entries():
+    shares = [
+        1 - e["reported_gib"] / e["nominal_gib"]
+        for e in ENTRIES
+        if e["vendor"] == "nvidia" and "reported_gib" in e and e["name"] != "gb10-128g"
+    ]
+    assert median(shares) <= NOMINAL_RESERVE < median(shares) + 0.0025
+
+
+def test_memory_is_what_the_device_reports():
+    assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
+    assert all(gpu.memory_bytes <= (e["nominal_gib"] + 3) * (1 << 30) for gpu, e in zip(catalogue(), ENTRIES))
+
+
+def test_cpu_and_auto_are_this_machine():
+    assert find_gpu("cpu").memory_bytes == host_memory()
+    assert find_gpu("auto").memory_bytes > 0
+
+
+def test_a_typing_error_is_answered():
+    with pytest.raises(DeploymentError, match="did you mean h100-80g"):
+        find_gpu("h100-80")

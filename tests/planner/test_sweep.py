@@ -1,0 +1,172 @@
+"""Sweep, target concurrency, advice, serve lines, tables and pages."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.answers import advise, serve_lines
+from tonnage.planner.build import make_plan, plan_source
+from tonnage.planner.command import run
+from tonnage.planner.gpus import catalogue, find_gpu
+from tonnage.planner.plan import Deployment
+from tonnage.planner.source import resolve_model
+from tonnage.planner.sweep import Grid, cheapest, sweep
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+FLAGS = Deployment(engine="vllm", max_model_len=8192, max_num_seqs=64)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    shutil.copy(CONFIGS / "meta-llama__Meta-Llama-3.1-8B.json", folder / "config.json")
+    return str(folder)
+
+
+def test_a_row_is_the_plan_of_its_flags(llama):
+    """The sweep's short cuts change nothing: each row equals a whole plan."""
+    grid = Grid((find_gpu("h100"), find_gpu("a40")), ("as is",), ("auto", "fp8"), (1, 2))
+    source = resolve_model(llama)
+    rows = sweep(source, FLAGS, grid)
+    assert len(rows) == len(grid) == 8
+    for row in rows:
+        flags = replace(FLAGS, gpu=row.gpu, kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.gpus)
+        plan = plan_source(source, flags)
+        assert row.fits == plan.fits
+        assert row.weights_bytes == plan.rank.weights_bytes
+        assert (row.kv_pool_bytes, row.tokens) == (plan.rank.kv_pool_bytes, plan.kv_cache.tokens)
+        assert row.max_concurrency == plan.kv_cache.max_concurrency
+
+
+def test_what_cannot_be_divided_is_refused_in_its_row(llama):
+    (row,) = sweep(resolve_model(llama), FLAGS, Grid((find_gpu("h100"),), ("as is",), ("auto",), (3,)))
+    assert not row.fits
+    assert "tensor-parallel-size" in row.refused
+
+
+def test_the_cheapest_offer_holds_the_target(llama):
+    rows = sweep(resolve_model(llama), FLAGS, Grid(catalogue(), ("as is",), ("auto",), (1, 2, 4)))
+    offers = cheapest(rows, 64)
+    assert offers
+    assert all(row.fits and row.max_concurrency >= 64 for row in offers)
+    assert [row.cost for row in offers] == sorted(row.cost for row in offers)
+    assert offers[0].usd_per_hour is not None
+
+
+def test_advice_makes_it_fit(llama):
+    source = resolve_model(llama)
+    flags = replace(FLAGS, gpu="t4", max_model_len=None)
+    assert not plan_source(source, flags).fits
+    advice = advise(source, flags)
+    assert advice
+    flag, value = advice[0].split(":")[0].split()
+    names = {"--tensor-parallel-size": "tensor_parallel_size", "--max-model-len": "max_model_len"}
+    assert plan_source(source, replace(flags, **{names[flag]: int(value)})).fits
+
+
+def test_advice_for_a_long_context(llama):
+    source = resolve_model(llama)
+    flags = replace(FLAGS, device="cuda", device_memory=24 << 30, max_model_len=131072)
+    advice = advise(source, flags)
+    assert advice[0].startswith("--max-model-len ")
+    length = int(advice[0].split(":")[0].split()[1])
+    assert plan_source(source, replace(flags, max_model_len=length)).fits
+    assert not plan_source(source, replace(flags, max_model_len=length + 512)).fits
+
+
+def test_serve_lines_plan_to_the_same(llama):
+    """vLLM's line, read back as our flags, is the same plan."""
+    plan = make_plan(llama, replace(FLAGS, gpu="h100", tensor_parallel_size=2, kv_cache_dtype="fp8"))
+    ours, theirs = serve_lines(plan)
+    assert ours.startswith("tonnage serve ")
+    words = shlex.split(theirs)
+    assert words[:3] == ["vllm", "serve", llama]
+    values = dict(zip(words[3::2], words[4::2], strict=True))
+    assert values["--tensor-parallel-size"] == "2"
+    back = Deployment(
+        engine="vllm", gpu="h100", max_model_len=int(values["--max-model-len"]),
+        max_num_seqs=int(values["--max-num-seqs"]), kv_cache_dtype=values["--kv-cache-dtype"],
+        max_num_batched_tokens=int(values["--max-num-batched-tokens"]), dtype=values["--dtype"],
+        tensor_parallel_size=int(values["--tensor-parallel-size"]),
+    )  # fmt: skip
+    assert make_plan(llama, back).kv_cache == plan.kv_cache
+
+
+def test_command_outputs(llama, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert run([llama, "--gpu", "h100-80g", "--max-model-len", "8192", "--csv", "--html", str(page)]) == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert rows[0] == ["component", "bytes", "bounds"]
+    assert int(next(row for row in rows if row[0] == "weights")[1]) > 16e9
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "http" not in text.replace("https://", "http")  # no outside resource
+    assert (
+        run([llama, "--sweep", "--gpu", "h100", "--json", "--max-model-len", "4096", "--html", str(page)]) == 0
+    )
+    out = json.loads(capsys.readouterr().out)
+    assert {row["gpus"] for row in out["rows"]} == {1, 2, 4, 8}
+    assert "class=bar" in page.read_text()
+    assert run([llama, "--target-concurrency", "64", "--max-model-len", "8192"]) == 0
+    assert "vllm serve" in capsys.readouterr().out
+    assert run([llama, "--gpu", "h100", "--max-model-len", "8192", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| component | bytes |")
+
+
+def test_what_does_not_fit_says_what_would(llama, capsys):
+    assert run([llama, "--gpu", "t4", "--max-model-len", "8192"]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit" in out
+    assert "Would fit with" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--gpu", "h1000"], "--gpu"),
+        (["--engine", "trtllm"], "--engine"),
+        (["--engine", "vllm", "--engine-version", "latest"], "--engine-version"),
+        (["--gpu", "h100", "--tensor-parallel-size", "3"], "--tensor-parallel-size"),
+        (["--gpu", "h100", "--decode-context-parallel-size", "2"], "--decode-context-parallel-size"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
+        (["--gpu", "h100", "--pipeline-parallel-size", "99"], "--pipeline-parallel-size"),
+        (["--engine", "llama.cpp", "--kv-cache-dtype", "q3_k"], "--kv-cache-dtype"),
+        (["--cpu-offload-gb", "-1"], "--cpu-offload-gb"),
+        (["--json", "--csv"], "--csv"),
+    ],
+)
+def test_bad_flags_are_named(llama, capsys, flags, field):
+    assert run([llama, *flags]) == 2
+    assert field in capsys.readouterr().err
+
+
+def test_lora_slots_are_pefts_shapes(llama):
+    """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, bf16."""
+    hidden, inner, kv, layers = 4096, 14336, 1024, 32
+    projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+    projections += [(hidden, inner), (hidden, inner), (inner, hidden)]
+    expected = 2 * layers * sum(8 * (into + out) for into, out in projections) * 2
+    flags = replace(FLAGS, gpu="h100", enable_lora=True, max_loras=2, max_lora_rank=8)
+    assert make_plan(llama, flags).rank.lora_bytes == expected
+
+
+def test_offloaded_weights_leave_the_device(llama):
+    plain, moved = (
+        make_plan(llama, replace(FLAGS, gpu="h100", cpu_offload_bytes=size)) for size in (0, 4 << 30)
+    )
+    assert plain.rank.weights_bytes - moved.rank.weights_bytes == 4 << 30
+    assert moved.kv_cache.num_blocks > plain.kv_cache.num_blocks
+
+
+def test_a_set_environment_variable_is_said(llama, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    plan = make_plan(llama, replace(FLAGS, kv_cache_memory_bytes=1 << 30, device_memory=64 << 30))
+    assert any("VLLM_CPU_KVCACHE_SPACE=3" in note for note in plan.notes)
