@@ -65,7 +65,7 @@ class Kept(NamedTuple):
     pieces: tuple[Size, ...] = ()  # bytes of each tensor, for the allocator's rounding
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: it is the key of a cache
 class Activations:
     """``layers``: (kind, how many of the model's layers, what each keeps) and the parts around them.
 

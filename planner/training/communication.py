@@ -54,6 +54,9 @@ class Communication(NamedTuple):
     note: str
 
 
+NO_COMMUNICATION = Communication((), 0, 0, 0, None, 0, "")
+
+
 def zero3_inter_node_bits(parameters: int, nodes: int) -> int:
     """48 M / nodes: bits each node sends per step under stage 3 with 16-bit values (two gathers, one
     reduction, 3 x 16 bits a parameter, of which a node sends its 1/nodes part)."""

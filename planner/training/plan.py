@@ -13,7 +13,7 @@ from tonnage.planner.training.activations import (
     activations_of,
 )
 from tonnage.planner.training.arithmetic import ceil_div
-from tonnage.planner.training.communication import Communication, communication_of
+from tonnage.planner.training.communication import NO_COMMUNICATION, Communication, communication_of
 from tonnage.planner.training.methods import Trained, train_under
 from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.optimizers import OPTIMIZER, step_workspace
@@ -88,6 +88,11 @@ _STATES = attrgetter(
 )  # fmt: skip
 
 
+_ACTIVATIONS = attrgetter(
+    "convention", "gradient_dtype", "strategy", "attention", "materialized_mask", "packing"
+)
+
+
 class Planner:
     """Plans many setups of one model: what only depends on part of the setup is computed once."""
 
@@ -95,7 +100,7 @@ class Planner:
         self.model = model
         self._trained: dict[object, Trained] = {}
         self._states: dict[object, States] = {}
-        self._checked: set[object] = set()
+        self._activations: dict[object, Activations] = {}
 
     def trained(self, setup: TrainingSetup) -> Trained:
         key = _METHOD(setup)
@@ -119,6 +124,11 @@ class Planner:
         block = self.model.block
         if block is None:
             return None
+        longest = self.length(setup) if any(self.model.windows) else 0
+        known = (_METHOD(setup), _ACTIVATIONS(setup), longest)
+        cached = self._activations.get(known)
+        if cached is not None:
+            return cached
         architecture = self.model.architecture
         targets = self.trained(setup).targets
         key = (
@@ -129,12 +139,14 @@ class Planner:
             setup.trainable_layers,
             setup.precision == "fp8",
         )
-        return activations_of(
+        found = activations_of(
             architecture.model_type, block, architecture.layers, self.model.masked(self.length(setup)),
             convention_of(setup), frozen_bytes(setup), key,
             explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
             estimated=self.model.estimated,
         )  # fmt: skip
+        self._activations[known] = found
+        return found
 
     def peak(self, setup: TrainingSetup, stage: int, states: States) -> Peak | None:
         acts = self.activations(setup)
@@ -164,16 +176,15 @@ class Planner:
             setup.method == "full", self.model.tied,
         )  # fmt: skip
 
-    def plan(self, setup: TrainingSetup) -> TrainingPlan:
-        """The whole answer for one setup. Raises DeploymentError or UnsupportedArchitecture."""
-        if setup not in self._checked:
-            check_setup(setup)
-            self._checked.add(setup)
+    def plan(self, setup: TrainingSetup, *, brief: bool = False) -> TrainingPlan:
+        """The whole answer for one setup; ``brief`` leaves communication and notes out, for sweeps. Raises
+        DeploymentError or UnsupportedArchitecture."""
+        check_setup(setup)
         stages = {0, setup.pipeline_parallel - 1}
-        plans = [self._stage(setup, stage) for stage in sorted(stages)]
+        plans = [self._stage(setup, stage, brief) for stage in sorted(stages)]
         return max(plans, key=TrainingPlan.total)
 
-    def _stage(self, setup: TrainingSetup, stage: int) -> TrainingPlan:
+    def _stage(self, setup: TrainingSetup, stage: int, brief: bool) -> TrainingPlan:
         model, trained = self.model, self.trained(setup)
         states = self.states(setup, stage)
         convention = convention_of(setup)
@@ -190,12 +201,13 @@ class Planner:
         lines = [line for line in lines if line.bytes or line.high]
         stream = setup.micro_batch * ceil_div(length, setup.context_parallel)
         stream *= model.architecture.hidden_size * 2 * len(stage_of(model.architecture, setup, stage))
-        traffic = communication_of(setup, states, stream)
+        traffic = NO_COMMUNICATION if brief else communication_of(setup, states, stream)
+        notes = () if brief else _notes(self, setup, trained, peak)
         fits, reasons = judge(setup, lines, placed.init)
         return TrainingPlan(
             model.id, model.architecture.class_name, setup, length, convention, trained.parameters,
             trained.trainable, trained.adapters, tuple(lines), peak.moment if peak else "not planned", stage,
-            traffic, fits, reasons, _notes(self, setup, trained, peak), placed.init,
+            traffic, fits, reasons, notes, placed.init,
         )  # fmt: skip
 
 

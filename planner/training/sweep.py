@@ -62,7 +62,7 @@ def sweep(planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[An
     names = [name for name, _ in axes]
     for values in itertools.product(*(values for _, values in axes)):
         try:
-            plan = planner.plan(replace(setup, **dict(zip(names, values, strict=True))))
+            plan = planner.plan(replace(setup, **dict(zip(names, values, strict=True))), brief=True)
         except TonnageError as error:
             yield Row(values, None, None, None, None, str(error))
             continue
