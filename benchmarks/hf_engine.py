@@ -1,9 +1,12 @@
-"""Output tokens per second of HFEngine and of transformers' continuous batching (``generate_batch``).
+"""Output tokens per second of HFEngine, vLLM on CPU and transformers (generate, generate_batch).
 
-Same model, prompts, lengths, dtype, thread count and OpenMP wait policy; each side in a process of its own, the
-sides alternate, medians are compared. Prints a table, and one JSON object as the last line with ``--json``.
+Same model, prompts, lengths and dtype; each side in a process of its own, the sides alternate, medians are
+compared. vLLM runs as it comes (one core kept for its API) and on all cores; of its eager and compiled forms
+the better one counts. Also measured: seconds from the start of the process to the first answer.
 
-    python benchmarks/hf_engine.py --json
+    python benchmarks/hf_engine.py --json                 everything (about half an hour on 2 cores)
+    python benchmarks/hf_engine.py --json --cases 16x64 --sides tonnage,vllm-eager --rounds 1
+    python benchmarks/hf_engine.py --json --model FOLDER  another model, for example Gemma-3-270M
 """
 
 from __future__ import annotations
@@ -13,68 +16,158 @@ import asyncio
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-WORDS = Path(__file__).read_text().split()
+# requests, prompt tokens, output tokens
+CASES = {"1x64": (1, 16, 64), "16x64": (16, 16, 64), "32x512+64": (32, 512, 64)}
+POOL = 1 << 30
+Result = dict[str, float]  # seconds of the case; start (from process start); threads; cpu seconds of the case
 
 
-def prompts(count: int, words: int) -> list[list[int]]:
-    """Token ids of ``count`` different short prompts, the same on both sides."""
+def prompts(folder: str, count: int, tokens: int) -> list[list[int]]:
+    """Token ids of ``count`` different prompts of words, the same for every side."""
     from tokenizers import Tokenizer
 
-    from tonnage.server.demo_model import ensure_demo
-
-    tokenizer = Tokenizer.from_file(str(ensure_demo() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    words = [word for word in Path(__file__).read_text().split() if word.isalpha()]
     draw = random.Random(0)
-    return [tokenizer.encode(" ".join(draw.choices(WORDS, k=words))).ids for _ in range(count)]
+    return [tokenizer.encode(" ".join(draw.choices(words, k=2 * tokens))).ids[:tokens] for _ in range(count)]
 
 
-def run_tonnage(ids: list[list[int]], tokens: int, threads: int) -> float:
-    """Seconds from the first submit to the last token."""
+def cpu_seconds() -> float:
+    """Of this process and the children that have ended."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
+
+
+async def measured(
+    one: Callable[[str, list[int], int], Awaitable[int]], ids: list[list[int]], tokens: int
+) -> tuple[float, float]:
+    """Seconds (from process start to the first answer, and of the case). ``one`` returns its output tokens."""
+    assert await one("warm-up", ids[0][:4], 4) == 4
+    ready = time.time() - STARTED
+    # A whole short round first: kernels of these shapes load, allocators settle.
+    await asyncio.gather(*(one(f"w{i}", prompt[::-1], 2) for i, prompt in enumerate(ids)))
+    start = time.perf_counter()
+    made = await asyncio.gather(*(one(str(i), prompt, tokens) for i, prompt in enumerate(ids)))
+    seconds = time.perf_counter() - start
+    assert made == [tokens] * len(ids), made
+    return ready, seconds
+
+
+def run_tonnage(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
     from tonnage.server.engines.base import GenerationRequest, SamplingParams
     from tonnage.server.engines.hf import HFEngine
 
-    plan = make_plan("demo", Deployment(dtype="bfloat16", kv_cache_memory_bytes=512 << 20, max_model_len=2048))
+    plan = make_plan(folder, Deployment(dtype="bfloat16", kv_cache_memory_bytes=POOL, max_model_len=2048))
 
-    async def one(engine: HFEngine, name: str, prompt: list[int], length: int) -> None:
-        params = SamplingParams(max_tokens=length, temperature=0.0)
-        got = 0
-        async for chunk in engine.generate(GenerationRequest(name, tuple(prompt), params)):
-            got += len(chunk.token_ids)
-        assert got == length, got
-
-    async def whole() -> float:
+    async def whole() -> Result:
         engine = HFEngine(plan, threads=threads)
+
+        async def one(name: str, prompt: list[int], length: int) -> int:
+            request = GenerationRequest(name, tuple(prompt), SamplingParams(max_tokens=length, temperature=0.0))
+            return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
+
         await engine.start()
         try:
-            await one(engine, "warm-up", ids[0][:4], 4)
-            start = time.perf_counter()
-            await asyncio.gather(*(one(engine, str(i), prompt, tokens) for i, prompt in enumerate(ids)))
-            return time.perf_counter() - start
+            ready, seconds = await measured(one, ids, tokens)
         finally:
             await engine.stop()
+        return {"seconds": seconds, "start": ready, "threads": threads}
 
     return asyncio.run(whole())
 
 
-def run_generate_batch(ids: list[list[int]], tokens: int, threads: int) -> float:
-    """Seconds of ``model.generate_batch`` on the same prompts, after a short warm-up of it."""
+def vllm_side(*, eager: bool, all_cores: bool) -> Callable[..., Result]:
+    def run(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(POOL >> 30)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if all_cores:
+            os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def whole() -> Result:
+            arguments = AsyncEngineArgs(
+                folder, dtype="bfloat16", max_model_len=2048, enforce_eager=eager, disable_log_stats=True
+            )
+            llm = AsyncLLM.from_engine_args(arguments)
+
+            async def one(name: str, prompt: list[int], length: int) -> int:
+                params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+                made = 0
+                async for output in llm.generate({"prompt_token_ids": prompt}, params, name):
+                    made = len(output.outputs[0].token_ids)
+                return made
+
+            try:
+                ready, seconds = await measured(one, ids, tokens)
+            finally:
+                llm.shutdown()
+            return {
+                "seconds": seconds,
+                "start": ready,
+                "threads": threads if all_cores else max(1, threads - 1),
+            }
+
+        return asyncio.run(whole())
+
+    return run
+
+
+def load(folder: str, threads: int) -> Any:
     import torch
     import transformers
 
-    from tonnage.server.demo_model import ensure_demo
-
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        ensure_demo(), dtype=torch.bfloat16, attn_implementation="sdpa"
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
+
+
+def timed(generate: Callable[[list[list[int]], int], None], ids: list[list[int]], tokens: int) -> Result:
+    generate([ids[0][:4]], 4)
+    ready = time.time() - STARTED
+    generate([prompt[::-1] for prompt in ids], 2)
+    start = time.perf_counter()
+    generate(ids, tokens)
+    return {"seconds": time.perf_counter() - start, "start": ready}
+
+
+def run_generate(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    import torch
+    import transformers
+
+    model = load(folder, threads)
+
+    def generate(batch: list[list[int]], length: int) -> None:
+        config = transformers.GenerationConfig(
+            max_new_tokens=length, min_new_tokens=length, do_sample=False, pad_token_id=0
+        )
+        width = max(map(len, batch))
+        rows = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+        with torch.inference_mode():
+            out = model.generate(rows, attention_mask=mask, generation_config=config)
+        assert out.shape[1] == width + length
+
+    return {**timed(generate, ids, tokens), "threads": threads}
+
+
+def run_generate_batch(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    import transformers
+
+    model = load(folder, threads)
 
     def generate(batch: list[list[int]], length: int) -> None:
         config = transformers.GenerationConfig(
@@ -83,56 +176,123 @@ def run_generate_batch(ids: list[list[int]], tokens: int, threads: int) -> float
         answers = model.generate_batch(inputs=batch, generation_config=config, progress_bar=False)
         assert all(len(answer.generated_tokens) == length for answer in answers.values())
 
-    generate([ids[0][:4]], 4)
-    start = time.perf_counter()
-    generate(ids, tokens)
-    return time.perf_counter() - start
+    return {**timed(generate, ids, tokens), "threads": threads}
 
 
-SIDES = {"tonnage": run_tonnage, "generate_batch": run_generate_batch}
+SIDES: dict[str, Callable[..., Result]] = {
+    "tonnage": run_tonnage,
+    "vllm-eager": vllm_side(eager=True, all_cores=False),
+    "vllm-compiled": vllm_side(eager=False, all_cores=False),
+    "vllm-eager-all-cores": vllm_side(eager=True, all_cores=True),
+    "vllm-compiled-all-cores": vllm_side(eager=False, all_cores=True),
+    "generate": run_generate,
+    "generate_batch": run_generate_batch,
+}
+
+
+def in_its_own_process(side: str, case: str, folder: str, threads: int, limit: float) -> Result | str:
+    """The side's figures, or in a line why there are none."""
+    command = [sys.executable, __file__, "--side", side, "--cases", case, "--model", folder]
+    # The engine of tonnage sets its own OpenMP waiting; torch alone on a shared machine does best asleep.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if side.startswith("generate"):
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    before = cpu_seconds()
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {limit:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("result ")]
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return last[:200]
+    return {**json.loads(lines[-1].removeprefix("result ")), "process_cpu": cpu_seconds() - before}
+
+
+def best(medians: dict[str, float], *sides: str) -> float | None:
+    return max((medians[side] for side in sides if side in medians), default=None)
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return round(a / b, 3) if a and b else None
+
+
+def summary(results: dict[str, list[Result]], requests: int, tokens: int) -> dict[str, Any]:
+    rates = {
+        side: statistics.median(requests * tokens / one["seconds"] for one in found)
+        for side, found in results.items()
+        if found
+    }
+    starts = {
+        side: statistics.median(one["start"] for one in found) for side, found in results.items() if found
+    }
+    ours, vllm_start = rates.get("tonnage"), [starts[s] for s in starts if s.startswith("vllm")]
+    return {
+        "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+        "threads": {side: int(found[0]["threads"]) for side, found in results.items() if found},
+        "seconds_to_first_answer": {side: round(value, 1) for side, value in starts.items()},
+        "ratio_vs_vllm": ratio(ours, best(rates, "vllm-eager", "vllm-compiled")),
+        "ratio_vs_vllm_all_cores": ratio(ours, best(rates, "vllm-eager-all-cores", "vllm-compiled-all-cores")),
+        "ratio_vs_generate": ratio(ours, rates.get("generate")),
+        "ratio_vs_generate_batch": ratio(ours, rates.get("generate_batch")),
+        "start_vs_vllm": ratio(starts.get("tonnage"), min(vllm_start, default=None)),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="output tokens of each request")
-    parser.add_argument("--prompt-words", type=int, default=12)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--model", default="", help="a folder; the demo model by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=900, help="seconds one side may take")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        ids = prompts(args.requests, args.prompt_words)
-        print("seconds", SIDES[args.side](ids, args.tokens, args.threads))
+        requests, prompt, tokens = CASES[args.cases]
+        ids = prompts(args.model, requests, prompt)
+        print("result", json.dumps(SIDES[args.side](args.model, ids, tokens, args.threads)))
         return 0
+    cases, sides = args.cases.split(","), args.sides.split(",")
+    for name, known in (*((case, CASES) for case in cases), *((side, SIDES) for side in sides)):
+        if name not in known:
+            parser.error(f"{name!r} is not one of {', '.join(known)}")
+    from tonnage.server.demo_model import ensure_demo
 
-    rates: dict[str, list[float]] = {side: [] for side in SIDES}
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(args.threads), **os.environ}
-    for number in range(args.rounds):
-        for side in SIDES:
-            command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("seconds ")]
-            if done.returncode or not lines:
-                sys.stderr.write(done.stderr)
-                return 1
-            rates[side].append(args.requests * args.tokens / float(lines[-1].split()[1]))
-            print(f"round {number + 1}: {side:15} {rates[side][-1]:8.1f} tok/s", flush=True)
-    medians = {side: statistics.median(values) for side, values in rates.items()}
-    result = {
-        "case": f"{args.requests}x{args.tokens}",
-        "dtype": "bfloat16",
-        "threads": args.threads,
-        "load_average": os.getloadavg()[0],
-        "tokens_per_second": medians,
-        "ratio_vs_generate_batch": medians["tonnage"] / medians["generate_batch"],
-    }
-    print(f"HFEngine is {result['ratio_vs_generate_batch']:.2f}x generate_batch")
+    folder = args.model or str(ensure_demo())
+    report: dict[str, Any] = {"model": Path(folder).name, "dtype": "bfloat16", "cores": args.threads}
+    for case in cases:
+        requests, prompt, tokens = CASES[case]
+        results: dict[str, list[Result]] = {side: [] for side in sides}
+        failed: dict[str, str] = {}
+        for number in range(args.rounds):
+            for side in sides:
+                found = in_its_own_process(side, case, folder, args.threads, args.limit)
+                if isinstance(found, str):
+                    failed[side] = found
+                    print(f"{case} round {number + 1}: {side:24} failed: {found}", flush=True)
+                    continue
+                results[side].append(found)
+                rate = requests * tokens / found["seconds"]
+                print(
+                    f"{case} round {number + 1}: {side:24} {rate:8.1f} tok/s, {found['threads']:.0f} threads, "
+                    f"first answer after {found['start']:.1f} s, {found['process_cpu']:.1f} CPU s in all",
+                    flush=True,
+                )
+        report[case] = summary(results, requests, tokens)
+        if failed:
+            report[case]["failed"] = failed
+        report[case]["load_average"] = os.getloadavg()[0]
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps(report))
     return 0
 
+
+STARTED = time.time()
 
 if __name__ == "__main__":
     sys.exit(main())
