@@ -1,4 +1,4 @@
-"""``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory, one source left out each time.
+"""``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory, each source left out once.
 
 Only rows with complete flags and an engine version carry the bar; each source counts once (its median row).
 """

@@ -1,4 +1,4 @@
-"""``tokens_given_pool``: vLLM's printed tokens from its printed pool, within a block or the print's rounding."""
+"""``tokens_given_pool``: vLLM's printed tokens from its printed pool, within a block or the rounding."""
 
 from __future__ import annotations
 

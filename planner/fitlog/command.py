@@ -167,3 +167,7 @@ def _print(comparison: Comparison) -> None:
         ]
         share = f"{100 * (planned - logged) / logged:+.2f} %" if logged else ""
         print(f"  {name:<18}{shown[0]:>18}{shown[1]:>18}{share:>12}")
+
+
+def _shown(name: str, value: float) -> str:
+    return gib(int(value)) if name in _BYTES else f"{value:,.2f}".rstrip("0").rstrip(".")

@@ -1,6 +1,6 @@
 """Start-up logs -> figures. Lines as vLLM 0.6 to 0.32, SGLang 0.4/0.5 and llama.cpp print them.
 
-"GB" in older vLLM and in SGLang means GiB. A figure that occurs more than once (ranks, restarts) keeps the last.
+"GB" in older vLLM and in SGLang means GiB. A figure printed more than once (ranks, restarts) keeps the last.
 """
 
 from __future__ import annotations

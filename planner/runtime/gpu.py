@@ -22,8 +22,8 @@ from tonnage.planner.runtime.estimate import NOTHING, Estimate, Runtime
 FUSED_SAMPLER_SINCE = (0, 16, 0)
 GRAPHS_SUBTRACTED_SINCE = (0, 21, 0)  # vLLM's CUDA-graph estimate comes off the KV budget from here on
 # Without a report, bytes per logit counted in vLLM 0.32.0: bf16 logits 2, their float32 copy 4, probabilities
-# 4, exponential noise 4 (v1/sample/sampler.py, v1/sample/ops/topk_topp_sampler.py). The two 0.17.1 reports of one
-# machine (qwen25-3b and Llama-3.1-8B) differ by what 15.9 +- 1.8 bytes would make.
+# 4, exponential noise 4 (v1/sample/sampler.py, v1/sample/ops/topk_topp_sampler.py). The two 0.17.1 reports of
+# one machine (qwen25-3b and Llama-3.1-8B) differ by what 15.9 +- 1.8 bytes would make.
 SAMPLER_BYTES = 14
 SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 
