@@ -22,6 +22,7 @@ from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop
+from tonnage.server.engines.hf.loading import storage_bytes
 from tonnage.server.engines.hf.runner import ModelRunner
 from tonnage.server.engines.hf.sampling import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
@@ -124,6 +125,21 @@ def test_tiny_models_of_each_family_give_the_tokens_of_generate(family: str, tmp
         with torch.inference_mode():
             out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
         assert got[str(number)] == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_models_in_bfloat16_pass_the_self_check_through_the_kernels(family: str, tmp_path: Path) -> None:
+    runner = ModelRunner(tiny_plan(write_tiny(tmp_path, family), dtype="bfloat16"))
+    assert runner.attention == "in place"
+    if not family.startswith("gpt"):
+        layers = runner.model.config.num_hidden_layers
+        assert runner.fused["gated mlp"] == layers
+        assert runner.fused["linear"] >= 7 * layers
+        assert runner.fused["rms norm"] >= 2 * layers + 1
+    before = runner.weights_bytes
+    # Random weights of 0.15 amplify rounding more than a trained model does.
+    assert self_check(runner) < TOLERANCE[torch.bfloat16]
+    assert storage_bytes(runner.model) == before == runner.plan.rank.weights_bytes  # nothing is kept twice
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
