@@ -14,10 +14,12 @@ from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding
+from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
 from tonnage.planner.headers.check import check_tensors, floating_dtype, stored_tied_copies
+from tonnage.planner.parallel import stage_layers
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.runtime import Runtime, runtime_terms
@@ -48,6 +50,8 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     flags = chosen.flags
     ranks, runtimes, loads, paddings = [], [], [], []
     pool = build_pool(architecture, chosen)
+    if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
+        flags = replace(flags, block_size=pool.layout.block_size)
     adapters = lora_bytes(architecture, flags)
     for stage in range(flags.pipeline_parallel_size):
         part = rank_architecture(architecture, flags, stage)
@@ -70,11 +74,15 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
                 offloaded_bytes=offloaded,
             )
         )
+    sizes = _stage_block_bytes(pool, architecture, flags)
+    blocks = [
+        num_blocks_of(chosen, pool, size, rank.used_bytes, rank.weights_bytes)
+        for size, rank in zip(sizes, ranks, strict=True)
+    ]
+    num_blocks = min(blocks)  # every stage gets the smallest one's (get_kv_cache_configs)
+    ranks = [replace(rank, kv_pool_bytes=num_blocks * size) for size, rank in zip(sizes, ranks, strict=True)]
     worst = max(range(len(ranks)), key=lambda i: ranks[i].used_bytes)
-    num_blocks = _num_blocks(chosen, pool, ranks[worst].used_bytes)
     held = capacity(pool, chosen, num_blocks)
-    size = num_blocks * pool.layout.bytes_per_block
-    ranks = [replace(rank, kv_pool_bytes=size) for rank in ranks]
     rank, loaded, runtime = ranks[worst], loads[worst], runtimes[worst]
     asked = deployment.max_model_len is not None
     reasons = judge(chosen, rank, pool, held, asked=asked)
@@ -118,6 +126,23 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     )
 
 
+def _stage_block_bytes(pool: Pool, architecture: Architecture, flags: Deployment) -> list[int]:
+    """Bytes of one block on each pipeline stage, which stores its own layers only."""
+    stages = flags.pipeline_parallel_size
+    if stages == 1:
+        return [pool.layout.bytes_per_block]
+    out, first = [], 0
+    for count in stage_layers(architecture.layers, stages):
+        held = pool.stage_bytes(frozenset(range(first, first + count)))
+        first += count
+        if not held:
+            raise UnsupportedArchitecture(
+                "a stage without a KV cache is not planned", field="--pipeline-parallel-size"
+            )
+        out.append(held)
+    return out
+
+
 def _every_rank(stages: list[RankPlan], flags: Deployment) -> tuple[RankPlan, ...]:
     """One entry per GPU of one replica: the ranks of a stage hold the same bytes."""
     return tuple(rank for rank in stages for _ in range(flags.tensor_parallel_size))
@@ -147,26 +172,22 @@ def auto_dtype(source: ModelSource) -> str:
     return found or "float32"
 
 
-def limit_bytes(chosen: Resolved, weights: int) -> int:
-    """Bytes of the device that weights, runtime terms and pool may take together. SGLang's
-    mem_fraction_static is the share for weights and pool; the rest is for the runtime terms."""
-    if chosen.flags.engine == "sglang" and chosen.flags.mem_fraction_static is not None:
-        return int(chosen.device_memory * chosen.flags.mem_fraction_static)
-    return chosen.limit
-
-
-def _num_blocks(chosen: Resolved, pool: Pool, fixed: int) -> int:
-    """Blocks of the pool: as many as the bytes given hold, else what is left beside ``fixed``.
+def num_blocks_of(chosen: Resolved, pool: Pool, size: int, fixed: int, weights: int) -> int:
+    """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed`` leaves.
 
     The hf engine on a CPU takes no more than max_num_seqs full-length sequences (and the null block) can
     use: the memory is the host's, and other programs want some.
     """
-    flags, size = chosen.flags, pool.layout.bytes_per_block
+    flags = chosen.flags
     if flags.num_gpu_blocks_override is not None and flags.engine == "vllm":
         return flags.num_gpu_blocks_override
     given = flags.kv_cache_memory_bytes
     if given is not None:
         return given // size
+    if flags.engine == "llama.cpp":  # n_ctx cells for each sequence, allocated whatever else is free
+        return chosen.max_model_len * chosen.max_num_seqs
+    if flags.mem_fraction_static is not None:  # SGLang: of the device, for weights and pool
+        return max(0, int(chosen.device_memory * flags.mem_fraction_static) - weights) // size
     blocks = max(0, chosen.limit - fixed) // size
     if flags.engine == "hf" and flags.device == "cpu":
         blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)

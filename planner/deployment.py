@@ -47,6 +47,7 @@ _BLOCK_DEFAULTS = {
     ("llama.cpp", "cpu"): 1,
     ("llama.cpp", "cuda"): 1,
 }
+_MEM_FRACTION = 0.88  # SGLang's mem_fraction_static on one GPU (server_args.py, 0.4)
 _MAX_BLOCK_SIZE = 8192
 _MAX_COUNT = 1 << 31
 _MAX_BYTES = 1 << 60  # one EiB
@@ -109,6 +110,7 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         block_size=block_size,
+        mem_fraction_static=_static_share(deployment),
         enable_prefix_caching=_caching(deployment, architecture, version),
         kv_cache_memory_bytes=_positive(
             deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=_MAX_BYTES
@@ -277,6 +279,12 @@ def _kv_dtype(deployment: Deployment, dtype: str) -> str:
     if asked == "float32" and dtype != "float32":
         raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype")
     return asked
+
+
+def _static_share(deployment: Deployment) -> float | None:
+    if deployment.engine != "sglang":
+        return None
+    return _MEM_FRACTION if deployment.mem_fraction_static is None else deployment.mem_fraction_static
 
 
 def _share(value: float, flag: str) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.build import auto_dtype, limit_bytes
+from tonnage.planner.build import auto_dtype, num_blocks_of
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
@@ -165,12 +165,10 @@ def _row(
     price: float | None,
 ) -> SweepRow:  # fmt: skip
     size = pool.layout.bytes_per_block
-    given = chosen.flags.kv_cache_memory_bytes
-    room = given if given is not None else max(0, limit_bytes(chosen, weights) - weights - terms)
-    blocks = room // size
+    blocks = num_blocks_of(chosen, pool, size, weights + terms, weights)
     held = capacity(pool, chosen, blocks)
     taken = weights + terms + blocks * size
-    fits = taken <= limit_bytes(chosen, weights) and held.blocks_per_sequence <= held.usable_blocks
+    fits = taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return SweepRow(
         gpu.name, ranks, scheme, kv_dtype, fits, weights, blocks * size, terms, gpu.memory_bytes - taken,
         gpu.memory_bytes, held.tokens, held.max_concurrency, price,

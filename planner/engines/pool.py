@@ -36,12 +36,23 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """``demands`` go with ``layout.groups``. ``block_bytes``: bytes one block costs on the rank, which under
-    pipeline parallelism holds only some of the layers (None: ``layout.bytes_per_block``)."""
+    """``demands`` go with ``layout.groups``. ``pages``: bytes of each layer's page, group by group (empty: a
+    layer slot each)."""
 
     layout: KVLayout
     demands: tuple[Demand, ...]
     notes: tuple[str, ...] = ()
+    pages: tuple[tuple[int, ...], ...] = ()
+
+    def stage_bytes(self, layers: frozenset[int]) -> int:
+        """Bytes of one block on a pipeline stage that holds ``layers`` only: its widest group's."""
+        widest = 0
+        for place, group in enumerate(self.layout.groups):
+            sizes = self.pages[place] if self.pages else (self.layout.slot_bytes,) * len(group.layers)
+            widest = max(
+                widest, sum(size for layer, size in zip(group.layers, sizes, strict=True) if layer in layers)
+            )
+        return widest
 
     def sequence_blocks(self, tokens: int) -> int:
         """Most blocks one sequence of ``tokens`` tokens ever holds, over all groups."""

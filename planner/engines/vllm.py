@@ -109,7 +109,8 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
     if not version.hybrid_groups:
         pages = [_promoted(page) for page in pages]
     groups = group_pages(pages)
-    return Pool(_layout(groups, block, request), _demands(groups, request, version), notes)
+    sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
+    return Pool(_layout(groups, block, request), _demands(groups, request, version), notes, sizes)
 
 
 def capacity(pool: Pool, num_blocks: int, max_model_len: int, version: Version) -> Capacity:

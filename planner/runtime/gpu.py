@@ -95,4 +95,4 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 
 def _bounded(value: int, chosen: Resolved, fitted: Coefficients, formula: str) -> Estimate:
     spread = int(fitted.spread * chosen.device_memory)
-    return Estimate(value, max(0, value - spread), value + spread, formula, SOURCE)
+    return Estimate(value, value - min(spread, value // 2), value + spread, formula, SOURCE)
