@@ -76,7 +76,8 @@ def _diffllama(t: Tensors, at: str, dims: Heads, inner: int) -> None:
 def _doge(t: Tensors, at: str, dims: Heads, inner: int) -> None:
     """Dynamic mask attention and per-channel residual weights."""
     t.add(f"{at}.self_attn.A", (dims.kv_heads,), "attention", "DogeAttention", shard=0)
-    t.linear(f"{at}.self_attn.dt_proj", dims.kv_heads, dims.kv_heads * dims.head_size, bias=False)
+    bias = any(s.name == f"{at}.self_attn.q_proj.bias" for s in t.specs[-32:])  # attention_bias
+    t.linear(f"{at}.self_attn.dt_proj", dims.kv_heads, dims.kv_heads * dims.head_size, bias=bias)
     for name in ("input_residual", "post_attention_residual"):
         t.add(f"{at}.{name}", (dims.hidden,), "norm", "DogeDecoderLayer")
 
@@ -91,7 +92,7 @@ _VARIANTS = {
         kv_default=32, window="qwen",
     ),
     "granite": _granite("GraniteForCausalLM"),
-    "helium": _granite("HeliumForCausalLM"),
+    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
     "smollm3": Variant(
         "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
         window="layer_types", ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),

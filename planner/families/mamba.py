@@ -366,7 +366,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
         mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
         dtype=None if dtype == "auto" else dtype,
     )  # fmt: skip
-    attention_bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
+    mlp_bias = fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     inner = fields.integer("intermediate_size", 21504, limit="width")
     count = fields.integer("n_routed_experts", 8, limit="width") if "E" in kinds else 0
@@ -376,7 +376,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     number = (fields.optional_integer("n_shared_experts", 1, limit="width", minimum=0) or 0) if count else 0
     shared = fields.integer("moe_shared_expert_intermediate_size", 7688, limit="width") if number else 0
     fields.ignore(
-        "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
+        "attention_bias", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
         "mtp_hybrid_override_pattern", "mamba_proj_bias", "sliding_window", "time_step_rank",
         "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
         "n_shared_experts",
@@ -393,7 +393,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
             mixer.add(t, at)
             cache.append(mixer.cache(i))
         elif kind == "*":
-            t.attention(at, dims, bias=attention_bias, out_bias=attention_bias)
+            t.attention(at, dims)  # no biases, whatever attention_bias says (modeling_nemotron_h.py)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         elif kind == "-":
             t.plain_mlp(at, hidden, inner, bias=mlp_bias)

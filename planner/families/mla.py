@@ -248,6 +248,7 @@ def _longcat(fields: Fields) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     router_bias = fields.boolean("router_bias", False)
     fields.ignore("num_hidden_layers", "zero_expert_type")
+    tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     for i in range(layers):
@@ -268,7 +269,7 @@ def _longcat(fields: Fields) -> Architecture:
             t.norm(f"{at}.post_attention_layernorm.{half}", d.hidden)
     t.layer = None
     t.norm("model.norm", d.hidden)
-    t.head("lm_head", vocab, d.hidden, None)
+    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
         fields, "longcat_flash", "LongcatFlashForCausalLM", t,

@@ -63,7 +63,7 @@ _VARIANTS = {
         window="qwen",
     ),
     "qwen3_moe": Variant(
-        "Qwen3MoeForCausalLM", qk_norm="head", kv_default=4, window="qwen", head_dim_default=128,
+        "Qwen3MoeForCausalLM", qk_norm="head", kv_default=4, window="qwen",
         ignored=("use_qk_norm",),
     ),
     "olmoe": Variant("OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full",

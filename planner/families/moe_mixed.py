@@ -108,7 +108,7 @@ def mimo_v2(fields: Fields) -> Architecture:
     full = common.heads_of(fields)
     full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
     heads = fields.integer("swa_num_attention_heads", full.heads, limit="heads")
-    kv_heads = fields.integer("swa_num_key_value_heads", full.kv_heads, limit="heads")
+    kv_heads = fields.integer("swa_num_key_value_heads", 2 * full.kv_heads, limit="heads")
     size = fields.integer("swa_head_dim", full.head_size, limit="width")
     value = fields.integer("swa_v_head_dim", full.value_size, limit="width")
     sliding = Heads(full.hidden, heads, kv_heads, size, value)
@@ -116,6 +116,11 @@ def mimo_v2(fields: Fields) -> Architecture:
     layers, vocab = _layers(fields), _vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    kinds = fields.layer_types(layers)  # the spelling of transformers 5
+    if pattern is None and kinds is not None:
+        pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
+    if sparse is None and fields.raw("mlp_layer_types") is not None:
+        sparse = tuple(map(int, _listed_sparse(fields, layers)))
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
@@ -184,13 +189,21 @@ def step3p7(fields: Fields) -> Architecture:
     dense = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     window = common.window_of(fields)
+    wide = fields.integer("num_sliding_attention_heads", dims.heads, limit="heads")
+    local = Heads(dims.hidden, wide, dims.kv_heads, dims.head_size)
+    for name in ("attention_bias", "mlp_bias", "per_layer_config"):
+        if fields.raw(name):
+            raise UnsupportedArchitecture("is not known here", field=name)
+    fields.ignore("mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers")
+    fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i in range(layers):
         t.layer = i
         at = f"model.layers.{i}"
-        t.attention(f"{at}.self_attn", dims, qk_norm="head")
-        t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
+        own = local if kinds[i] == "sliding_attention" else dims
+        t.attention(f"{at}.self_attn", own, qk_norm="head")
+        t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
         _two_norms(t, at, dims)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
@@ -215,6 +228,8 @@ def minimax_m3(fields: Fields) -> Architecture:
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    if sparse is None and fields.raw("mlp_layer_types") is not None:
+        sparse = tuple(map(int, _listed_sparse(fields, layers)))
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
     count = fields.integer("num_local_experts", limit="width")
@@ -275,6 +290,14 @@ def minimax_m3(fields: Fields) -> Architecture:
 
 def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
     sparse = fields.mapping("sparse_attention_config")
+    kinds = fields.raw("layer_types")
+    if sparse is None and isinstance(kinds, list) and len(kinds) == layers:  # the spelling of transformers 5
+        fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
+        return (
+            fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
+            fields.integer("index_head_dim", dims.head_size, limit="width"),
+            tuple(kind == "minimax_m3_sparse" for kind in kinds),
+        )
     if sparse is None or not sparse.get("use_sparse_attention", True):
         return 0, 0, (False,) * layers
     inner = Fields(sparse)

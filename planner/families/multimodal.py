@@ -26,7 +26,7 @@ _TOP = (
     "vision_config", "use_unified_vision_chunk", "video_placeholder", "language_model_only",
     "image_grid_pinpoints",
     "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
-    "projection_layer_norm_eps", "vocab_size", "vision_token_index",
+    "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index",
 )  # fmt: skip
 
 
@@ -224,7 +224,8 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
 
 
 def llama4(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "llama4_text", fields.mapping("text_config"))
+    # the wrapper ties nothing, whatever its own tie_word_embeddings says
+    text = _text(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
     width = towers.llama4(t, "vision_model", _vision(fields))
@@ -257,10 +258,11 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     t.role = "projector"
     at = "model.multi_modal_projector"
     wide = fields.integer("projector_hidden_size", text.hidden_size, limit="width")
+    merged = fields.integer("merged_hidden_size", 4 * text.hidden_size, limit="width")
     bias = fields.boolean("multimodal_projector_bias", True)
     for name, out, into in (
         ("linear_1", wide, hidden), ("linear_2", text.hidden_size, wide),
-        ("merge_linear_1", wide, 4 * text.hidden_size), ("merge_linear_2", text.hidden_size, wide),
+        ("merge_linear_1", wide, merged), ("merge_linear_2", text.hidden_size, wide),
     ):  # fmt: skip
         t.linear(f"{at}.{name}", out, into, bias=bias)
     return _joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)

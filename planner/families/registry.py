@@ -64,6 +64,8 @@ _ALIASES = {
     "gpt_neo": {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
     "bloom": {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+    "qwen3_moe": {"num_experts": "num_local_experts"},  # the spelling transformers 5.19 writes
+    "step3p7_text": {"num_experts": "n_routed_experts"},
     "exaone": {"num_hidden_layers": "num_layers"},
     "RefinedWeb": {
         "num_attention_heads": "n_head",

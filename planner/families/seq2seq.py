@@ -374,8 +374,14 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
     window = fields.optional_integer("sliding_window", 3000, limit="positions")
-    tied = fields.boolean("tie_word_embeddings", False)
-    fields.ignore("audio_vocab_size", "num_codebooks", "audio_encoder_config", "depth_decoder_config")
+    # the head has one row less than the embedding: it is never tied
+    fields.ignore(
+        "tie_word_embeddings",
+        "audio_vocab_size",
+        "num_codebooks",
+        "audio_encoder_config",
+        "depth_decoder_config",
+    )
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab + 1, dims.hidden)
     kv = dims.kv_heads * dims.head_size
@@ -395,7 +401,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
         t.rotary(dims.head_size, f"{at}.self_attn.rotary_emb.")
     t.layer = None
     t.norm("model.norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.head("lm_head", vocab, dims.hidden, None)
     kinds = ("sliding_attention" if window else "full_attention",) * layers
     return common.decoder(
         fields, model_type, class_name, t, dims,

@@ -60,6 +60,14 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
             t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
         )
     t.norm(f"{at}.post_layernorm", hidden, "layer")
+    if Fields(config).boolean("vision_use_head", True):  # attention pooling by one learned query
+        head = f"{at}.head"
+        t.add(f"{head}.probe", (1, 1, hidden), "vision", "MultiheadAttentionPoolingHead")
+        t.add(f"{head}.attention.in_proj_weight", (3 * hidden, hidden), "vision", "MultiheadAttention")
+        t.add(f"{head}.attention.in_proj_bias", (3 * hidden,), "vision", "MultiheadAttention")
+        t.linear(f"{head}.attention.out_proj", hidden, hidden, bias=True, module_class="OutProjection")
+        t.norm(f"{head}.layernorm", hidden, "layer")
+        t.plain_mlp(f"{head}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
     return hidden
 
 
@@ -137,7 +145,13 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_h
     else:
         t.norm(f"{at}.merger.ln_q", hidden, norm)
         t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True, shard="column")
-        t.linear(f"{at}.merger.mlp.2", text_hidden if old else out, merged, bias=True, shard="row")
+        t.linear(
+            f"{at}.merger.mlp.2",
+            f.integer("hidden_size", text_hidden, limit="width") if old else out,
+            merged,
+            bias=True,
+            shard="row",
+        )
     t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
 
 
