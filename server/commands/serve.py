@@ -36,8 +36,8 @@ from tonnage.server.supervisor import SupervisedEngine
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-# Seconds that connections are given to close once the requests are drained or cut off.
-_GRACE_SECONDS = 5
+# Seconds for the last bytes of drained answers; what runs longer is cut off.
+_GRACE_SECONDS = 1
 
 _EPILOG = """
 Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import random
 import time
@@ -32,6 +33,8 @@ from tonnage.server.engines.base import (
 )
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.pool_stats import pool_stats
+
+log = logging.getLogger("tonnage.server")
 
 # (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
@@ -127,6 +130,7 @@ class FakeEngine:
         self._draining = False
         self._dead: EngineDead | None = None
         self._admissions: Counter[tuple[str, str]] = Counter()
+        self._refused_blocks: Counter[tuple[str, str]] = Counter()
         self._prompt_tokens = 0
         self._generation_tokens = 0
 
@@ -173,6 +177,9 @@ class FakeEngine:
         answer = self._manager.decide(wish)
         if isinstance(answer, Never):
             self._admissions["never", str(answer.reason)] += 1
+            self._refused_blocks["never", str(answer.reason)] += max(
+                0, answer.needed_blocks - answer.usable_blocks
+            )
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str) -> None:
@@ -192,6 +199,7 @@ class FakeEngine:
             pool=pool_stats(self._manager),
             memory=self._memory,
             admissions=tuple((*key, count) for key, count in self._admissions.items()),
+            refused_blocks=tuple((*key, count) for key, count in self._refused_blocks.items()),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._manager.stats().hit_tokens,
@@ -232,7 +240,11 @@ class FakeEngine:
                 self._wake.clear()
                 await self._wake.wait()
             if self._dead is None:
-                self._step()
+                try:
+                    self._step()
+                except Exception:
+                    log.exception("the fake engine failed in a step")
+                    self.die()
             await asyncio.sleep(self._step_seconds)
 
     def _step(self) -> None:
@@ -265,6 +277,7 @@ class FakeEngine:
             if not entry.waited:
                 entry.waited = True
                 self._admissions["wait", str(answer.reason)] += 1
+                self._refused_blocks["wait", str(answer.reason)] += answer.blocks_short
             return None
         assert not isinstance(answer, Never)  # refused at the door, and limits do not change
         self._waiting.popleft()
