@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 from collections import deque
@@ -37,7 +38,10 @@ _HEALTHY_SECONDS = 60.0
 _STOP_SECONDS = 20.0  # a dead engine's remains get that long to go
 
 # Fields of EngineStats (and of its pool) that only grow.
-_COUNTERS = ("preemptions", "prompt_tokens", "generation_tokens", "prefix_hit_tokens", "invariant_violations")
+_COUNTERS = (
+    "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
+    "invariant_violations",
+)  # fmt: skip
 _POOL_COUNTERS = ("evictions",)
 
 
@@ -168,15 +172,24 @@ class SupervisedEngine:
 
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
     """``stats`` with the counters of ``before`` added."""
-    decisions: dict[tuple[str, str], int] = {}
-    for outcome, reason, count in (*before.admissions, *stats.admissions):
-        key = (str(outcome), str(reason))
-        decisions[key] = decisions.get(key, 0) + count
     counters = {name: getattr(stats, name) + getattr(before, name) for name in _COUNTERS}
     pool = dataclasses.replace(
         stats.pool,
         **{name: getattr(stats.pool, name) + getattr(before.pool, name) for name in _POOL_COUNTERS},
     )
     return dataclasses.replace(
-        stats, pool=pool, admissions=tuple((*key, count) for key, count in decisions.items()), **counters
+        stats,
+        pool=pool,
+        admissions=_merged(before.admissions, stats.admissions),
+        refused_blocks=_merged(before.refused_blocks, stats.refused_blocks),
+        **counters,
     )
+
+
+def _merged(*parts: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str, int], ...]:
+    """(outcome, reason, sum of the counts)."""
+    sums: dict[tuple[str, str], int] = {}
+    for outcome, reason, count in itertools.chain(*parts):
+        key = (str(outcome), str(reason))
+        sums[key] = sums.get(key, 0) + count
+    return tuple((*key, count) for key, count in sums.items())

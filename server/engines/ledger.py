@@ -42,6 +42,7 @@ class PromiseLedger:
         self._held: dict[str, tuple[int, int]] = {}  # request id -> promised blocks, sequences
         self._line: dict[str, _Waiting] = {}  # in the order of arrival
         self._counts: dict[tuple[str, str], int] = {}
+        self._refused: dict[tuple[str, str], int] = {}
         self.idle = asyncio.Event()  # set while nobody runs or waits
         self.idle.set()
 
@@ -65,6 +66,11 @@ class PromiseLedger:
         """(outcome, reason, count) of all decisions."""
         return tuple((outcome, reason, count) for (outcome, reason), count in self._counts.items())
 
+    @property
+    def refused_blocks(self) -> tuple[tuple[str, str, int], ...]:
+        """(outcome, reason, blocks that were missing) of all that did not fit at once."""
+        return tuple((outcome, reason, blocks) for (outcome, reason), blocks in self._refused.items())
+
     async def enter(self, request_id: str, request: AdmissionRequest, priority: int = 0) -> None:
         """Return once the promise of ``request`` is held; waits in line as long as that takes.
 
@@ -74,7 +80,7 @@ class PromiseLedger:
         """
         answer = self._decide(request)
         if isinstance(answer, Never):
-            self._count("never", answer.reason)
+            self._count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
             raise NeverFits(str(answer), field="prompt")
         self.idle.clear()
         first = self._first()
@@ -84,7 +90,7 @@ class PromiseLedger:
         if isinstance(answer, Admit) and first is not None:  # it would fit, but others come first
             answer = self._decide(self._line[first].request)
         if isinstance(answer, Wait):
-            self._count("wait", answer.reason)
+            self._count("wait", answer.reason, answer.blocks_short)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line[request_id] = _Waiting(request, priority, turn)
         try:
@@ -122,9 +128,11 @@ class PromiseLedger:
         self._held[request_id] = (answer.blocks, request.n)
         self._count("admit", "fits")
 
-    def _count(self, outcome: str, reason: str) -> None:
+    def _count(self, outcome: str, reason: str, missing_blocks: int = 0) -> None:
         key = (outcome, str(reason))
         self._counts[key] = self._counts.get(key, 0) + 1
+        if missing_blocks > 0:
+            self._refused[key] = self._refused.get(key, 0) + missing_blocks
 
     def _decide(self, request: AdmissionRequest) -> Admit | Wait | Never:
         running = sum(sequences for _, sequences in self._held.values())

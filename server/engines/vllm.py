@@ -280,6 +280,7 @@ class VLLMEngine:
                 process_peak=self._sampler.peak or None,
             ),
             admissions=self._ledger.counts,
+            refused_blocks=self._ledger.refused_blocks,
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,

@@ -18,6 +18,12 @@ def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         ("plan_id", "revision", "engine", "architecture", "quantization"),
         [_identity(item) for item in plans],
     )
+    page.info(
+        "tonnage_admission_info",
+        "How requests are admitted; always 1. guaranteed: what was admitted is never preempted.",
+        ("mode",),
+        [(str(getattr(state.settings, "admission_mode", "guaranteed")),)],
+    )
     page.gauge(
         "tonnage_engine_ready",
         "1 when the engine can serve, 0 while it loads or when it is dead.",

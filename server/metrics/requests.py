@@ -12,6 +12,7 @@ from tonnage.server.state import ServerState
 # Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
     ("admit", "fits"),
+    ("admit", "resumed"),
     *(("wait", str(reason)) for reason in WaitReason),
     ("wait", "max_num_queued_reqs"),
     *(("never", str(reason)) for reason in NeverReason),
@@ -35,7 +36,9 @@ def request_families(page: Page, state: ServerState, stats: EngineStats) -> None
         decisions[key] = decisions.get(key, 0) + count
     page.counters(
         "tonnage_admission_decisions",
-        "Admission decisions; a request that waits is counted as wait once and as admit when it runs.",
+        "Admission decisions; a request that waits is counted as wait once and as admit when it runs, a "
+        "preempted one "
+        "as resumed when it runs again.",
         ("outcome", "reason"),
         decisions,
     )

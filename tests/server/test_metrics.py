@@ -35,6 +35,7 @@ FAMILIES = {
     "tonnage_process_memory_bytes": ("gauge", set()),
     "tonnage_process_memory_peak_bytes": ("gauge", set()),
     "tonnage_plan_info": ("gauge", {"plan_id", "revision", "engine", "architecture", "quantization"}),
+    "tonnage_admission_info": ("gauge", {"mode"}),
     "tonnage_engine_ready": ("gauge", set()),
     "tonnage_engine_restarts_total": ("counter", set()),
     "tonnage_invariant_violations_total": ("counter", set()),
@@ -351,3 +352,20 @@ async def test_names_of_vllm(run_server, small_plan) -> None:
 
 async def test_vllm_names_are_off_by_default(server) -> None:
     assert "vllm:" not in (await server.http.get("/metrics")).text
+
+
+async def test_blocks_that_were_missing(run_server, small_plan) -> None:
+    """A pool of 63 blocks: one request of 50 runs, a second one lacks 37; a third needs 126 and never fits."""
+    engine = FakeEngine(small_plan(64), token_rate=100)
+    async with run_server(engine) as server:
+        tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 400, max_tokens=400)) for n in range(2)]
+        await server.until(lambda: engine.stats().waiting == 1)
+        await server.complete(prompt=[7] * 1000, max_tokens=1016)
+        _, samples = await scrape(server)
+        name = "tonnage_admission_refused_blocks_total"
+        assert value(samples, name, outcome="wait", reason="blocks") == 2 * 50 - 63
+        assert value(samples, name, outcome="never", reason="blocks") == 126 - 63
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.until(lambda: server.state.accounts.in_flight == 0)

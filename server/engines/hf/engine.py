@@ -80,6 +80,7 @@ class HFEngine:
         self._ready: Ready | None = None
         self._framework: int | None = None
         self._never: dict[str, int] = {}
+        self._never_blocks: dict[str, int] = {}
         self._dead: TonnageError | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -200,7 +201,10 @@ class HFEngine:
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = decide(wish, Snapshot(), self._limits)  # against an empty pool: only Never counts here
         if isinstance(answer, Never):
-            self._never[answer.reason] = self._never.get(answer.reason, 0) + 1
+            reason = str(answer.reason)
+            self._never[reason] = self._never.get(reason, 0) + 1
+            missing = max(0, answer.needed_blocks - answer.usable_blocks)
+            self._never_blocks[reason] = self._never_blocks.get(reason, 0) + missing
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str) -> None:
@@ -219,6 +223,8 @@ class HFEngine:
             ),
             admissions=self._stats.admissions
             + tuple(("never", reason, n) for reason, n in self._never.items()),
+            refused_blocks=self._stats.refused_blocks
+            + tuple(("never", reason, n) for reason, n in self._never_blocks.items()),
         )
 
     def capacity(self) -> Capacity:

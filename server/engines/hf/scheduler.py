@@ -117,7 +117,9 @@ class Counters:
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    preempted_tokens: int = 0
     admissions: dict[tuple[str, str], int] = field(default_factory=dict)
+    refused_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -236,6 +238,7 @@ class Scheduler:
         places = manager.entries(list(self.running)).tolist()
         for sequence in [s for s, place in zip(self.running.values(), places, strict=True) if place == victim]:
             self.counters.preemptions += 1
+            self.counters.preempted_tokens += sequence.computed
             self._release(sequence)
             sequence.chunk = 0
             resumed = sequence if sequence.generated else None
@@ -251,7 +254,7 @@ class Scheduler:
             self._waited.discard(waiting.id)
             request = entry.request
             if isinstance(answer, Never):
-                self._count("never", answer.reason)
+                self._count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
                 refused += [
                     Chunk(request.request_id, index, (), "error", error=str(answer))
                     for index in range(request.n)
@@ -277,7 +280,7 @@ class Scheduler:
         )
         if isinstance(answer, Wait) and waiting.id not in self._waited:
             self._waited.add(waiting.id)
-            self._count("wait", answer.reason)
+            self._count("wait", answer.reason, answer.blocks_short)
         return answer
 
     def _start_of(self, waiting: Waiting) -> Head:
@@ -460,9 +463,11 @@ class Scheduler:
         self.manager.free(sequence.id)
         del self.running[sequence.id]
 
-    def _count(self, outcome: str, reason: str) -> None:
-        key = (outcome, str(reason))
-        self.counters.admissions[key] = self.counters.admissions.get(key, 0) + 1
+    def _count(self, outcome: str, reason: str, missing_blocks: int = 0) -> None:
+        key, counters = (outcome, str(reason)), self.counters
+        counters.admissions[key] = counters.admissions.get(key, 0) + 1
+        if missing_blocks > 0:
+            counters.refused_blocks[key] = counters.refused_blocks.get(key, 0) + missing_blocks
 
     def stats(self) -> EngineStats:
         counters = self.counters
@@ -473,7 +478,9 @@ class Scheduler:
             pool=pool_stats(self.manager),
             admissions=tuple((*key, count) for key, count in counters.admissions.items()),
             prompt_tokens=counters.prompt_tokens,
+            refused_blocks=tuple((*key, count) for key, count in counters.refused_blocks.items()),
             preemptions=counters.preemptions,
+            preempted_tokens=counters.preempted_tokens,
             generation_tokens=counters.generation_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
         )
