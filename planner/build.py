@@ -24,6 +24,7 @@ from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankP
 from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource, resolve_model
+from tonnage.planner.speculative import add_draft
 from tonnage.planner.versions import PLANNER_RULES
 from tonnage.planner.weights import Weights, sum_weights
 
@@ -49,7 +50,8 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
     ranks, runtimes, loads, paddings = [], [], [], []
-    pool = build_pool(architecture, chosen)
+    draft = add_draft(architecture, flags)
+    pool = build_pool(draft.architecture, chosen)
     if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
         flags = replace(flags, block_size=pool.layout.block_size)
     adapters = lora_bytes(architecture, flags)
@@ -71,6 +73,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
                 framework_bytes=runtime.framework.value,
                 total_bytes=chosen.device_memory,
                 lora_bytes=adapters,
+                draft_bytes=draft.weights,
                 offloaded_bytes=offloaded,
             )
         )
@@ -122,7 +125,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         intervals=_intervals(loaded, rank, runtime),
         terms=tuple(terms),
         weight_formats=loaded.formats,
-        notes=(*pool.notes, *environment_notes(flags)),
+        notes=(*pool.notes, *draft.notes, *environment_notes(flags)),
     )
 
 

@@ -40,6 +40,12 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
                 "--max-loras, --max-lora-rank",
             )
         )  # fmt: skip
+    if rank.draft_bytes:
+        terms.append(
+            Term(
+                "draft_bytes", rank.draft_bytes, f"weights of {flags.speculative_model}", "--speculative-model"
+            )
+        )
     if rank.offloaded_bytes:
         terms.append(
             Term(

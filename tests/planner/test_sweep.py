@@ -15,6 +15,7 @@ import pytest
 from tonnage.planner.answers import advise, serve_lines
 from tonnage.planner.build import make_plan, plan_source
 from tonnage.planner.command import run
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.gpus import catalogue, find_gpu
 from tonnage.planner.plan import Deployment
 from tonnage.planner.source import resolve_model
@@ -171,3 +172,29 @@ def test_a_set_environment_variable_is_said(llama, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     plan = make_plan(llama, replace(FLAGS, kv_cache_memory_bytes=1 << 30, device_memory=64 << 30))
     assert any("VLLM_CPU_KVCACHE_SPACE=3" in note for note in plan.notes)
+
+
+def test_a_draft_model_is_counted(llama, tmp_path):
+    """Its weights, and its layers of the pool: 16 more layers of half the head size."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    shutil.copy(CONFIGS / "meta-llama__Llama-3.2-1B.json", folder / "config.json")
+    flags = replace(FLAGS, gpu="h100", speculative_model=str(folder), num_speculative_tokens=4)
+    plan, alone = make_plan(llama, flags), make_plan(llama, replace(FLAGS, gpu="h100"))
+    draft = make_plan(str(folder), replace(FLAGS, gpu="h100"))
+    assert plan.rank.draft_bytes == draft.rank.weights_bytes
+    per_block = plan.kv_cache.layout.bytes_per_block
+    assert per_block == sum(p.kv_cache.layout.bytes_per_block for p in (alone, draft))
+    shutil.copy(CONFIGS / "Qwen__Qwen3-0.6B.json", folder / "config.json")
+    with pytest.raises(DeploymentError, match="vocabulary"):
+        make_plan(llama, flags)
+
+
+def test_pipeline_stages_share_the_smallest_pool(llama):
+    """Two stages: 16 layers and the embedding, 16 layers and the head; both get the same blocks."""
+    plan = make_plan(llama, replace(FLAGS, gpu="h100", pipeline_parallel_size=2))
+    first, last = plan.ranks
+    assert first.kv_pool_bytes == last.kv_pool_bytes == plan.kv_cache.num_blocks * 16 * 2 * 16 * 8 * 128 * 2
+    whole = make_plan(llama, replace(FLAGS, gpu="h100"))
+    tables = whole.rank.weights_bytes - first.weights_bytes - last.weights_bytes
+    assert abs(tables) <= 131072 * 128 * 2  # the rotary table is on both

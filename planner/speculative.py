@@ -1,0 +1,55 @@
+"""Speculative decoding: the draft's weights and its layers of the shared KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.plan import Deployment
+from tonnage.planner.quantization import read_quantization
+from tonnage.planner.source import resolve_model
+from tonnage.planner.weights import sum_weights
+
+OWN_LAYERS = "mtp"
+_MTP_NOTE = (
+    "the weights of the checkpoint's own draft layers (mtp) are not counted: config.json does not list their "
+    "tensors; their KV cache is"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """``weights`` bytes of one rank; ``architecture``: the target, the draft's cache layers behind its own."""
+
+    architecture: Architecture
+    weights: int
+    notes: tuple[str, ...] = ()
+
+
+def add_draft(architecture: Architecture, flags: Deployment) -> Draft:
+    """Pool and weights with ``--speculative-model``. Raises TonnageError naming what is wrong with it."""
+    name = flags.speculative_model
+    if name is None:
+        return Draft(architecture, 0)
+    if flags.engine != "vllm":
+        raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
+                              hint="use --engine vllm")  # fmt: skip
+    if name == OWN_LAYERS:
+        return Draft(architecture, 0, (_MTP_NOTE,))
+    source = resolve_model(name)
+    draft = build_architecture(source.config)
+    if draft.vocab_size != architecture.vocab_size:
+        raise DeploymentError(
+            f"its vocabulary of {draft.vocab_size:,} is not the model's {architecture.vocab_size:,}",
+            field="--speculative-model",
+        )
+    quantization = read_quantization(source.config, None)
+    loaded = sum_weights(
+        rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0), quantization, flags
+    )
+    moved = tuple(replace(layer, layer=architecture.layers + layer.layer) for layer in draft.cache_layers)
+    both = replace(architecture, cache_layers=(*architecture.cache_layers, *moved))
+    return Draft(both, loaded.total)
