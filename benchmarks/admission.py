@@ -9,7 +9,7 @@ KVCacheManager, every decision is made by the real Admission, with the laws chec
 
 ``greedy`` is vLLM's rule, ``no_evict`` TensorRT-LLM's and mini-sglang's, ``oracle`` the predictive rule with
 the true lengths and no watermark. ``guaranteed_q90`` is guaranteed mode with a learned quantile: the same
-proof, other waits. Fewer steps are better; a stalled sequence has to sit out a step, which the steps do not show.
+proof, other waits. Fewer steps are better; a stalled sequence sits out a step, which the steps do not show.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1000)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--chunk", type=int, help="tokens of a step; default: whole prompts")
-    parser.add_argument("--lookahead", type=int, default=8, help="entries asked behind a waiting head")
+    parser.add_argument(
+        "--lookahead", type=int, help="entries asked behind a waiting head; default: the mode's"
+    )
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--check", action="store_true", help="all invariants after every step: slow")
     parser.add_argument("--json", action="store_true", help="only the JSON object")

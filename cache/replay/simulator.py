@@ -60,7 +60,7 @@ class Setup:
     whole_prompts: bool = False
     scale: float | None = 1.0
     enable_prefix_caching: bool = True
-    lookahead: int = 8
+    lookahead: int | None = None  # None: the policy's
     leap: bool = True
     check: bool = False  # the law of guaranteed mode and all invariants, at every step
 
@@ -107,7 +107,8 @@ class Simulator:
         assert self.manager.admission is not None
         self.admission = self.manager.admission
         self.caching = caching
-        self.queue = WaitingQueue(lookahead=setup.lookahead)
+        lookahead = setup.policy.lookahead if setup.lookahead is None else setup.lookahead
+        self.queue = WaitingQueue(lookahead=lookahead)
         self.requests: dict[int, _Sequence] = {}  # waiting
         self.running: dict[int, _Sequence] = {}  # in order of admission
         self.now = 0.0
