@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -152,3 +156,128 @@ async def server(run_server: RunServer) -> AsyncIterator[Running]:
     """A ready server with a pool of 255 usable blocks."""
     async with run_server(FakeEngine(make_small_plan())) as running:
         yield running
+
+
+TOLD_WITHIN = 2.0  # seconds after the kill
+
+
+async def _streams_until_killed(url: str, victim: psutil.Process, count: int) -> None:
+    """``count`` streams, ``victim`` killed in their middle: every client gets an error in time."""
+    begun = asyncio.Semaphore(0)
+
+    async def client(http: httpx.AsyncClient, number: int) -> float:
+        body: dict[str, Any] = {
+            "model": "demo", "prompt": f"Story {number}:", "max_tokens": 400, "stream": True,
+            "ignore_eos": True,
+        }  # fmt: skip
+        told = False
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            assert response.status_code in (200, 503)
+            async for line in response.aiter_lines():
+                begun.release()
+                if line.startswith("data: {"):
+                    told = "error" in json.loads(line.removeprefix("data: "))
+                elif line.startswith("{"):
+                    told = json.loads(line)["error"]["code"] == "engine_dead"
+        begun.release()
+        assert told
+        return time.monotonic()
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as http:
+        tasks = [asyncio.create_task(client(http, number)) for number in range(count)]
+        await begun.acquire()
+        await asyncio.sleep(0.5)
+        killed = time.monotonic()
+        victim.kill()
+        assert max(await asyncio.gather(*tasks)) - killed < TOLD_WITHIN
+
+        async def ready() -> bool:
+            return (await http.get(f"{url}/ready")).status_code == 200
+
+        await _until(ready, 120)
+        answer = await http.post(
+            f"{url}/v1/completions", json={"model": "demo", "prompt": "hi", "max_tokens": 2}
+        )
+        assert answer.status_code == 200
+        await _counts_agree(http, url)
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    """Ask a server of another process until it says yes."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def _counts_agree(http: httpx.AsyncClient, url: str) -> dict[str, float]:
+    """received = the sum of the outcomes, nothing in flight, no block held."""
+    text = (await http.get(f"{url}/metrics")).text
+    values = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line and not line.startswith("#")
+    }
+    outcomes = {
+        name.partition('outcome="')[2].rstrip('"}'): value
+        for name, value in values.items()
+        if name.startswith("tonnage_requests_total{")
+    }
+    (received,) = [
+        value for name, value in values.items() if name.startswith("tonnage_requests_received_total")
+    ]
+    (in_flight,) = [value for name, value in values.items() if name.startswith("tonnage_requests_in_flight")]
+    assert in_flight == 0
+    assert received == sum(outcomes.values())
+    blocks = (await http.get(f"{url}/memory")).json()["pool"]["blocks"]
+    assert (blocks["used"], blocks["promised"]) == (0, 0)
+    return outcomes
+
+
+async def _overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str, float]:
+    """Good, broken, never-fitting and leaving clients at once; then everything must add up."""
+    draw = random.Random(1)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits, base_url=url) as http:
+
+        async def client(number: int) -> None:
+            for _ in range(rounds):
+                kind = draw.choice(["good", "good", "bad", "never", "leaves"])
+                body: dict[str, Any] = {
+                    "model": "demo", "prompt": f"{number}", "max_tokens": 16, "stream": draw.random() < 0.5,
+                }  # fmt: skip
+                if kind == "bad":
+                    body["temperature"] = 9
+                if kind == "never":
+                    body["max_tokens"] = 10**6
+                if kind == "leaves":
+                    body["max_tokens"] = 1000
+                try:
+                    response = await http.post(
+                        "/v1/completions", json=body, timeout=0.3 if kind == "leaves" else 120
+                    )
+                except httpx.TimeoutException:
+                    assert kind == "leaves"
+                    continue
+                assert response.status_code in {"bad": (400,), "never": (400,)}.get(kind, (200, 503))
+
+        await asyncio.gather(*(client(number) for number in range(clients)))
+
+        async def idle() -> bool:
+            blocks = (await http.get("/memory")).json()["pool"]["blocks"]
+            return (await http.get("/load")).json()["server_load"] == 0 and blocks["promised"] == 0
+
+        await _until(idle, 60)
+        return await _counts_agree(http, url)
+
+
+@pytest.fixture
+def streams_until_killed() -> Callable[..., Awaitable[None]]:
+    """``await streams_until_killed(url, victim, count)``: see above."""
+    return _streams_until_killed
+
+
+@pytest.fixture
+def overload() -> Callable[..., Awaitable[dict[str, float]]]:
+    """``await overload(url, clients=24, rounds=3)``: the outcomes, when everything added up."""
+    return _overload

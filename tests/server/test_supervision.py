@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import psutil
@@ -126,117 +122,7 @@ def serving(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
         process.communicate(timeout=60)
 
 
-async def streams_until_killed(url: str, victim: psutil.Process, count: int) -> None:
-    """``count`` streams, ``victim`` killed in their middle: every client gets an error in time."""
-    begun = asyncio.Semaphore(0)
-
-    async def client(http: httpx.AsyncClient, number: int) -> float:
-        body: dict[str, Any] = {
-            "model": "demo", "prompt": f"Story {number}:", "max_tokens": 400, "stream": True,
-            "ignore_eos": True,
-        }  # fmt: skip
-        told = False
-        async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
-            assert response.status_code in (200, 503)
-            async for line in response.aiter_lines():
-                begun.release()
-                if line.startswith("data: {"):
-                    told = "error" in json.loads(line.removeprefix("data: "))
-                elif line.startswith("{"):
-                    told = json.loads(line)["error"]["code"] == "engine_dead"
-        begun.release()
-        assert told
-        return time.monotonic()
-
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as http:
-        tasks = [asyncio.create_task(client(http, number)) for number in range(count)]
-        await begun.acquire()
-        await asyncio.sleep(0.5)
-        killed = time.monotonic()
-        victim.kill()
-        assert max(await asyncio.gather(*tasks)) - killed < TOLD_WITHIN
-
-        async def ready() -> bool:
-            return (await http.get(f"{url}/ready")).status_code == 200
-
-        await until(ready, 120)
-        answer = await http.post(
-            f"{url}/v1/completions", json={"model": "demo", "prompt": "hi", "max_tokens": 2}
-        )
-        assert answer.status_code == 200
-        await counts_agree(http, url)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
-    """Ask a server of another process until it says yes."""
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
-async def counts_agree(http: httpx.AsyncClient, url: str) -> dict[str, float]:
-    """received = the sum of the outcomes, nothing in flight, no block held."""
-    text = (await http.get(f"{url}/metrics")).text
-    values = {
-        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line and not line.startswith("#")
-    }
-    outcomes = {
-        name.partition('outcome="')[2].rstrip('"}'): value
-        for name, value in values.items()
-        if name.startswith("tonnage_requests_total{")
-    }
-    (received,) = [
-        value for name, value in values.items() if name.startswith("tonnage_requests_received_total")
-    ]
-    (in_flight,) = [value for name, value in values.items() if name.startswith("tonnage_requests_in_flight")]
-    assert in_flight == 0
-    assert received == sum(outcomes.values())
-    blocks = (await http.get(f"{url}/memory")).json()["pool"]["blocks"]
-    assert (blocks["used"], blocks["promised"]) == (0, 0)
-    return outcomes
-
-
-async def overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str, float]:
-    """Good, broken, never-fitting and leaving clients at once; then everything must add up."""
-    draw = random.Random(1)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits, base_url=url) as http:
-
-        async def client(number: int) -> None:
-            for _ in range(rounds):
-                kind = draw.choice(["good", "good", "bad", "never", "leaves"])
-                body: dict[str, Any] = {
-                    "model": "demo", "prompt": f"{number}", "max_tokens": 16, "stream": draw.random() < 0.5,
-                }  # fmt: skip
-                if kind == "bad":
-                    body["temperature"] = 9
-                if kind == "never":
-                    body["max_tokens"] = 10**6
-                if kind == "leaves":
-                    body["max_tokens"] = 1000
-                try:
-                    response = await http.post(
-                        "/v1/completions", json=body, timeout=0.3 if kind == "leaves" else 120
-                    )
-                except httpx.TimeoutException:
-                    assert kind == "leaves"
-                    continue
-                assert response.status_code in {"bad": (400,), "never": (400,)}.get(kind, (200, 503))
-
-        await asyncio.gather(*(client(number) for number in range(clients)))
-
-        async def idle() -> bool:
-            blocks = (await http.get("/memory")).json()["pool"]["blocks"]
-            return (await http.get("/load")).json()["server_load"] == 0 and blocks["promised"] == 0
-
-        await until(idle, 60)
-        return await counts_agree(http, url)
-
-
-async def test_hf_is_killed_among_20_streams_and_comes_back() -> None:
+async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed, overload) -> None:
     with serving("--kv-cache-memory-bytes", "512MiB", "--max-num-seqs", "8") as (url, process):
         (engine,) = process.children()
         await streams_until_killed(url, engine, 20)
@@ -258,12 +144,9 @@ async def test_sigterm_drains(grace: str) -> None:
                 await anext(lines)
                 process.terminate()
                 if grace != "0":
-
-                    async def stopping() -> bool:
-                        answer = await http.get("/ready")
-                        return answer.status_code == 503 and "server_stopping" in answer.text
-
-                    await until(stopping, 5)
+                    async with asyncio.timeout(5):
+                        while "server_stopping" not in (await http.get("/ready")).text:
+                            pass
                     refused = await http.post("/v1/completions", json=body)
                     assert refused.json()["error"]["code"] == "server_stopping"
                 rest = [line async for line in lines if line]

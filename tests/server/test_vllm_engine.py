@@ -258,6 +258,90 @@ def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.O
 
 
 @needs_vllm
+def test_what_vllm_can_is_passed_on(client: openai.OpenAI) -> None:
+    """Log probabilities, scoring of a prompt, biases, penalties, grammars, the best of several."""
+    prompt = "The capital of France is"
+    same: dict[str, Any] = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 3}
+    scored = client.completions.create(**same, logprobs=2, echo=True).choices[0]
+    lists = scored.logprobs
+    assert "".join(lists.tokens) == scored.text
+    assert lists.text_offset[1] == len(lists.tokens[0])
+    assert lists.token_logprobs[0] is None
+    assert all(-30 < logprob <= 0 for logprob in lists.token_logprobs[1:])
+    # Greedy: each generated token is the best one of its own place.
+    for at in (-3, -2, -1):
+        token, best = lists.tokens[at], lists.top_logprobs[at]
+        assert max(best, key=best.get) == token
+        assert best[token] == lists.token_logprobs[at]
+    only = client.completions.create(**same | {"max_tokens": 0}, logprobs=1, echo=True)
+    assert (only.choices[0].text, only.usage.completion_tokens) == (prompt, 0)
+    plain = client.completions.create(**same).choices[0].text
+    first = client.completions.create(**same | {"max_tokens": 1}, logprobs=1).choices[0].logprobs.tokens[0]
+    (token,) = httpx.post(
+        f"{str(client.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": first}, trust_env=False
+    ).json()["tokens"]
+    banned = client.completions.create(**same, logit_bias={str(token): -100}).choices[0].text
+    assert not banned.startswith(first)
+    assert plain.startswith(first)
+    best = client.completions.create(**same | {"temperature": 1}, best_of=3, n=1, seed=1)
+    assert len(best.choices) == 1
+    assert best.usage.completion_tokens > 3
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    chat = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Name a city as JSON."}],
+        max_tokens=80,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    ).choices[0]
+    assert set(json.loads(chat.message.content)) == {"city", "people"}
+    assert all(len(entry.top_logprobs) == 2 for entry in chat.logprobs.content)
+    with pytest.raises(openai.BadRequestError, match="vLLM refuses"):
+        client.completions.create(**same, extra_body={"structured_outputs": {"regex": "((("}})
+
+
+@needs_vllm
+async def test_requests_are_conserved_and_nothing_is_preempted(server: str, overload: Any) -> None:
+    outcomes = await overload(server)
+    assert outcomes["rejected"] > 0
+    async with httpx.AsyncClient(trust_env=False) as http:
+        own = (await http.get(f"{server}/metrics/vllm")).text
+    (line,) = [line for line in own.splitlines() if line.startswith("vllm:num_preemptions_total{")]
+    assert float(line.rsplit(" ", 1)[1]) == 0
+    assert "vllm:kv_cache_usage_perc{" in own
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["EngineCore", "VLLM::Worker"])
+async def test_vllm_is_killed_among_20_streams_and_comes_back(
+    server: str, streams_until_killed: Any, name: str
+) -> None:
+    family = [process for process in psutil.process_iter() if is_child_of(process, server)]
+    (victim,) = [process for process in family if name in " ".join(process.cmdline())]
+    await streams_until_killed(server, victim, 20)
+
+
+def is_child_of(process: psutil.Process, server: str) -> bool:
+    """Whether it descends from the process that listens on the address ``server``."""
+    port = int(server.rsplit(":", 1)[1])
+    try:
+        return any(
+            connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+            for parent in process.parents()
+            for connection in parent.net_connections("tcp")
+        )
+    except psutil.Error:
+        return False
+
+
+@needs_vllm
 def test_a_killed_server_leaves_no_engine_behind() -> None:
     process, _, family = start_server()
     assert sum("VLLM::" in " ".join(child.cmdline()) for child in family) == 2, "engine core and worker"

