@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tonnage.cache.compiled import compiled
+from tonnage.cache.eviction import observe_start
 from tonnage.cache.prefix import hash_row, lock, match
 from tonnage.cache.state import (
     ANCHOR,
@@ -63,6 +64,8 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 def lock_hit(core: Core, row: int, count: int) -> None:
     """Take the hit for the row, whose request is known now."""
     rows = core.rows
+    if core.constants[CACHING]:
+        observe_start(core, row)
     if count > 0:
         lock(core, row, count)
         rows[COMPUTED, row] = rows[SLOTS, row] = rows[ROOM, row] = count * core.constants[BLOCK_SIZE]

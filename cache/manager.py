@@ -48,6 +48,7 @@ from tonnage.cache.errors import (
     PromiseExceeded,
     SequenceExists,
 )
+from tonnage.cache.eviction import RULES, Eviction
 from tonnage.cache.hashing import HashBlock, seed_of
 from tonnage.cache.invariants import check_invariants
 from tonnage.cache.pool import BlockPool, check_num_blocks
@@ -56,7 +57,6 @@ from tonnage.cache.salts import Salts
 from tonnage.cache.snapshot import RunningSnapshot
 from tonnage.cache.state import (
     EVICTIONS,
-    HOT,
     MERGED,
     Int32Array,
     Int64Array,
@@ -109,8 +109,10 @@ class KVCacheManager:
     """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    promise depends on it. Raises CacheConfigError for limits that cannot work. ``hash_block`` is for tests: a
-    hash function of their own, slow.
+    promise depends on it. ``eviction`` "lru" switches the choice of rules off (`tonnage.cache.eviction`).
+    ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
+    Raises CacheConfigError for limits that cannot work. ``hash_block`` is for tests: a hash function of their
+    own, slow.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class KVCacheManager:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         policy: Policy | None = None,
+        eviction: Eviction = "adaptive",
+        hash_seed: int | None = None,
         hash_block: HashBlock | None = None,
     ) -> None:
         check_num_blocks(num_blocks)
@@ -131,9 +135,14 @@ class KVCacheManager:
         self.windows = tuple(g.window if g.kind == "sliding" else None for g in layout.groups)
         # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.
         self.prefix_caching = enable_prefix_caching and None in self.windows
-        key = secrets.randbits(64)
+        key = secrets.randbits(64) if hash_seed is None else hash_seed
         self.state = new_state(
-            self.limits, num_blocks, caching=self.prefix_caching, seed=seed_of(b"", key), logged=False
+            self.limits,
+            num_blocks,
+            caching=self.prefix_caching,
+            seed=seed_of(b"", key),
+            logged=False,
+            rules=RULES[:1] if eviction == "lru" else RULES,
         )
         self.core = self.state.core  # the same arrays, for compiled code
         self.pool = BlockPool(self.state)
@@ -294,7 +303,6 @@ class KVCacheManager:
         if not self.prefix_caching:
             return 0
         self.salts.enter(self.state, row, salt, tokens)
-        rows.kind[row] = HOT
         self._hash(row)
         return hits.find_hit(self.core, row)
 

@@ -7,6 +7,7 @@ slots (one for each request with its n sequences; as many as rows).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ COLD, HOT, CLASSES = 0, 1, 2
 
 # Entries of Pool.counters
 FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK, EVICTIONS = range(6)
-REMOVED, STORED, NODES, MERGED, CALLS, COUNTERS = range(6, 12)
+REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING, COUNTERS = range(6, 14)
 
 # Rows of Core.blocks: fields of a block, those from NODE_OF to CHAIN by node; from FIRST_GROUP on the node's
 # block in each group.
@@ -41,8 +42,14 @@ REQUEST, ROW_SALT, SHARED, ROW_KIND, MARK, FIRST = range(8, 14)
 # Rows of Core.requests
 HELD, PRIVATE, PROMISED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
 
+# Rows of Core.ghosts
+GHOST_NEXT, GHOST_PREV, GHOST_TIME, GHOST_KIND, GHOST_CHAIN, GHOST_FIELDS = range(6)
+
+# Entries of a simulation, at most: the standard error of its hit rate is then a few per cent of it.
+GHOST_ENTRIES = 4096
+
 # Entries of Constants
-BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, CONSTANTS = range(7)
+BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, GHOSTS, SAMPLE_SHIFT, CONSTANTS = range(9)
 
 
 class Pool(NamedTuple):
@@ -54,7 +61,6 @@ class Pool(NamedTuple):
     prev: Int32Array  # [blocks + CLASSES]
     time: Int32Array  # [blocks] clock when the block became cached
     owner: Int32Array  # [blocks] 1 + slot of the only request that references a full group's block, or 0
-    slowness: FloatArray  # [CLASSES] how much slower a class ages: 1, then growing
     counters: Int64Array  # [COUNTERS]
 
 
@@ -127,7 +133,13 @@ class Core(NamedTuple):
     counters: Int64Array
     windows: Int64Array  # [groups] 0: full attention
     constants: Int64Array  # [CONSTANTS]
-    slowness: FloatArray
+    slowness: FloatArray  # [rules]
+    sizes: FloatArray  # [rules]
+    scores: FloatArray  # [rules] hits of late
+    ghosts: Int32Array  # [rules, GHOST_FIELDS, entries + CLASSES], entry 0 unused
+    ghost_hash: UInt64Array  # [rules, entries]
+    ghost_heads: Int32Array  # [rules, buckets]
+    ghost_counts: Int64Array  # [rules, 4] entries, clock, first of the entries given back, last one ever used
     removed: UInt64Array
     stored: Int32Array
     before: Int64Array  # [rows] scratch: compiled code allocates nothing
@@ -147,7 +159,15 @@ class State(NamedTuple):
     core: Core
 
 
-def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logged: bool) -> State:
+def new_state(
+    limits: Limits,
+    num_blocks: int,
+    *,
+    caching: bool,
+    seed: int,
+    logged: bool,
+    rules: Sequence[tuple[float, float]],
+) -> State:
     """An empty pool. Memory that is never touched is not taken (calloc): tables, tokens and nodes are reserved
     for the worst case."""
     layout = limits.layout
@@ -167,6 +187,10 @@ def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logg
     constants[ANCHOR] = int(np.flatnonzero(windows == 0)[0]) if (windows == 0).any() else 0
     constants[MAX_STEP] = limits.max_num_batched_tokens
     constants[CACHING], constants[LOGGED] = caching, logged
+    adaptive = caching and len(rules) > 1
+    shift = max(0, (num_blocks // GHOST_ENTRIES).bit_length() - 1) if adaptive else 0
+    constants[GHOSTS], constants[SAMPLE_SHIFT] = len(rules) if adaptive else 0, shift
+    entries = (num_blocks >> shift) + 1 if adaptive else 1
     core = Core(
         blocks=ints(FIRST_GROUP + groups, num_blocks + CLASSES),
         node_tokens=ints(nodes, size),
@@ -182,7 +206,13 @@ def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logg
         counters=longs(COUNTERS),
         windows=windows,
         constants=constants,
-        slowness=np.ones(CLASSES),
+        slowness=np.array([slowness for _, slowness in rules]),
+        sizes=np.array([size for size, _ in rules]),
+        scores=np.zeros(len(rules)),
+        ghosts=ints(len(rules), GHOST_FIELDS, entries + CLASSES),
+        ghost_hash=np.zeros((len(rules), entries), np.uint64),
+        ghost_heads=ints(len(rules), 1 << (entries - 1).bit_length()),
+        ghost_counts=longs(len(rules), 4),
         removed=np.zeros(num_blocks if logged else 1, np.uint64),
         stored=ints(num_blocks if logged else 1),
         before=longs(rows),
@@ -193,6 +223,8 @@ def new_state(limits: Limits, num_blocks: int, *, caching: bool, seed: int, logg
     blocks[NEXT, : num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
     for kind in range(CLASSES):
         blocks[NEXT, num_blocks + kind] = blocks[PREV, num_blocks + kind] = num_blocks + kind
+    for kind in range(CLASSES):
+        core.ghosts[:, GHOST_NEXT : GHOST_PREV + 1, entries + kind] = entries + kind
     core.counters[FREE] = num_blocks - 1
     core.counters[FREE_HEAD] = 1
     core.seeds[0] = seed
@@ -208,7 +240,6 @@ def _named(core: Core, num_blocks: int) -> State:
         prev=blocks[PREV],
         time=blocks[TIME, :num_blocks],
         owner=blocks[OWNER, :num_blocks],
-        slowness=core.slowness,
         counters=core.counters,
     )
     index = Index(

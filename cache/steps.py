@@ -7,9 +7,11 @@ the place of the sequence in the call, nothing having changed. `tonnage.cache.ma
 from __future__ import annotations
 
 from tonnage.cache.compiled import compiled
+from tonnage.cache.eviction import mark_row, observe_end
 from tonnage.cache.pool import pop_free, release
 from tonnage.cache.prefix import evict, first_needed, publish
 from tonnage.cache.state import (
+    ANCHOR,
     BLOCK_SIZE,
     CACHED,
     CACHING,
@@ -315,6 +317,9 @@ def leave(core: Core, row: int) -> None:
     """Give back the row's blocks, last block first, and clear it."""
     rows, requests, size = core.rows, core.requests, core.constants[BLOCK_SIZE]
     slot, held = rows[REQUEST, row], rows[ROOM, row] // size
+    if core.constants[CACHING]:
+        observe_end(core, row)
+        mark_row(core, row, core.constants[ANCHOR])
     for at in range(held - 1, -1, -1):
         for group in range(core.constants[GROUPS]):
             block = core.tables[group, row, at]
