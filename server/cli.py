@@ -78,7 +78,10 @@ def _dispatch(arguments: list[str]) -> int:
         return OK
     if name not in COMMANDS:
         return _unknown(name)
-    run: Callable[[list[str]], int] = import_module(COMMANDS[name][0]).run
+    module = COMMANDS[name][0]
+    if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
+        module = "tonnage.server.commands.replicas"  # it replays; the planner alone knows no cache
+    run: Callable[[list[str]], int] = import_module(module).run
     code = run(rest)
     if sys.stdout is not None:
         sys.stdout.flush()  # a broken pipe shows here, not at interpreter exit

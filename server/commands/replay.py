@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the search finds no number of GPUs; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
-    target = _seconds(arguments.wait_target)
+    target = parse_seconds(arguments.wait_target)
     if not 0 < arguments.scale < float("inf"):
         raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
     # Imported here: --help needs none of it.
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int:
     limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
     trace = read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=arguments.skip_bad_lines)
     plan = _plan(arguments)
-    setup = _setup(arguments, plan, trace)
+    setup = setup_of(arguments, plan, trace)
     begin = time.monotonic()
     engines: int | None = 1
     waits: dict[int, float] = {}
@@ -149,7 +149,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _setup(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
+def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
     from tonnage.cache.replay.simulator import Setup
     from tonnage.server.engines.base import limits_of
 
@@ -209,7 +209,7 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
     )
 
 
-def _seconds(text: str) -> float:
+def parse_seconds(text: str) -> float:
     for unit, factor in (("ms", 1e-3), ("min", 60.0), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
             try:
