@@ -18,13 +18,10 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
-from tonnage.planner.headers.check import check_tensors, floating_dtype, stored_tied_copies
-from tonnage.planner.parallel import stage_layers
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource, resolve_model
-from tonnage.planner.speculative import add_draft
 from tonnage.planner.versions import PLANNER_RULES
 from tonnage.planner.weights import Weights, sum_weights
 
@@ -50,8 +47,8 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
     ranks, runtimes, loads, paddings = [], [], [], []
-    draft = add_draft(architecture, flags)
-    pool = build_pool(draft.architecture, chosen)
+    pooled, draft_weights, draft_notes = _with_draft(architecture, flags)
+    pool = build_pool(pooled, chosen)
     if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
         flags = replace(flags, block_size=pool.layout.block_size)
     adapters = lora_bytes(architecture, flags)
@@ -73,7 +70,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
                 framework_bytes=runtime.framework.value,
                 total_bytes=chosen.device_memory,
                 lora_bytes=adapters,
-                draft_bytes=draft.weights,
+                draft_bytes=draft_weights,
                 offloaded_bytes=offloaded,
             )
         )
@@ -125,8 +122,18 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         intervals=_intervals(loaded, rank, runtime),
         terms=tuple(terms),
         weight_formats=loaded.formats,
-        notes=(*pool.notes, *draft.notes, *environment_notes(flags)),
+        notes=(*pool.notes, *draft_notes, *environment_notes(flags)),
     )
+
+
+def _with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
+    """What the pool is built from, the draft's weights, notes."""
+    if flags.speculative_model is None:
+        return architecture, 0, ()
+    from tonnage.planner.speculative import add_draft
+
+    draft = add_draft(architecture, flags)
+    return draft.architecture, draft.weights, draft.notes
 
 
 def _stage_block_bytes(pool: Pool, architecture: Architecture, flags: Deployment) -> list[int]:
@@ -134,6 +141,8 @@ def _stage_block_bytes(pool: Pool, architecture: Architecture, flags: Deployment
     stages = flags.pipeline_parallel_size
     if stages == 1:
         return [pool.layout.bytes_per_block]
+    from tonnage.planner.parallel import stage_layers
+
     out, first = [], 0
     for count in stage_layers(architecture.layers, stages):
         held = pool.stage_bytes(frozenset(range(first, first + count)))
@@ -160,6 +169,8 @@ def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[
 
         check_gguf(architecture, source.tensors)
         return ()
+    from tonnage.planner.headers.check import check_tensors, stored_tied_copies
+
     check_tensors(architecture, source.tensors, read_quantization(source.config, None))
     return stored_tied_copies(architecture, source.tensors)
 
@@ -171,6 +182,8 @@ def auto_dtype(source: ModelSource) -> str:
     if found is None and source.kind == "gguf":
         return "bfloat16"
     if found is None and source.tensors is not None:
+        from tonnage.planner.headers.check import floating_dtype
+
         found = floating_dtype(source.tensors)
     return found or "float32"
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from tonnage.planner import parallel
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.plan import Deployment
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
     """What a rank of pipeline ``stage`` holds. Raises DeploymentError when a size cannot be divided."""
+    if flags.tensor_parallel_size == flags.pipeline_parallel_size == flags.data_parallel_size == 1:
+        return architecture
+    # imported here: most plans are for one GPU, and a cold start counts in milliseconds
+    from tonnage.planner import parallel
+
     sizes = parallel.Parallel(
         tensor=flags.tensor_parallel_size,
         pipeline=flags.pipeline_parallel_size,

@@ -13,7 +13,6 @@ from math import prod
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
-from tonnage.planner.engines.llama_cpp import expanded_heads
 from tonnage.planner.engines.pool import Capacity, Demand, Pool, ceil_div
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -151,6 +150,8 @@ def _with_draft(architecture: Architecture, count: int) -> Architecture:
 
 
 def _expanded(architecture: Architecture) -> Architecture:
+    from tonnage.planner.engines.llama_cpp import expanded_heads
+
     key = expanded_heads(architecture).key
     layers = tuple(
         replace(layer, kind="full", kv_heads=architecture.heads, head_size=key, value_head_size=key)
