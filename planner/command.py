@@ -22,6 +22,8 @@ examples:
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
   tonnage plan ./Qwen3-32B --sweep --html sweep.html
+  tonnage plan ./Llama-3.1-8B --gpu h100-80g --emit helm-values > plan.yaml
+  tonnage plan ./Llama-3.1-8B --gpu h100-80g --replicas auto --rate 20 --trace azure.csv
   tonnage plan ./Llama-3.1-8B --engine vllm --engine-version 0.11.0 --gpu a100-40g --json
 """
 

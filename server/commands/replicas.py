@@ -1,0 +1,95 @@
+"""``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many servers of this plan a load needs.
+
+The plan is the one that ``tonnage plan`` makes of the same flags; the number comes from replaying the trace, at
+the rate asked for, through the admission and block manager that the server runs, until waits are short enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tonnage.planner.command import deployment_from
+from tonnage.planner.command import parser as plan_parser
+from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.units import parse_count
+
+ENOUGH, NOT_ENOUGH = 0, 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of ``tonnage plan`` and those of the question."""
+    p = plan_parser()
+    ask = p.add_argument_group("replicas")
+    ask.add_argument("--replicas", required=True, metavar="auto", help="how many are needed for --rate")
+    ask.add_argument("--rate", required=True, type=float, metavar="N", help="requests a second")
+    ask.add_argument("--trace", required=True, type=Path, metavar="FILE", help="what the requests are like")
+    ask.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
+    ask.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
+    ask.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+    ask.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
+    return p
+
+
+def run(argv: list[str]) -> int:
+    """0, or 1 where no number of replicas is enough; raises TonnageError on bad input."""
+    arguments = parser().parse_args(argv)
+    if arguments.replicas != "auto":
+        raise DeploymentError(f"{arguments.replicas!r} is not auto", field="--replicas")
+    if not 0 < arguments.rate < float("inf"):
+        raise DeploymentError(f"{arguments.rate} is not a rate", field="--rate", hint="requests a second")
+    # imported here: --help needs none of it
+    from tonnage.cache.replay.search import search_engines
+    from tonnage.cache.replay.trace import read_trace
+    from tonnage.planner.build import make_plan
+    from tonnage.server.commands.replay import parse_seconds, setup_of
+
+    plan = make_plan(arguments.model, deployment_from(arguments))
+    if not plan.fits:
+        raise DoesNotFit("; ".join(plan.reasons), field="model")
+    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
+    trace = read_trace(arguments.trace, limit=limit)
+    span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
+    if len(trace.requests) < 2 or span <= 0:
+        raise DeploymentError(
+            f"{trace.name} has {len(trace.requests)} requests within {span:g} s: no rate", field="--trace"
+        )
+    own_rate = (len(trace.requests) - 1) / span
+    arguments.scale = arguments.rate / own_rate
+    arguments.policy, arguments.length_quantile, arguments.watermark = "guaranteed", None, None
+    arguments.max_tokens = None
+    arguments.enable_prefix_caching = bool(plan.deployment.enable_prefix_caching)
+    target = parse_seconds(arguments.wait_target)
+
+    def tried(replicas: int, wait: float) -> None:
+        print(f"{replicas} replicas: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
+
+    found = search_engines(trace, setup_of(arguments, plan, trace), target, progress=tried)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "replicas": found.engines,
+                    "plan_id": plan.plan_id,
+                    "devices_per_replica": len(plan.ranks),
+                    "rate": arguments.rate,
+                    "trace_rate": own_rate,
+                    "wait_target_seconds": target,
+                    "waits_p99": found.waits,
+                }
+            )
+        )
+    elif found.engines is None:
+        print(
+            f"no number of replicas meets a 99 % wait of {arguments.wait_target}; tried {sorted(found.waits)}"
+        )
+    else:
+        print(
+            f"{found.engines} replicas of plan {plan.plan_id} ({len(plan.ranks)} device(s) each) for "
+            f"{arguments.rate:g} requests a second like {trace.name}: 99 % wait at most "
+            f"{found.waits[found.engines]:.3f} s. Times follow from the device's peak figures: no engine is "
+            "faster, most are slower."
+        )
+    return NOT_ENOUGH if found.engines is None else ENOUGH
