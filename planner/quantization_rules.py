@@ -73,7 +73,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
             raise UnsupportedArchitecture(f"more than {MAX_PATTERNS:,} entries", field=field)
         if value.startswith("re:"):
             expressions.append(_regex(value[3:], field))
-        elif "*" not in value and "." not in value and "\\" not in value:
+        elif re.fullmatch(r"[\w-]+", value, re.ASCII):
             tails.add(spelling(value))
             names.add(spelling(value))
         elif re.fullmatch(r"[\w.-]+", value, re.ASCII):

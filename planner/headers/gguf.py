@@ -40,10 +40,19 @@ class GGUFArray:
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     """``metadata``: str, int, float, bool, list or GGUFArray by key; ``tensors`` in file order, shapes in
-    PyTorch order (GGUF stores them reversed)."""
+    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin; each of them begins at
+    a multiple of ``alignment``."""
 
     metadata: dict[str, Any]
     tensors: tuple[HeaderTensor, ...]
+    data_start: int = 0
+    alignment: int = 32
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file by its own header: llama.cpp pads the last tensor too (gguf.cpp)."""
+        padded = (-(-tensor.nbytes // self.alignment) * self.alignment for tensor in self.tensors)
+        return self.data_start + sum(padded)
 
 
 class _Cursor:
@@ -149,7 +158,7 @@ def _read(cursor: _Cursor) -> GGUFHeader:
     infos = [_tensor_info(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.at // alignment) * alignment
     _check_spans(infos, len(cursor.data) - start, cursor.where)
-    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos))
+    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, alignment)
 
 
 def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:

@@ -1,0 +1,141 @@
+"""Formats by their own layouts: worked numbers, published totals, exclusion rules, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.planner.checkpoint import checkpoint_size
+from tonnage.planner.errors import ConfigError, TonnageError, UnsupportedArchitecture
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.quantization import read_quantization
+from tonnage.planner.quantization_formats import LinearFormat
+from tonnage.planner.quantization_rules import compile_patterns
+
+N = 4096 * 14336
+
+
+@pytest.mark.parametrize(
+    ("made", "total"),
+    [
+        (LinearFormat("int8"), N + 4 * 14336),
+        (LinearFormat("nf4"), N // 2 + 64 + 4 * N // 64),
+        (LinearFormat("nf4", double=True), N // 2 + 64 + N // 64 + 4 * N // 64 // 256 + 1024 + 4),
+        (LinearFormat("gptq"), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2 + 4096 * 4),
+        (LinearFormat("awq"), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2),
+        (LinearFormat("fp8"), N + 4),
+        (LinearFormat("fp8", input_scale=True), N + 8),
+        (LinearFormat("fp8", block=(1, 0)), N + 4 * 14336),
+        (LinearFormat("fp8", block=(128, 128)), N + 4 * 112 * 32),
+        (LinearFormat("packed", scale_bytes=2, zero_points=False), N // 2 + 2 * N // 128 + 16),
+        (LinearFormat("mxfp4"), N // 2 + N // 32),
+        (LinearFormat("nvfp4", input_scale=True), N // 2 + N // 16 + 8),
+        (LinearFormat("mxfp8"), N + N // 32),
+        (LinearFormat("hqq", group_size=64), N // 2 + 4 * N // 64),
+    ],
+)
+def test_bytes_of_one_matrix(made, total):
+    assert sum(made.parts(14336, 4096).values()) == total
+
+
+def test_gpt_oss_20b_is_13_761_264_768_bytes(config_of):
+    """Published: experts at 4 + 8/32 bits, the rest bf16."""
+    config = config_of("openai/gpt-oss-20b")
+    size = checkpoint_size(build_architecture(config), read_quantization(config, None), config, "bfloat16")
+    assert (size.low, size.high) == (13_761_264_768, 13_761_264_768)
+
+
+def test_awq_leaves_embedding_and_head(config_of):
+    """Llama-3.1-8B by AWQ: 5.73 GB, not 4.53 (4.25 bits for everything)."""
+    config = config_of("meta-llama/Meta-Llama-3.1-8B") | {
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    }
+    size = checkpoint_size(build_architecture(config), read_quantization(config, None), config, "float16")
+    assert round(size.low / 1e9, 2) == 5.73
+
+
+@pytest.mark.parametrize(
+    ("patterns", "module", "matches"),
+    [
+        (["lm_head"], "lm_head", True),
+        (["gate"], "model.layers.3.mlp.gate", True),
+        (["gate"], "model.layers.3.mlp.gate_proj", False),
+        (["model.layers.1.mlp"], "model.layers.1.mlp.down_proj", True),
+        (["model.layers.1.mlp"], "model.layers.10.mlp.down_proj", False),
+        (["model.layers.0*"], "model.language_model.layers.0.mlp.up_proj", True),
+        (["language_model.model.layers.2.self_attn*"], "model.language_model.layers.2.self_attn.q_proj", True),
+        (["re:.*\\.self_attn\\.q_proj$"], "model.layers.7.self_attn.q_proj", True),
+        (["re:.*\\.self_attn\\.q_proj$"], "model.layers.7.self_attn.k_proj", False),
+        (["*.mlp.shared_expert.*"], "model.language_model.layers.0.mlp.shared_expert.up_proj", True),
+        (["backbone.layers.4.mixer.in_proj"], "model.layers.4.mixer.in_proj", True),
+        (["model.layers.0.block_sparse_moe.gate"], "model.layers.0.mlp.gate", True),
+        (["model.layers.*.self_attn"], "model.layers.11.self_attn.o_proj", True),
+    ],
+)
+def test_exclusion_patterns(patterns, module, matches):
+    assert compile_patterns(patterns, "f").match(module) is matches
+
+
+@pytest.mark.parametrize("pattern", ["re:(a+)+$", "re:(.*)*", "re:[", "a b"])
+def test_patterns_that_could_run_for_ever_are_refused(pattern):
+    with pytest.raises(UnsupportedArchitecture):
+        compile_patterns([pattern], "quantization_config.ignore")
+
+
+def test_nvfp4_experts_are_counted_one_by_one(config_of):
+    config = config_of("nvidia/Qwen3.5-122B-A10B-NVFP4")
+    architecture, quantization = build_architecture(config), read_quantization(config, None)
+    expert = next(t for t in architecture.tensors if t.name.endswith("experts.gate_up_proj"))
+    count, rows, hidden = expert.shape
+    each = rows // 2 * hidden
+    assert quantization.bytes_after_load(expert, "bfloat16") == 2 * count * (each // 2 + each // 16 + 8)
+    attention = next(t for t in architecture.tensors if t.name.endswith("linear_attn.out_proj.weight"))
+    assert not quantization.converts(attention)  # in the file's own ignore list
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"quant_method": "quip"}, UnsupportedArchitecture),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ConfigError),
+        ({"quant_method": "fp8", "activation_scheme": "often"}, UnsupportedArchitecture),
+        ({"quant_method": "awq", "bits": 3}, ConfigError),
+        ({"quant_method": "awq", "bits": 4, "version": "exllama"}, UnsupportedArchitecture),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 8}}}, UnsupportedArchitecture),
+        ({"quant_method": "compressed-tensors"}, ConfigError),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 2}}}},
+            UnsupportedArchitecture,
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "INT3"}, UnsupportedArchitecture),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, ConfigError),
+        ({"quant_method": "torchao", "quant_type": "int2"}, UnsupportedArchitecture),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, ConfigError),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(change, error, tiny_llama):
+    with pytest.raises(error) as caught:
+        read_quantization({**tiny_llama, "quantization_config": change}, None)
+    assert caught.value.field.startswith("quantization_config")
+
+
+def test_every_published_quantization_is_read(config_of):
+    """All real files of the folder, by their own rules; the two that mix what is not planned are named."""
+    from pathlib import Path
+
+    folder = Path(__file__).parents[1] / "data" / "configs"
+    read, refused = 0, []
+    for path in sorted(folder.glob("*__*.json")):
+        config = config_of(path.stem) if ".quant" not in path.name else {}
+        if not config.get("quantization_config") or config["model_type"] == "kimi_k3":
+            continue
+        try:
+            quantization = read_quantization(config, None)
+            architecture = build_architecture(config)
+        except TonnageError:
+            refused.append(path.stem)
+            continue
+        size = checkpoint_size(architecture, quantization, config, "bfloat16")
+        assert 0.45 * architecture.parameters < size.low < 2.1 * architecture.parameters
+        read += 1
+    assert read >= 40
+    assert refused == ["RedHatAI__DeepSeek-V4-Flash-NVFP4-FP8"]
