@@ -69,6 +69,11 @@ class EngineLoop:
 
         self.plan = plan
         self.connection = connection
+        if plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16":
+            with contextlib.suppress(ImportError):  # numba is not installed
+                from tonnage.server.engines.hf.kernels.warm import compile_all
+
+                compile_all()
         self.runner = ModelRunner(plan)
         self.scheduler = Scheduler(plan, Grammars(plan.model.path, self.runner.vocab_size).matcher)
         self.self_check_error = self_check(self.runner)

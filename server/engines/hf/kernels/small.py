@@ -10,7 +10,7 @@ from tonnage.server.engines.hf.kernels.jit import compiled
 from tonnage.server.engines.hf.kernels.rows import rotate_row, scale_row, square_sum
 
 # Elements below which a second thread costs more (about 2 us to wake it) than it takes over.
-_SERIAL = 32768
+SERIAL = 32768
 
 
 @compiled()
@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float
     n = x.shape[-1]
     rows = x.numel() // n
     eps, plus = np.float32(epsilon), np.float32(shift)
-    if x.numel() < _SERIAL:
+    if x.numel() < SERIAL:
         _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, rows, n, eps, plus)
     else:
         threads = torch.get_num_threads()
