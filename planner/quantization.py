@@ -47,6 +47,7 @@ FLAG_VALUES = tuple(_FLAGS)
 _BITSANDBYTES = ("int8", "nf4")  # made from nn.Linear while loading; experts and heads stay as they are
 _GPTQ_CLASSES = ("Linear", "FalconLinear")
 _TOWERS = ("vision", "audio", "projector")
+_SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Quantization:
         found = self.format_of(tensor)
         if found is None:
             return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
-        return sum(self._parts(tensor, found).values())
+        return self._bytes(tensor, found)
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
         """Bytes of the checkpoint's tensors for ``tensor`` (buffers are not stored)."""
@@ -159,6 +160,16 @@ class Quantization:
         if found is None:
             raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
         return self._parts(tensor, found)
+
+    def _bytes(self, tensor: TensorSpec, found: LinearFormat) -> int:
+        """Sum of the storages; the layers of a model share a few shapes."""
+        key = (found, matrices(tensor))
+        size = _SIZES.get(key)
+        if size is None:
+            if len(_SIZES) > 4096:  # a sweep over many models
+                _SIZES.clear()
+            size = _SIZES[key] = sum(self._parts(tensor, found).values())
+        return size
 
     def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
         count, out, into = matrices(tensor)

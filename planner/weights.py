@@ -60,13 +60,13 @@ def sum_weights(
     dtype = deployment.dtype
     total = 0
     slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
-    kinds: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+    kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}
     formats: dict[tuple[str, str], int] = {}
     for tensor in tensors_of(architecture, deployment):
+        converted = quantization.converts(tensor)
         held = quantization.bytes_after_load(tensor, dtype)
         total += held
         if held:
-            converted = quantization.converts(tensor)
             stored = (
                 _STORED_AS.get(quantization.scheme, quantization.scheme) if converted else tensor.dtype or dtype
             )
@@ -74,11 +74,36 @@ def sum_weights(
             formats[key] = formats.get(key, 0) + held
         if deployment.engine == "vllm" and tensor.module_class.endswith("Linear") and len(tensor.shape) == 2:
             slack += _tiled(tensor.shape, held) - held
-        kinds.setdefault((re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.shape), []).append(tensor)
-    terms = tuple(_term(pattern, tensors, quantization, dtype) for (pattern, _), tensors in kinds.items())
+        pattern = _NUMBER.sub(".*.", tensor.name) if tensor.layer is None else _unnumbered(tensor)
+        kind = kinds.get((pattern, tensor.shape))
+        if kind is None:
+            kinds[pattern, tensor.shape] = _Kind(tensor, converted, 1, held)
+        else:
+            kind.count += 1
+            kind.value += held
+    terms = tuple(_term(pattern, kind, quantization, dtype) for (pattern, _), kind in kinds.items())
     return Weights(
         total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
     )
+
+
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Tensors of one name and shape over all layers; ``value`` is their sum."""
+
+    first: TensorSpec
+    converted: bool
+    count: int
+    value: int
+
+
+def _unnumbered(tensor: TensorSpec) -> str:
+    """The name with a star for the layer (and for lists inside it), without a regular expression."""
+    name = tensor.name.replace(f".{tensor.layer}.", ".*.", 1)
+    return name if not any(c.isdigit() for c in name) else _NUMBER.sub(".*.", name)
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:
@@ -87,16 +112,15 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
     return held * padded // prod(shape)
 
 
-def _term(pattern: str, tensors: list[TensorSpec], quantization: Quantization, dtype: str) -> Term:
-    first = tensors[0]
-    value = sum(quantization.bytes_after_load(tensor, dtype) for tensor in tensors)
+def _term(pattern: str, kind: _Kind, quantization: Quantization, dtype: str) -> Term:
+    first = kind.first
     shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
     if first.tied_to is not None:
         formula = f"tied to {first.tied_to}"
-    elif quantization.converts(first):
+    elif kind.converted:
         parts = " + ".join(f"{name} {size:,}" for name, size in quantization.parts(first).items())
-        formula = f"{len(tensors)} x ({parts}); {quantization.describe()} of [{shape}]"
+        formula = f"{kind.count} x ({parts}); {quantization.describe()} of [{shape}]"
     else:
         kept = first.dtype or dtype
-        formula = f"{len(tensors)} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
-    return Term(f"weights.{pattern}", value, formula, _FIELDS[first.role])
+        formula = f"{kind.count} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
+    return Term(f"weights.{pattern}", kind.value, formula, _FIELDS[first.role])

@@ -100,7 +100,20 @@ def known_model_types() -> tuple[str, ...]:
     return tuple(_ADAPTERS)
 
 
+_last: tuple[str, Architecture] | None = None  # advice plans one model under a dozen flags
+
+
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
+    """:func:`_build`, remembering the last answer."""
+    global _last
+    small = {key: value for key, value in config.items() if key != "quantization_config"}
+    written = repr(small)
+    if _last is None or _last[0] != written:
+        _last = (written, _build(config))
+    return _last[1]
+
+
+def _build(config: Mapping[str, Any]) -> Architecture:
     """A config -> Architecture. Raises UnsupportedArchitecture for an unknown ``model_type`` or field,
     ConfigError for values that are missing, of the wrong type or contradict each other."""
     model_type = config.get("model_type")

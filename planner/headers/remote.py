@@ -11,7 +11,7 @@ import os
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from email.message import Message
+from http.client import HTTPMessage
 from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
@@ -39,7 +39,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
     """Follows redirects within the host it was sent to."""
 
     def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         hub = old.hostname is not None and ("." + old.hostname).endswith(_HUB_STORAGE)
