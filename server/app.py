@@ -28,6 +28,7 @@ from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
 from tonnage.server.logs import log_access
 from tonnage.server.metrics import Metrics
+from tonnage.server.request_log import RequestLog
 from tonnage.server.security.keys import KeyRing, load_keys
 from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
@@ -89,6 +90,9 @@ def create_app(
     app.include_router(tokenize_router(state, generator))
     app.include_router(embeddings_router(state))
     app.include_router(operations_router(state, Metrics(state), generator))
+    if settings.request_log is not None:
+        request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
+        state.accounts.on_finish.append(request_log.write)
     if settings.access_log:
         state.accounts.on_finish.append(log_access)
     _add_middleware(app, settings, keys)

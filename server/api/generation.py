@@ -68,8 +68,13 @@ class TokenCounts:
     """Tokens of a submission so far. A stop token counts as a completion token, as in OpenAI's usage."""
 
     prompt: int = 0
-    completion: int = 0
+    choices: list[int] = field(default_factory=list)  # completion tokens of each choice
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> tokens from the prefix cache
+
+    @property
+    def completion(self) -> int:
+        """Completion tokens of all choices."""
+        return sum(self.choices)
 
     @property
     def cached_total(self) -> int:
@@ -183,6 +188,7 @@ class Generator:
         state = self._state
         state.check_ready()
         counts.prompt = sum(map(len, submission.prompts))
+        counts.choices = [0] * submission.sequences
         ticket.submission = submission
         ticket.counts = counts
         self._enqueue(submission, ticket)
@@ -290,7 +296,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     """Feed a chunk; with stop strings token by token, so that those after one are neither shown nor counted."""
     stop = sequence.stop
     if not stop.active:
-        counts.completion += len(chunk.token_ids)
+        counts.choices[index] += len(chunk.token_ids)
         text = sequence.detokenizer.push(chunk.token_ids)
         logprobs = chunk.logprobs
     else:
@@ -300,7 +306,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
             text += stop.push(sequence.detokenizer.push((token,)))
             if stop.stopped:
                 break
-        counts.completion += taken
+        counts.choices[index] += taken
         logprobs = chunk.logprobs[:taken]
         if stop.stopped:
             sequence.finished = True
@@ -308,7 +314,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     if chunk.finish_reason is None:
         return Delta(index, text, None, logprobs, chunk.prompt_logprobs)
     if chunk.finish_reason == "stop":
-        counts.completion += 1  # the stop token, which is not among the chunk's
+        counts.choices[index] += 1  # the stop token, which is not among the chunk's
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:

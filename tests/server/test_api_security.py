@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tonnage.cache.replay.trace import read_trace
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.http_protocol import MAX_HEAD_BYTES
@@ -215,6 +216,23 @@ async def test_an_access_line_has_counts_and_no_text(run_server, small_plan, cap
     assert json.loads(JsonFormatter().format(refused))["code"] == "invalid_value"
     for record in (served, refused):
         assert "secret" not in JsonFormatter().format(record) + TextFormatter().format(record)
+
+
+async def test_the_request_log_is_a_trace_that_replay_reads(run_server, small_plan, tmp_path) -> None:
+    path = tmp_path / "requests.jsonl"
+    async with run_server(FakeEngine(small_plan()), request_log=path) as server:
+        more = {"ignore_eos": True}
+        await server.complete(prompt=[[7] * 40, [7] * 32 + [8] * 8], max_tokens=5, n=2, **more)
+        await server.complete(prompt=[7] * 40, max_tokens=3, cache_salt="other", **more)
+        await server.complete(prompt="refused", temperature=9)
+    trace = read_trace(path)
+    assert [request.output_tokens for request in trace.requests] == [5, 5, 5, 5, 3]
+    assert {request.prompt_tokens for request in trace.requests} == {40}
+    first, _, second, _, salted = trace.requests
+    assert first.hash_block == 16
+    assert first.hash_ids == second.hash_ids  # two full blocks each, of the same tokens
+    assert set(first.hash_ids).isdisjoint(salted.hash_ids)
+    assert "refused" not in path.read_text()
 
 
 def test_flag_environment_and_file_in_this_order(tmp_path, monkeypatch) -> None:
