@@ -6,7 +6,7 @@ either engine counts alike; tests/planner/test_kv_vllm.py holds them against vLL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
@@ -33,6 +33,20 @@ def kv_heads_stored(layer: CacheLayer, engine: EngineName) -> int:
 def build_layout(architecture: Architecture, engine: EngineName, dtype: str, block_size: int) -> KVLayout:
     """Geometry of the pool. Raises UnsupportedArchitecture when layers differ in heads or head size."""
     layers = architecture.cache_layers
+    page_bytes = None
+    if engine == "hf":
+        _only_attention(layers)
+        if any(layer.kind == "mla" for layer in layers):
+            # transformers hands the attention function K and V of every head, made from the latent
+            layers = tuple(
+                replace(layer, kind="full", kv_heads=architecture.heads, head_size=architecture.head_size)
+                for layer in layers
+            )
+            value = {layer.value_head_size for layer in layers}
+            if len(value) != 1 or None in value:
+                raise UnsupportedArchitecture("layers differ in it", field="v_head_dim")
+            width = architecture.head_size + sum(v for v in value if v is not None)
+            page_bytes = block_size * architecture.heads * width * KV_DTYPE_BYTES[dtype]
     shapes = {(kv_heads_stored(layer, engine), layer.head_size) for layer in layers}
     if len(shapes) != 1:
         raise UnsupportedArchitecture(
@@ -49,7 +63,22 @@ def build_layout(architecture: Architecture, engine: EngineName, dtype: str, blo
         head_size=head_size,
         dtype=dtype,
         dtype_bytes=KV_DTYPE_BYTES[dtype],
+        page_bytes=page_bytes,
     )
+
+
+def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
+    """The hf engine's pool holds K and V of full and sliding layers (latents expanded); nothing else."""
+    if not layers:
+        raise UnsupportedArchitecture("an encoder generates nothing: there is no cache", field="architectures")
+    for layer in layers:
+        narrow = layer.kind != "mla" and layer.value_head_size not in (None, layer.head_size)
+        if layer.kind not in ("full", "sliding", "mla") or layer.compression > 1 or narrow:
+            what = "V narrower than K" if narrow else layer.kind
+            raise UnsupportedArchitecture(
+                f"layer {layer.layer} ({what}) has no place in the hf engine's pool", field="architectures",
+                hint="plan it with --engine vllm",
+            )  # fmt: skip
 
 
 def group_layers(layers: tuple[CacheLayer, ...]) -> tuple[KVGroup, ...]:

@@ -38,7 +38,9 @@ class Inputs:
         if self.configs is None:
             return []
         folders = {path.parent.name for path in self.configs.glob("*/config.json")}
-        return sorted(folders | {path.stem for path in self.configs.glob("*__*.json")})
+        return sorted(
+            folders | {path.stem for path in self.configs.glob("*__*.json") if not path.stem.endswith(".quant")}
+        )
 
 
 def read_tsv(path: Path) -> list[dict[str, str]]:

@@ -139,3 +139,26 @@ def test_largest_fitting_is_the_boundary():
         largest = kv.largest_fitting(layout, blocks, 256, 512)
         assert largest == 0 or kv.sequence_blocks(layout, largest, 512) <= blocks
         assert largest == 256 or kv.sequence_blocks(layout, largest + 1, 512) > blocks
+
+
+def test_the_hf_engine_keeps_expanded_latents(config_of):
+    """DeepSeek-V3: 128 heads of 192 + 128 elements instead of one latent of 576: 71 times as much."""
+    architecture = build_architecture(config_of("deepseek-ai/DeepSeek-V3"))
+    layout = kv.build_layout(architecture, "hf", "bfloat16", 16)
+    assert layout.bytes_per_token == 61 * 128 * (192 + 128) * 2
+    assert [group.kind for group in layout.groups] == ["full"]
+    assert layout.bytes_per_token / (61 * 576 * 2) == pytest.approx(71.1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("LiquidAI/LFM2-1.2B", r"layer 0 \(state\)"),
+        ("XiaomiMiMo/MiMo-V2-Flash", "V narrower than K"),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "chunked"),
+        ("BAAI/bge-large-en", "an encoder generates nothing"),
+    ],
+)
+def test_what_the_hf_engine_cannot_store_is_refused_by_name(name, match, config_of):
+    with pytest.raises(UnsupportedArchitecture, match=match):
+        kv.build_layout(build_architecture(config_of(name)), "hf", "bfloat16", 16)
