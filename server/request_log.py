@@ -60,11 +60,11 @@ class RequestLog:
                     self._file.write(log_line(request) + "\n")
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:
-        """A number for each full block of ``prompt``, of all tokens up to its end."""
+        """A number for each block of ``prompt`` (the last may be partly filled), of all tokens to its end."""
         data = array("q", prompt).tobytes()
         size = 8 * self._block
         before, ids = hashlib.blake2b(salt, digest_size=16).digest(), []
-        for at in range(0, len(data) - size + 1, size):
+        for at in range(0, len(data), size):
             block = before + data[at : at + size]
             before = hashlib.blake2b(block, digest_size=16).digest()
             ids.append(self._number(before))
