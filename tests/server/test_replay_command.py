@@ -1,0 +1,71 @@
+"""``tonnage replay`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tonnage.server.cli import main
+
+DATA = Path(__file__).parents[1] / "data"
+TRACE = str(DATA / "traces" / "azure_conversation_300.csv")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json").read_text())
+    return str(folder)
+
+
+def test_a_replay_prints_a_table_json_and_a_page(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--limit", "40", "--max-model-len", "8192"]
+    page = tmp_path / "page.html"
+    assert main(["replay", *flags, "--html", str(page)]) == 0
+    table = capsys.readouterr().out
+    assert "40 finished, 0 refused" in table
+    assert page.read_text().count("<svg") == 4
+    assert main(["replay", *flags, "--json", "--policy", "predictive"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
+
+
+def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
+    assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--gpu", "h100-80g", "--wait-target", "soon"], "--wait-target"),
+        (["--gpu", "h100-80g", "--scale", "0"], "--scale"),
+        (["--kv-cache-memory-bytes", "1GiB"], "--memory-bandwidth"),
+        (["--gpu", "h100-80g", "--watermark", "2"], "watermark"),
+    ],
+)
+def test_bad_flags_are_named(
+    model: str, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", TRACE, "--model", model, "--max-model-len", "2048", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_bad_line_is_named_by_its_number(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.csv"
+    bad.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,10,5\n2023-11-16 18:15:47,x,5\n"
+    )
+    flags = ["replay", str(bad), "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192"]
+    assert main(flags) == 2
+    assert "line 3" in capsys.readouterr().err
+    assert main([*flags, "--skip-bad-lines", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["skipped_lines"] == 1
