@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -43,6 +44,9 @@ def fuse(model: nn.Module) -> Counter[str]:
                 if _try(module, norm):
                     done["rms norm"] += 1
                     break
+        if (forward := _with_rotation(module, small.rotate)) is not None:
+            module.forward = forward
+            done["rotation"] += 1
         if type(module) is nn.Linear and linear.serves(module.weight):
             module.forward = functools.partial(linear.linear, weight=module.weight, bias=module.bias)
             done["linear"] += 1
@@ -91,6 +95,72 @@ def _try(module: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor])
         return False
     module.forward = replacement  # type: ignore[method-assign]
     return True
+
+
+_ROTATION = "apply_rotary_pos_emb"  # the name every family of transformers 5 gives it
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[..., object] | None:
+    """The module's forward with the rotary embedding in one pass: the same code, in which one name means
+    another function. None where it does not call it plainly, or where the functions differ."""
+    code = type(module).forward
+    own = getattr(code, "__globals__", {}).get(_ROTATION)
+    if own is None or _ROTATION not in code.__code__.co_names or code.__closure__ is not None:
+        return None
+    if next((p.dtype for p in module.parameters()), None) != torch.bfloat16:
+        return None
+    fused = _rotation(own, rotate)
+    draw = torch.Generator().manual_seed(0)
+    q, k, cosine, sine = (
+        torch.randn(shape, generator=draw).bfloat16()
+        for shape in ((1, 3, 4, 64), (1, 3, 2, 64), (1, 3, 64), (1, 3, 64))
+    )
+    try:
+        want = own(q.transpose(1, 2), k.transpose(1, 2), cosine, sine)
+        got = fused(q.clone().transpose(1, 2), k.clone().transpose(1, 2), cosine, sine)
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    if any(
+        float((a.float() - b.float()).norm()) > _SAME * float(a.float().norm())
+        for a, b in zip(want, got, strict=True)
+    ):
+        return None
+    scope = {**code.__globals__, _ROTATION: fused}
+    copy = types.FunctionType(code.__code__, scope, code.__name__, code.__defaults__)
+    copy.__kwdefaults__ = code.__kwdefaults__
+    return types.MethodType(copy, module)
+
+
+def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
+    """``own`` in place on [1, heads, T, size] views of contiguous [1, T, heads, size]; else ``own`` itself."""
+
+    def apply(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size = q.shape[-1]
+        flat_q, flat_k = q[0].transpose(0, 1), k[0].transpose(0, 1)
+        if (
+            args
+            or kwargs
+            or len(q) != 1
+            or size % 32
+            or cosine.shape != (1, len(flat_q), size)
+            or cosine.dtype != torch.bfloat16
+            or not (cosine.is_contiguous() and sine.is_contiguous())
+            or not (flat_q.is_contiguous() and flat_k.is_contiguous())
+        ):
+            return own(q, k, cosine, sine, *args, **kwargs)
+        rotate(flat_q, cosine[0], sine[0])
+        rotate(flat_k, cosine[0], sine[0])
+        return q, k
+
+    return apply
 
 
 @contextlib.contextmanager

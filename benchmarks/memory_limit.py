@@ -1,0 +1,231 @@
+"""The memory promise: a server limited to what its plan says, plus 3 %, lives through overload.
+
+For each pool size: read the plan before anything loads, start ``tonnage serve demo`` in a memory cgroup (v1 or
+v2; RLIMIT_DATA where neither can be written) limited to the planned process total + 3 %, and keep four times as
+many requests in flight as run at once: mixed prompts, random lengths, one in ten hung up on in the middle.
+Nothing may be killed, no request lost, and the peak has to stay within 3 % of the plan.
+
+    python benchmarks/memory_limit.py --json              10 minutes for each pool
+    python benchmarks/memory_limit.py --seconds 60 --pools 512MiB
+    python benchmarks/memory_limit.py --long              30 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.memory import process_tree_bytes
+
+SLACK = 1.03
+OVERLOAD = 4
+V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+def planned_bytes(flags: list[str]) -> tuple[int, int]:
+    """(process total of the plan, max_num_seqs)."""
+    command = [sys.executable, "-m", "tonnage.server.cli", "plan", "demo", "--json", *flags]
+    plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    rank = plan["ranks"][0]
+    used = sum(value for name, value in rank.items() if name not in ("free_bytes", "total_bytes"))
+    return used, plan["deployment"]["max_num_seqs"]
+
+
+class Limit:
+    """Memory of the processes started under it. ``kind``: cgroup v1, cgroup v2 or RLIMIT_DATA."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.folder: Path | None = None
+        for kind, parent, file in (
+            ("cgroup v1", V1, "memory.limit_in_bytes"),
+            ("cgroup v2", V2, "memory.max"),
+        ):
+            folder = parent / f"tonnage-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                folder.mkdir()
+                self.kind, self.folder = kind, folder
+                (folder / file).write_text(str(limit))
+                return
+            if self.folder is not None:
+                self.close()
+        self.kind = "RLIMIT_DATA"
+
+    def enter(self) -> None:
+        """In the new process, before it executes anything."""
+        if self.folder is not None:
+            (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
+
+    def kills(self) -> int | None:
+        """Processes the kernel has killed for memory; None where it does not say."""
+        if self.folder is None:
+            return None
+        for name in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError):
+                for line in (self.folder / name).read_text().splitlines():
+                    if line.startswith("oom_kill "):
+                        return int(line.split()[1])
+        return None
+
+    def close(self) -> None:
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+            self.folder = None
+
+
+@contextlib.contextmanager
+def server(flags: list[str], limit: Limit) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit.enter)
+    try:
+        assert process.stdout is not None
+        lines = (line for line in process.stdout if line.startswith("listening on "))
+        url = next(lines, "").split()[-1:]
+        if not url:
+            raise SystemExit(f"the server ended with status {process.wait()}")
+        while httpx.get(f"{url[0]}/ready").status_code != 200:
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with status {process.returncode}")
+            time.sleep(0.2)
+        yield url[0], process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def client(url: str, number: int, until: float, outcomes: Counter[str]) -> None:
+    """One after another until the time is up; what happened to each is counted."""
+    draw = random.Random(number)
+    async with httpx.AsyncClient(timeout=600) as http:
+        while time.monotonic() < until:
+            shared = [100 + number % 7] * draw.choice((0, 0, 64, 256))
+            prompt = shared + [draw.randrange(3, 49000) for _ in range(int(draw.expovariate(1 / 150)) + 1)]
+            body: dict[str, Any] = {
+                "model": "demo",
+                "prompt": prompt[:1500],
+                "max_tokens": draw.randrange(1, 200),
+                "temperature": draw.choice((0.0, 1.0)),
+                "ignore_eos": True,
+                "n": draw.choice((1, 1, 1, 2)),
+                "stream": True,
+            }
+            leave_after = draw.randrange(1, 20) if draw.random() < 0.1 else None
+            outcomes[await ask(http, url, body, leave_after)] += 1
+
+
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_after: int | None) -> str:
+    try:
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code in (429, 503):
+                await asyncio.sleep(float(response.headers.get("retry-after", 1)))
+                return "told to come later"
+            if response.status_code != 200:
+                return f"status {response.status_code}"
+            seen = 0
+            async for line in response.aiter_lines():
+                if '"error"' in line:
+                    return "lost: error in the stream"
+                if line == "data: [DONE]":
+                    return "answered"
+                seen += line.startswith("data: ")
+                if leave_after is not None and seen >= leave_after:
+                    return "hung up by the client"
+            return "lost: the stream ended early"
+    except httpx.HTTPError as error:
+        return f"lost: {type(error).__name__}"
+
+
+async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Counter[str], int]:
+    outcomes: Counter[str] = Counter()
+    until = time.monotonic() + seconds
+    tasks = [asyncio.create_task(client(url, number, until, outcomes)) for number in range(clients)]
+    peak = 0
+    while any(not task.done() for task in tasks):
+        peak = max(peak, await asyncio.to_thread(process_tree_bytes, pid))
+        await asyncio.sleep(0.5)
+        if sys.stderr.isatty():
+            print(f"\r{time.monotonic() - until + seconds:6.0f} s {dict(outcomes)}", end="", file=sys.stderr)
+    await asyncio.gather(*tasks)
+    return outcomes, peak
+
+
+def measure(pool: str, seconds: float) -> dict[str, Any]:
+    flags = ["--kv-cache-memory-bytes", pool, "--max-model-len", "2048"]
+    planned, seqs = planned_bytes(flags)
+    limit = Limit(int(planned * SLACK))
+    try:
+        with server(flags, limit) as (url, process):
+            outcomes, sampled = asyncio.run(overload(url, OVERLOAD * seqs, seconds, process.pid))
+            report = httpx.get(f"{url}/memory", timeout=60).json()
+            peak = max(sampled, report["measured"]["process_peak_bytes"])
+        kills = limit.kills()
+    finally:
+        limit.close()
+    lost = sum(count for name, count in outcomes.items() if name.startswith(("lost", "status")))
+    return {
+        "pool": pool,
+        "seconds": seconds,
+        "limited_by": limit.kind,
+        "clients": OVERLOAD * seqs,
+        "planned_bytes": planned,
+        "limit_bytes": limit.limit,
+        "peak_bytes": peak,
+        "peak_over_planned": round(peak / planned, 4),
+        "killed": kills,
+        "requests": dict(outcomes),
+        "lost": lost,
+        "kept": lost == 0 and not kills and abs(peak / planned - 1) <= SLACK - 1,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pools", default="512MiB,4GiB")
+    parser.add_argument("--seconds", type=float, default=600, help="of overload for each pool")
+    parser.add_argument("--long", action="store_true", help="30 minutes for each pool")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args()
+    ensure_demo()
+    cases = []
+    for pool in args.pools.split(","):
+        case = measure(pool, 1800 if args.long else args.seconds)
+        cases.append(case)
+        print(f"pool {pool}, {case['limited_by']}, {case['clients']} clients for {case['seconds']:.0f} s")
+        for name in ("planned", "limit", "peak"):
+            value = case[f"{name}_bytes"]
+            print(f"  {name:8} {value:14,} bytes {value / 2**20:9.1f} MiB")
+        print(f"  peak / planned {case['peak_over_planned']:.4f}, killed {case['killed']}, lost {case['lost']}")
+        for outcome, count in sorted(case["requests"].items()):
+            print(f"  {count:6} {outcome}")
+        print("  kept" if case["kept"] else "  NOT kept", flush=True)
+    if args.json:
+        print(json.dumps({"load_average": os.getloadavg()[0], "cases": cases}))
+    return 0 if all(case["kept"] for case in cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
