@@ -64,5 +64,7 @@ class KVLayout:
         if len(self.groups) != 1 or self.groups[0].kind == "state":
             return None
         if self.page_bytes is not None:
-            return len(self.groups[0].layers) * self.page_bytes // (self.groups[0].block_size or self.block_size)
+            return (
+                len(self.groups[0].layers) * self.page_bytes // (self.groups[0].block_size or self.block_size)
+            )
         return len(self.groups[0].layers) * 2 * self.kv_heads * self.head_size * self.dtype_bytes
