@@ -44,11 +44,13 @@ MODELS = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     },
     "convolution and full": {
-        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 256, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "conv_L_cache": 3, "conv_bias": False,
-        "conv_dim": 256, "conv_dim_out": 256,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_ff_dim": 128,
-        "block_auto_adjust_ff_dim": False,
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 256, "block_dim": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_heads": 4, "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_dim": 256,
+        "conv_dim_out": 256, "conv_L_cache": 3, "conv_bias": False, "conv_use_xavier_init": True,
+        "block_ff_dim": 768, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True,
     },
 }  # fmt: skip
 
