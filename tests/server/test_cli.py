@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -266,3 +268,31 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
+    done = tonnage("doctor", "demo", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["packages"]["tonnage"] == version("tonnage")
+    assert report["devices"][0]["device"] == "cpu"
+    assert report["devices"][0]["memory_bytes"] > 2**30
+    assert report["model"]["hf"] == "served"
+    installed = find_spec("vllm") is not None
+    assert report["model"]["auto"]["backend"] == ("vllm" if installed else "hf")
+    classes = {rule["class"] for table in report["fields"].values() for rule in table.values()}
+    assert classes == {"honoured", "accepted without effect", "refused"}
+    unknown = tonnage("doctor", "no-such-folder")
+    assert unknown.returncode == 2
+    assert "Traceback" not in unknown.stderr
+
+
+def test_the_settings_can_be_printed_without_a_secret() -> None:
+    done = tonnage("serve", "demo", "--api-key", "a-secret-key-1,a-secret-key-2", "--print-config")
+    assert done.returncode == 0, done.stderr
+    assert "a-secret" not in done.stdout + done.stderr
+    settings = json.loads(done.stdout)
+    assert (settings["model"], settings["api_key"], settings["drain_seconds"]) == ("demo", "2 given", 30.0)
+    short = tonnage("serve", "demo", "--api-key", "short")
+    assert short.returncode == 2
+    assert "fewer than 8 characters" in short.stderr
