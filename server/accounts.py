@@ -63,7 +63,7 @@ class Accounts:
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
-        self.queue_wait = Histogram(REQUEST_DURATION_BUCKETS)
+        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
         self._finished: deque[float] = deque(maxlen=32)  # times of the last completions, for the drain estimate
