@@ -61,12 +61,12 @@ stop() {
     buildah "${store[@]}" rm "$container" >/dev/null
 }
 for route in health ready; do
-    for attempt in $(seq 1 90); do
+    for attempt in $(seq 1 300); do
         if curl -fsS --max-time 2 "http://127.0.0.1:$port/$route" 2>/dev/null; then
             echo "  <- /$route after $attempt s"
             break
         fi
-        if [ "$attempt" = 90 ] || ! kill -0 "$server" 2>/dev/null; then
+        if [ "$attempt" = 300 ] || ! kill -0 "$server" 2>/dev/null; then
             tail -n 40 "$WORK/serve.log" >&2
             stop
             exit 1
@@ -74,7 +74,7 @@ for route in health ready; do
         sleep 1
     done
 done
-owner=$(ps -eo uid,args | awk -v port="$port" '$2 ~ /python/ && index($0, "serve demo --port " port) {print $1; exit}')
+owner=$(ps -eo uid,args | awk -v port="$port" '$2 ~ /python/ && index($0, "serve demo --port " port) {uid = $1} END {print uid}')
 stop
 [ "$owner" = 10001 ] || { echo "image check: the server ran as uid '$owner'" >&2; exit 1; }
 echo "image check: ok (uid $owner)"

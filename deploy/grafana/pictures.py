@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import socket
 import subprocess
@@ -130,7 +131,10 @@ def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
                 name = re.sub(
                     r"{{(\w+)}}", lambda m, of=one: of["metric"].get(m[1], ""), target["legendFormat"]
                 )
-                series.append({"name": name, "values": [[float(t), float(v)] for t, v in one["values"]]})
+                # a quantile of no observations is NaN: a gap
+                values = [[float(t), float(v)] for t, v in one["values"] if math.isfinite(float(v))]
+                if values:
+                    series.append({"name": name, "values": values})
         found.append(
             {
                 "title": panel["title"],

@@ -141,7 +141,7 @@ def number(
 
 def instances(title: str, text: str, unit: str, expression: str, legend: str) -> bargauge.Panel:
     """One bar for each series of an instant query."""
-    built = bargauge.Panel().title(title).description(text).datasource(SOURCE).unit(unit).span(12).height(9)
+    built = bargauge.Panel().title(title).description(text).datasource(SOURCE).unit(unit).span(12).height(5)
     built.min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).no_value("no data")
     _targets(built, (query(expression, legend).instant(),))
     return built
