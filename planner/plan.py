@@ -121,7 +121,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """Bytes of the weights of one rank that are stored in one dtype under one quantization (none: as trained)."""
+    """Weights of one rank stored in one dtype under one quantization (none: as trained)."""
 
     dtype: str
     quantization: str
