@@ -7,7 +7,7 @@ from tonnage.planner.errors import ConfigError, DeploymentError
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """What a model may be loaded in."""
 
-ELEMENT_BYTES = {**DTYPE_BYTES, "bool": 1}
+ELEMENT_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "complex64": 8}
 """Also what buffers are made of."""
 
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}

@@ -243,6 +243,12 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     hidden = towers.moonvit(t, "model.vision_tower", vision)
     t.role = "projector"
     kernel = vision.get("merge_kernel_size", [2, 2])
+    if (
+        not isinstance(kernel, list)
+        or len(kernel) != 2
+        or not all(type(k) is int and 0 < k < 64 for k in kernel)
+    ):
+        raise ConfigError(f"{shown(kernel)} is not two small integers", field="vision_config.merge_kernel_size")
     merged = hidden * kernel[0] * kernel[1]
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields
+from tonnage.planner.fields import Fields, shown
 
 
 def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
@@ -135,6 +135,8 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_h
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
             listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
+        if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+            raise ConfigError(f"{shown(listed)} is not a list of layers", field="deepstack_visual_indexes")
         mergers = [(f"{at}.merger", hidden)]
         if not model_type.startswith("qwen3_5"):
             mergers += [(f"{at}.deepstack_merger_list.{k}", merged) for k in range(len(listed))]

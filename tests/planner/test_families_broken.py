@@ -1,0 +1,50 @@
+"""Real configs with one field broken: an answer or a named refusal, never any other exception."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.cache_bytes import sequence_bytes
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.quantization import read_quantization
+
+FOLDER = Path(__file__).parents[1] / "data" / "configs"
+VALUES = [None, -1, 0, "x", [], {}, True, 1.5, 10**30, 3, [1], ["a"], {"a": 1}, "", 7]
+
+
+def fields_of(config) -> list[tuple[str, ...]]:
+    own = [(key,) for key in config]
+    return own + [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_broken_field(seed):
+    rng = random.Random(seed)
+    answered = refused = 0
+    for path in sorted(FOLDER.glob("*__*.json")):
+        if path.stem.endswith(".quant") or path.stat().st_size > 50_000:
+            continue
+        config = json.loads(path.read_text())
+        for key in rng.sample(fields_of(config), 4):
+            broken = copy.deepcopy(config)
+            inner = broken if len(key) == 1 else broken[key[0]]
+            inner[key[-1]] = rng.choice(VALUES)
+            try:
+                architecture = build_architecture(broken)
+                quantization = read_quantization(broken, None)
+                held = sum(quantization.bytes_after_load(t, "bfloat16") for t in architecture.tensors)
+                cached = sequence_bytes(architecture, 1000, "bfloat16").total
+            except TonnageError:
+                refused += 1
+                continue
+            assert held > 0
+            assert cached >= 0
+            answered += 1
+    assert answered > 100
+    assert refused > 100
