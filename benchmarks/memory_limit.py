@@ -117,24 +117,23 @@ def server(flags: list[str], limit: Limit) -> Iterator[tuple[str, subprocess.Pop
                 process.wait()
 
 
-async def client(url: str, number: int, until: float, outcomes: Counter[str]) -> None:
-    """One after another until the time is up; what happened to each is counted."""
+async def client(http: httpx.AsyncClient, url: str, number: int, until: float, outcomes: Counter[str]) -> None:
+    """One request after another until the time is up; what happened to each is counted."""
     draw = random.Random(number)
-    async with httpx.AsyncClient(timeout=600) as http:
-        while time.monotonic() < until:
-            shared = [100 + number % 7] * draw.choice((0, 0, 64, 256))
-            prompt = shared + [draw.randrange(3, 49000) for _ in range(int(draw.expovariate(1 / 150)) + 1)]
-            body: dict[str, Any] = {
-                "model": "demo",
-                "prompt": prompt[:1500],
-                "max_tokens": draw.randrange(1, 200),
-                "temperature": draw.choice((0.0, 1.0)),
-                "ignore_eos": True,
-                "n": draw.choice((1, 1, 1, 2)),
-                "stream": True,
-            }
-            leave_after = draw.randrange(1, 20) if draw.random() < 0.1 else None
-            outcomes[await ask(http, url, body, leave_after)] += 1
+    while time.monotonic() < until:
+        shared = [100 + number % 7] * draw.choice((0, 0, 64, 256))
+        prompt = shared + [draw.randrange(3, 49000) for _ in range(int(draw.expovariate(1 / 150)) + 1)]
+        body: dict[str, Any] = {
+            "model": "demo",
+            "prompt": prompt[:1500],
+            "max_tokens": draw.randrange(1, 200),
+            "temperature": draw.choice((0.0, 1.0)),
+            "ignore_eos": True,
+            "n": draw.choice((1, 1, 1, 2)),
+            "stream": True,
+        }
+        leave_after = draw.randrange(1, 20) if draw.random() < 0.1 else None
+        outcomes[await ask(http, url, body, leave_after)] += 1
 
 
 async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_after: int | None) -> str:
@@ -161,15 +160,19 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
 
 async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Counter[str], int]:
     outcomes: Counter[str] = Counter()
-    until = time.monotonic() + seconds
-    tasks = [asyncio.create_task(client(url, number, until, outcomes)) for number in range(clients)]
     peak = 0
-    while any(not task.done() for task in tasks):
-        peak = max(peak, await asyncio.to_thread(process_tree_bytes, pid))
-        await asyncio.sleep(0.5)
-        if sys.stderr.isatty():
-            print(f"\r{time.monotonic() - until + seconds:6.0f} s {dict(outcomes)}", end="", file=sys.stderr)
-    await asyncio.gather(*tasks)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as http:
+        until = time.monotonic() + seconds
+        tasks = [asyncio.create_task(client(http, url, number, until, outcomes)) for number in range(clients)]
+        while any(not task.done() for task in tasks):
+            peak = max(peak, await asyncio.to_thread(process_tree_bytes, pid))
+            await asyncio.sleep(0.5)
+            if sys.stderr.isatty():
+                print(
+                    f"\r{time.monotonic() - until + seconds:6.0f} s {dict(outcomes)}", end="", file=sys.stderr
+                )
+        await asyncio.gather(*tasks)
     return outcomes, peak
 
 
