@@ -109,3 +109,20 @@ deploy-check: .venv-deploy/.ready
 	$(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python -m pip install -r deploy/check-requirements.txt
 	touch $@
+
+# Real load tools, run to their end against a server with the fake engine. vllm bench serve is in the test
+# environment; aiperf and guidellm want other versions of the same packages, so each has its own (1 and 6 GB).
+.PHONY: load
+load: $(VENV)/.test .venv-aiperf/.ready .venv-guidellm/.ready
+	$(BIN)/python benchmarks/load_tools.py --aiperf .venv-aiperf --guidellm .venv-guidellm
+
+.venv-aiperf/.ready:
+	$(PYTHON) -m venv .venv-aiperf
+	.venv-aiperf/bin/python -m pip --disable-pip-version-check install aiperf
+	touch $@
+
+.venv-guidellm/.ready:
+	$(PYTHON) -m venv .venv-guidellm
+	.venv-guidellm/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	.venv-guidellm/bin/python -m pip --disable-pip-version-check install guidellm
+	touch $@

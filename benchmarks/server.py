@@ -19,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -198,9 +199,10 @@ async def health_times(port: int) -> list[float]:
 @contextmanager
 def served(command: list[str], port: int, path: str) -> Iterator[int]:
     environment = os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
         try:
             for _ in range(600):
                 try:
@@ -208,7 +210,8 @@ def served(command: list[str], port: int, path: str) -> Iterator[int]:
                         break
                 except OSError:
                     if process.poll() is not None:
-                        raise SystemExit(f"the server ended: {' '.join(command)[:200]}") from None
+                        log.seek(0)
+                        raise SystemExit(f"the server ended: {log.read()[-3000:]}") from None
                     time.sleep(0.5)
             yield port
         finally:
