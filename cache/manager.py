@@ -16,7 +16,7 @@ Every error is raised before anything changes. Not thread-safe: one scheduler ow
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -152,7 +152,7 @@ class KVCacheManager:
         self.sequences = Sequences(max_num_seqs)
         self.salts = Salts(key)
         self._hash_block = hash_block
-        self._no_copies = np.zeros((2, 0), np.int32)
+        self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)
         self._requests: dict[int, Family] = {}  # by slot, in order of admission
         self._unused_slots = list(range(max_num_seqs - 1, -1, -1))
         # Without a policy the sum of all promises fits: no call of `grant` is needed then.
@@ -303,7 +303,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return 0
         self.salts.enter(self.state, row, salt, tokens)
-        self._hash(row)
+        self._hash((row,))
         return hits.find_hit(self.core, row)
 
     def _drop_hit(self, row: int, count: int) -> None:
@@ -375,11 +375,10 @@ class KVCacheManager:
         """`extend` for a whole step, all or nothing; only sequences that cross a block border (or write into a
         shared block) cost more than a comparison."""
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
-        copies = self._copies(batch)
-        code, at = steps.extend(self.core, batch, ends, copies)
+        code, at = steps.extend(self.core, batch, ends, self._copies)
         if code != steps.OK:
             raise self._extend_error(code, sequence_ids[at], int(batch[at]), int(ends[at]))
-        return _copies_of(copies, at)
+        return self._block_copies(at)
 
     def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
         """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
@@ -422,7 +421,7 @@ class KVCacheManager:
     def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """`commit` for a whole step; everything is checked first."""
         batch, ends = self._batch(sequence_ids, num_computed, "num_computed")
-        self._hash(*batch)
+        self._hash(batch)
         code, at = steps.commit(self.core, batch, ends)
         if code == steps.TWICE:
             raise self._twice(sequence_ids[at])
@@ -436,11 +435,10 @@ class KVCacheManager:
         nothing; raises as they do.
         """
         batch, tokens = self._batch_tokens(sequence_ids, token_ids)
-        copies = self._copies(batch)
-        self._hash(*batch)
-        code, at = steps.decode(self.core, batch, tokens, copies)
+        self._hash(batch)
+        code, at = steps.decode(self.core, batch, tokens, self._copies)
         if code == steps.OK:
-            return _copies_of(copies, at)
+            return self._block_copies(at)
         sequence_id, row = sequence_ids[at], int(batch[at])
         if code == steps.NEGATIVE:
             raise self._token_error(code, sequence_id, row, int(tokens[at]))
@@ -571,17 +569,17 @@ class KVCacheManager:
         return batch, numbers
 
     def _batch_tokens(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[Int64Array, Int32Array]:
-        batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids)
+        batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids, signed=True)
         if tokens.shape != batch.shape:
             raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
         return batch, tokens
 
-    def _copies(self, batch: Int64Array) -> Int32Array:
-        if not self.rows.shared_tail[batch].any():
-            return self._no_copies
-        return np.empty((2, len(batch) * len(self.tables)), np.int32)
+    def _block_copies(self, count: int) -> tuple[BlockCopy, ...]:
+        if count == 0:
+            return ()
+        return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :count].T.tolist())
 
-    def _hash(self, *batch: int) -> None:
+    def _hash(self, batch: Iterable[int]) -> None:
         """With a hash function of the tests' own: what the compiled loop does otherwise."""
         if self._hash_block is None or not self.prefix_caching:
             return
@@ -644,7 +642,3 @@ class KVCacheManager:
             field="num_computed",
             hint="extend and append_tokens come before commit",
         )
-
-
-def _copies_of(copies: Int32Array, count: int) -> tuple[BlockCopy, ...]:
-    return tuple(BlockCopy(src, dst) for src, dst in copies[:, :count].T.tolist())

@@ -113,8 +113,11 @@ class Sequences:
         )
 
 
-def token_array(token_ids: TokenIds) -> Int32Array:
-    """Token ids as int32 [len]. Raises InvalidRequest for what is no list of ints in [0, 2^31)."""
+def token_array(token_ids: TokenIds, *, signed: bool = False) -> Int32Array:
+    """Token ids as int32 [len]. Raises InvalidRequest for what is no list of ints in [0, 2^31).
+
+    ``signed``: the caller looks for negative ones itself.
+    """
     try:
         if isinstance(token_ids, (bytes, bytearray, memoryview)):
             raise TypeError("bytes are no token ids")
@@ -128,6 +131,6 @@ def token_array(token_ids: TokenIds) -> Int32Array:
         ids: Int32Array = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
     except (TypeError, OverflowError, ValueError, struct.error) as error:
         raise InvalidRequest(str(error), field="token_ids", hint="give a flat list of ints") from None
-    if ids.size and int(ids.min()) < 0:
+    if not signed and ids.size and int(ids.min()) < 0:
         raise InvalidRequest(f"token id {int(ids.min())} is negative", field="token_ids")
     return ids
