@@ -213,6 +213,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     ensure_demo()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server goes with us
     cases = []
     for pool in args.pools.split(","):
         case = measure(pool, 1800 if args.long else args.seconds)

@@ -9,10 +9,10 @@ from tonnage.planner.runtime.estimate import Estimate, scaled
 from tonnage.planner.units import MiB
 
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65
-# (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): API process 95 MiB when ready and
-# 103 with 256 clients; engine process, weights and pool taken off, 321 MiB when ready and at most 356 under load,
-# of which 30 are the activations below. Some 45 of the engine's and 30 of the API's are numba's compiler. The
-# interval covers other allocators.
+# (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): API process 95 MiB when
+# ready and 103 with 256 clients; engine process, weights and pool taken off, 321 MiB when ready and at most 356
+# under load, of which 30 are the activations below. Some 45 of the engine's and 30 of the API's are numba's
+# compiler. The interval covers other allocators.
 API_PROCESS_BYTES = 104 * MiB
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
