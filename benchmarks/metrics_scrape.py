@@ -1,7 +1,7 @@
 """What a scrape of /metrics costs while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
 
-A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams. Every
-50 ms /metrics is read over HTTP by a plain socket, so that no client's parsing is timed. ``render_cpu_ms``,
+A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams.
+Every 50 ms /metrics is read by a plain socket, so that no client's parsing is timed. ``render_cpu_ms``,
 ``page_bytes`` and ``series`` are of one page with 50 tenants, in a process of its own and without HTTP.
 
     .venv/bin/python benchmarks/metrics_scrape.py --json
