@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tonnage.cache.admission import Never, Wait
+from tonnage.cache.eviction import RULES
 from tonnage.cache.hashing import HashBlock, xxh64_block
-from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
+from tonnage.cache.state import MARKING, RULE
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -52,6 +54,7 @@ class Model:
     limit: int
     family: int
     computed: int = 0
+    shared: int = 0  # tokens of an allowed prefix
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Oracle:
     prefix_ids: dict[tuple[object, int], int] = field(default_factory=dict)
     next_id: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
+    allowed: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.block_size = self.manager.block_size
@@ -73,10 +77,12 @@ class Oracle:
         self.outcomes[what] = self.outcomes.get(what, 0) + number
 
     def values(self, model: Model, group: int) -> list[object]:
-        """What each position's slot must hold."""
-        at: object = model.salt
+        """What each position's slot must hold; an allowed prefix is the same for every salt."""
+        at: object = model.salt if model.shared == 0 else ""
         out: list[object] = []
-        for token in model.tokens:
+        for position, token in enumerate(model.tokens):
+            if position == model.shared > 0 and model.salt:
+                at = (model.salt, at)
             at = self.prefix_ids.setdefault((at, token), len(self.prefix_ids))
             out.append((group, at))
         return out
@@ -95,14 +101,37 @@ class Oracle:
         self.count("hit tokens", result.cached_tokens)
         model = Model(list(tokens), salt, len(tokens), len(tokens) + max_tokens, self.next_id)
         model.computed = result.cached_tokens
+        model.shared = max((len(p) for p in self.allowed if tokens[: len(p)] == p), default=0)
         self.live[self.next_id] = model
         self.forks_left[self.next_id] = n - 1
         self.next_id += 1
         return self.next_id - 1
 
+    def allow(self, prefix: list[int]) -> None:
+        if len(prefix) >= self.block_size:
+            self.manager.allow_prefix(prefix)
+            self.allowed.append(prefix[: len(prefix) // self.block_size * self.block_size])
+
     def append(self, sequence: int, tokens: list[int]) -> None:
         self.manager.append_tokens(sequence, tokens)
         self.live[sequence].tokens += tokens
+
+    def decode(self, sequences: list[int], tokens: list[int]) -> None:
+        """One call for a decode step of sequences that are computed up to their last token."""
+        self.manager.extend_many(sequences, [self.live[s].computed for s in sequences])
+        copies = self.manager.decode_many(sequences, tokens)
+        self.copy(copies)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            self.live[sequence].tokens.append(token)
+            self.manager.slots(sequence, 0, 0, len(self.live[sequence].tokens))
+        self.count("decodes", len(sequences))
+
+    def copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        size = self.block_size
+        for copy in copies:
+            self.count("copies")
+            source = self.pool[copy.src * size : (copy.src + 1) * size]
+            self.pool[copy.dst * size : (copy.dst + 1) * size] = source
 
     def step(self, ends: dict[int, int], ahead: int = 0) -> None:
         """One engine step: compute positions [computed, end) of each; ``ahead`` slots more are made."""
@@ -115,10 +144,7 @@ class Oracle:
         else:
             copies = self.manager.extend_many(list(ends), wanted)
         size = self.block_size
-        for copy in copies:
-            self.count("copies")
-            source = self.pool[copy.src * size : (copy.src + 1) * size]
-            self.pool[copy.dst * size : (copy.dst + 1) * size] = source
+        self.copy(copies)
         for sequence, end in ends.items():
             model = self.live[sequence]
             for group in range(len(self.manager.tables)):
@@ -140,7 +166,13 @@ class Oracle:
         row = self.manager.fork(sequence, self.next_id)
         assert row == self.manager.row(self.next_id)
         self.live[self.next_id] = Model(
-            list(model.tokens), model.salt, model.prompt, model.limit, model.family, model.computed
+            list(model.tokens),
+            model.salt,
+            model.prompt,
+            model.limit,
+            model.family,
+            model.computed,
+            model.shared,
         )
         self.forks_left[model.family] -= 1
         self.count("forks")
@@ -163,6 +195,7 @@ class Oracle:
 
     def check(self) -> None:
         self.manager.check_invariants()
+        assert self.manager.sample_invariants() is None
         for block in self.manager.pool.free_blocks().tolist():
             self.pool[block * self.block_size : (block + 1) * self.block_size] = [POISON] * self.block_size
         for sequence, model in self.live.items():
@@ -216,7 +249,13 @@ def random_operation(oracle: Oracle, rng: random.Random, documents: list[list[in
         ready = model.computed >= model.prompt // oracle.block_size * oracle.block_size
         if oracle.forks_left[model.family] and ready:
             oracle.fork(sequence)
-    elif choice < 0.85:
+    elif choice < 0.83:
+        ready = [
+            s for s in live if oracle.live[s].computed == len(oracle.live[s].tokens) < oracle.live[s].limit
+        ]
+        if ready:
+            oracle.decode(ready, rng.choices(range(3), k=len(ready)))
+    elif choice < 0.87:
         sequence = rng.choice(live)
         model = oracle.live[sequence]
         more = rng.randint(0, model.limit - len(model.tokens))
@@ -229,8 +268,12 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
     rng = random.Random(seed)
     documents = [rng.choices(range(3), k=rng.randint(8, 34)) for _ in range(3)]
     documents.append(documents[0][:12] + rng.choices(range(3), k=16))
+    oracle.allow(documents[0][:8])
     for _ in range(operations):
         random_operation(oracle, rng, documents)
+        # Whatever rule of eviction holds at the moment, and whenever it changes, the laws hold.
+        oracle.manager.core.counters[RULE] = rng.randrange(len(RULES))
+        oracle.manager.core.counters[MARKING] = rng.randrange(len(RULES))
         oracle.check()
     for sequence in list(oracle.live):
         oracle.free(sequence)
@@ -252,7 +295,7 @@ def test_ten_thousand_random_operations(groups: tuple[KVGroup, ...]) -> None:
         evictions += oracle.manager.stats().evictions
         merged += oracle.manager.stats().merged
     # The run must have been one in which everything happened.
-    assert min(seen[what] for what in ("Admitted", "Wait", "Never", "forks", "copies")) > 20
+    assert min(seen[what] for what in ("Admitted", "Wait", "Never", "forks", "copies", "decodes")) > 20
     if any(group.kind == "full" for group in groups):
         assert min(evictions, merged, seen["hit tokens"]) > 100
     else:
@@ -321,6 +364,29 @@ class ManagerMachine(RuleBasedStateMachine):
                 ends[sequence] = model.computed + data.draw(st.integers(1, room))
         if ends:
             self.oracle.step(ends, ahead=data.draw(st.integers(0, 2)))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(token=st.integers(0, 1))
+    def decode(self, token: int) -> None:
+        ready = [s for s, m in self.oracle.live.items() if m.computed == len(m.tokens) < m.limit]
+        self.oracle.decode(ready, [token] * len(ready))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        model = self.oracle.live[sequence]
+        room = min(3, model.limit - len(model.tokens))
+        self.oracle.append(sequence, data.draw(st.lists(st.integers(0, 1), max_size=room)))
+
+    @rule(prefix=st.lists(st.integers(0, 1), min_size=1, max_size=8))
+    def allow(self, prefix: list[int]) -> None:
+        self.oracle.allow(prefix)
+
+    @rule(rule=st.integers(0, len(RULES) - 1), marking=st.integers(0, len(RULES) - 1))
+    def follow(self, rule: int, marking: int) -> None:
+        self.oracle.manager.core.counters[RULE] = rule
+        self.oracle.manager.core.counters[MARKING] = marking
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
