@@ -189,24 +189,38 @@ class Scheduler:
         """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
         self._steps += 1
         copies: list[BlockCopy] = []
-        picked, budget = self._pick(list(self.running.values()), self.budget, copies)
+        picked, budget = self._pick_running(copies)
         while self.running and not picked:  # only where admission promised more than there is
             self._preempt()
-            picked, budget = self._pick(list(self.running.values()), self.budget, copies)
+            picked, budget = self._pick_running(copies)
         refused: list[Chunk] = []
         while budget > 0 and self.entries:
             sequence = self._admit(refused)
             if sequence is None:
                 break
-            more, budget = self._pick([sequence], budget, copies, len(picked))
+            more, _, budget = self._pick([sequence], budget, copies, len(picked))
             picked += more
         return (self._batch(picked, copies) if picked else None), picked, refused
 
+    def _pick_running(self, copies: list[BlockCopy]) -> tuple[list[Sequence], int]:
+        """The running sequences that compute in this step, and the budget left.
+
+        The budget of those that stall is offered to the next ones: the proof that a safe state always makes
+        progress (`tonnage.cache.admission.safety`) rests on it.
+        """
+        waiting, picked, budget = list(self.running.values()), [], self.budget
+        while waiting and budget > 0:
+            more, asked, budget = self._pick(waiting, budget, copies, len(picked))
+            picked += more
+            waiting = [s for s in waiting if s.id not in asked]
+        return picked, budget
+
     def _pick(
         self, sequences: list[Sequence], budget: int, copies: list[BlockCopy], before: int = 0
-    ) -> tuple[list[Sequence], int]:
-        """Those that compute in this step, their blocks allocated, and the budget left: decodes first, then
-        prefills while the budget lasts. Who is granted no block stalls until the next step."""
+    ) -> tuple[list[Sequence], set[int], int]:
+        """Those that compute in this step, their blocks allocated; the ids of all that were asked; the budget
+        left: decodes first, then prefills while the budget lasts. Who is granted no block stalls until the next
+        step."""
         decodes = [s for s in sequences if s.decodes]
         order, ends = decodes[:budget], []
         for sequence in order:
@@ -220,14 +234,14 @@ class Scheduler:
                 left -= sequence.chunk
                 order.append(sequence)
         if not order:
-            return [], budget
+            return [], {s.id for s in sequences}, budget
         ends = self.manager.grant([s.id for s in order], [s.computed + s.chunk for s in order]).tolist()
         for sequence, end in zip(order, ends, strict=True):
             sequence.chunk = end - sequence.computed
         picked = [s for s in order if s.chunk > 0]
         if picked:
             copies += self.manager.extend_many([s.id for s in picked], [s.computed + s.chunk for s in picked])
-        return picked, budget - sum(s.chunk for s in picked)
+        return picked, {s.id for s in order}, budget - sum(s.chunk for s in picked)
 
     def _preempt(self) -> None:
         """Give back the blocks of one request; its sequences wait, with what they have said, to be computed
