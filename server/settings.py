@@ -70,6 +70,15 @@ class Settings(BaseSettings):
     enable_expert_parallel: bool = Field(False, description="whole experts on each GPU (vllm)")
     enforce_eager: bool = Field(False, description="no CUDA graphs, no torch.compile (vllm)")
 
+    admission_mode: Literal["guaranteed", "predictive", "greedy"] = Field(
+        "guaranteed",
+        description="guaranteed: nothing admitted is ever preempted; predictive: by learned output lengths; "
+        "greedy: vLLM's rule (the last two: hf)",
+    )
+    watermark: float | None = Field(
+        None, ge=0, lt=1, description="share of the pool admission leaves free (default: the mode's own)"
+    )
+
     # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is
     # no limit; 512 is Ollama's queue (OLLAMA_MAX_QUEUE).
     max_num_queued_reqs: int = Field(512, ge=1, description="unfinished sequences before 503")

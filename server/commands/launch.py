@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, UnionType
 from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.plan import Plan
@@ -85,7 +86,17 @@ def planned(settings: Settings, file: TextIO) -> Plan:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """The engine of ``--backend``; each is imported only when it is the one."""
+    """The engine of ``--backend``; each is imported only when it is the one.
+
+    Raises DeploymentError for an admission mode that the backend does not have.
+    """
+    if settings.backend != "hf" and (settings.admission_mode != "guaranteed" or settings.watermark is not None):
+        field = "watermark" if settings.admission_mode == "guaranteed" else "admission_mode"
+        raise DeploymentError(
+            f"the {settings.backend} backend promises the sum of all peaks; it knows no other rule",
+            field=field,
+            hint="leave it out, or take --backend hf",
+        )
     if settings.backend == "vllm":
         from tonnage.server.engines.vllm import VLLMEngine
 
@@ -96,7 +107,8 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         return FakeEngine(plan)
     from tonnage.server.engines.hf import HFEngine
 
-    return HFEngine(plan)
+    policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
+    return HFEngine(plan, policy=policy)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The engine process: receives requests, steps, sends chunks and a snapshot.
 
 Started as ``python -m tonnage.server.engines.hf.child FD THREADS``. The first
-message on the socket is the Plan.
+message on the socket is Load.
 Imports torch; its parent does not.
 """
 
@@ -16,11 +16,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
 from tonnage.server.engines.hf.adjust import adjust, logprobs
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Ready, Step, Stop
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
 
 
@@ -28,9 +29,9 @@ def main(descriptor: int, threads: int) -> None:
     """Ends when told to, or when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     connection = Connection(descriptor)
-    plan: Plan = connection.recv()
+    load: Load = connection.recv()
     try:
-        engine = EngineLoop(plan, connection, threads)
+        engine = EngineLoop(load.plan, connection, threads, load.policy)
     except TonnageError as error:
         connection.send(Failed(error))
         return
@@ -55,7 +56,7 @@ def set_threads(count: int) -> None:
 class EngineLoop:
     """Scheduler, runner and sampler of one rank, driven by messages."""
 
-    def __init__(self, plan: Plan, connection: Connection, threads: int) -> None:
+    def __init__(self, plan: Plan, connection: Connection, threads: int, policy: Policy | None = None) -> None:
         import transformers
 
         set_threads(threads)
@@ -75,7 +76,8 @@ class EngineLoop:
 
                 compile_all()
         self.runner = ModelRunner(plan)
-        self.scheduler = Scheduler(plan, Grammars(plan.model.path, self.runner.vocab_size).matcher)
+        matcher = Grammars(plan.model.path, self.runner.vocab_size).matcher
+        self.scheduler = Scheduler(plan, matcher, policy)
         self.self_check_error = self_check(self.runner)
         self._sample = sample
 

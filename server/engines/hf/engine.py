@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
+from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
 from tonnage.planner.errors import ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
@@ -32,7 +32,7 @@ from tonnage.server.engines.base import (
     QueueFull,
     limits_of,
 )
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Ready, Step, Stop
+from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.support import require_supported
 from tonnage.server.memory import PeakSampler
 
@@ -68,8 +68,9 @@ class HFEngine:
     ``threads`` is the number of compute threads (default: every core this process may use).
     """
 
-    def __init__(self, plan: Plan, *, threads: int | None = None) -> None:
+    def __init__(self, plan: Plan, *, policy: Policy | None = None, threads: int | None = None) -> None:
         self._plan = plan
+        self._policy = policy or Policy()
         self._threads = threads or len(os.sched_getaffinity(0))
         self._limits = limits_of(plan)
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
@@ -122,7 +123,7 @@ class HFEngine:
         started: asyncio.Future[Ready] = loop.create_future()
         threading.Thread(target=self._read, args=(loop, started), name="hf-reader", daemon=True).start()
         threading.Thread(target=self._write, name="hf-writer", daemon=True).start()
-        self._outbox.put(self._plan)
+        self._outbox.put(Load(self._plan, self._policy))
         try:
             self._ready = await started
         except BaseException:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The first message: what to load, and how requests are admitted."""
+
+    plan: Plan
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
