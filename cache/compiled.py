@@ -10,11 +10,25 @@ Only what imports the manager pays for the import; `tonnage plan` does not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import xxhash
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _sources() -> str:
+    """Digest of all modules of this folder. numba asks only whether a function's own file has changed, and not
+    those of the functions and constants compiled into it."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_VERSION = f"{numba.__version__} {_sources()}"
 
 
 def compiled(function: Function) -> Function:
@@ -23,4 +37,8 @@ def compiled(function: Function) -> Function:
     Without numba's reference counts: nothing is allocated inside, and their atomic operations in the inner
     loops cost a third of the time (each waits for the stores before it).
     """
-    return cast(Function, numba.njit(cache=True, error_model="numpy", _nrt=False)(function))
+    dispatcher = numba.njit(cache=True, error_model="numpy", _nrt=False)(function)
+    if dispatcher is not function:  # NUMBA_DISABLE_JIT leaves it as it is
+        # Compared before anything of a kept file is unpickled (numba/core/caching.py, IndexDataCacheFile, 0.65).
+        dispatcher._cache._cache_file._version = _VERSION
+    return cast(Function, dispatcher)
