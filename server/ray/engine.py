@@ -38,10 +38,9 @@ class RayEngine:
     A replica that dies ends its requests with EngineDead; the others go on, and Ray replaces it.
     """
 
-    def __init__(self, plan: Plan, handle: DeploymentHandle, honours: frozenset[str] = BASIC_PARAMS) -> None:
+    def __init__(self, plan: Plan, handle: DeploymentHandle) -> None:
         self._plan = plan
         self._handle = handle
-        self._honours = honours
         self._limits = limits_of(plan)
         self._reports: tuple[ReplicaReport, ...] = ()
         self._reporter: asyncio.Task[None] | None = None
@@ -57,7 +56,9 @@ class RayEngine:
 
     @property
     def honours(self) -> frozenset[str]:
-        return self._honours
+        return (
+            frozenset.intersection(*(each.honours for each in self._reports)) if self._reports else BASIC_PARAMS
+        )
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:

@@ -31,6 +31,7 @@ class ReplicaReport:
     address: str
     stats: EngineStats
     max_model_len: int
+    honours: frozenset[str]
 
 
 class EngineReplica:
@@ -70,6 +71,7 @@ class EngineReplica:
             address=f"{host}:{port}",
             stats=self._engine.stats(),
             max_model_len=self._engine.capacity().max_model_len,
+            honours=self._engine.honours,
         )
 
     async def record_routing_stats(self) -> dict[str, float]:

@@ -225,7 +225,7 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
 def waiting(server: str) -> float:
     """Requests in line, from /metrics."""
     for line in httpx.get(f"{server}/metrics", trust_env=False).text.splitlines():
-        if line.startswith("tonnage_requests{") and 'state="waiting"' in line:
+        if line.startswith("tonnage_engine_requests{") and 'state="waiting"' in line:
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError("no such metric")
 
