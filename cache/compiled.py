@@ -39,6 +39,6 @@ def compiled(function: Function) -> Function:
     """
     dispatcher = numba.njit(cache=True, error_model="numpy", _nrt=False)(function)
     if dispatcher is not function:  # NUMBA_DISABLE_JIT leaves it as it is
-        # Compared before anything of a kept file is unpickled (numba/core/caching.py, IndexDataCacheFile, 0.65).
+        # Compared before anything kept is unpickled (numba/core/caching.py, IndexDataCacheFile, 0.65).
         dispatcher._cache._cache_file._version = _VERSION
     return cast(Function, dispatcher)
