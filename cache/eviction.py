@@ -10,9 +10,9 @@ and a hot parent is chosen only while it is older than every cold block, as slow
 children.
 
 **Rules.** A block that was hit is hot. A request's new blocks become hot, all of them or none, when it ends,
-with probability ``size / new blocks``: most of a flood of long prompts then passes through the cold list and
-cannot wash out what is kept, and of blocks that would all be evicted before their second use a part stays long
-enough to be hit. (Insertion at the eviction end: BIP, Qureshi et al., ISCA 2007; chance by size: AdaptSize,
+with probability ``share * mean new blocks / its new blocks``: most of a flood of long prompts then passes
+through the cold list and cannot wash out what is kept, and of blocks that would all be evicted before their
+second use a part stays long enough to be hit. (Insertion at the eviction end: BIP, Qureshi et al., ISCA 2007; chance by size: AdaptSize,
 Berger et al., NSDI 2017.) Rule 0 is LRU. The draw is a function of the content.
 
 **Which rule.** No rule is best for every trace and size, so each is simulated at the side on a sample of the
@@ -56,11 +56,12 @@ from tonnage.cache.state import (
 
 Eviction = Literal["adaptive", "lru"]
 
-# (size in blocks, slowness) by rule; rule 0 is LRU. Sizes four apart: the share kept differs little between.
-RULES = ((np.inf, 1.0), (0.0, 4.0), (0.0, np.inf), (32.0, np.inf), (128.0, np.inf), (512.0, np.inf))
+# (share, slowness) by rule; rule 0 is LRU. Shares four apart: what is kept differs little between them.
+RULES = ((np.inf, 1.0), (0.0, 4.0), (0.0, np.inf), (1 / 16, np.inf), (1 / 4, np.inf), (1.0, np.inf))
 LRU = 0
 HORIZON = 8.0
 MARGIN = 1.06
+MEAN_OF = 64  # requests that the mean of new blocks looks back over
 
 
 @compiled
@@ -96,7 +97,8 @@ def mark_row(core: Core, row: int, table: int) -> None:
     new = count - first
     if new == 0:
         return
-    if _chance(core.hashes[row, count - 1]) * new < core.sizes[core.counters[MARKING]]:
+    core.mean_new[0] += (new - core.mean_new[0]) / MEAN_OF
+    if _chance(core.hashes[row, count - 1]) * new < core.shares[core.counters[MARKING]] * core.mean_new[0]:
         for at in range(first, count):
             blocks[KIND, core.tables[table, row, at]] = HOT
 
@@ -217,7 +219,8 @@ def observe_end(core: Core, row: int) -> None:
         for at in range(blocks):
             if hashes[row, at] & sample == np.uint64(0) and _ghost_find(core, rule, hashes[row, at]) == 0:
                 new += 1
-        kind = HOT if chance * (new << core.constants[SAMPLE_SHIFT]) < core.sizes[rule] else COLD
+        most = core.shares[rule] * core.mean_new[0]
+        kind = HOT if chance * (new << core.constants[SAMPLE_SHIFT]) < most else COLD
         for at in range(blocks - 1, -1, -1):
             value = hashes[row, at]
             if value & sample != np.uint64(0):

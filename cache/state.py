@@ -134,7 +134,8 @@ class Core(NamedTuple):
     windows: Int64Array  # [groups] 0: full attention
     constants: Int64Array  # [CONSTANTS]
     slowness: FloatArray  # [rules]
-    sizes: FloatArray  # [rules]
+    shares: FloatArray  # [rules]
+    mean_new: FloatArray  # [1] new blocks of a request, of late
     scores: FloatArray  # [rules] hits of late
     ghosts: Int32Array  # [rules, GHOST_FIELDS, entries + CLASSES], entry 0 unused
     ghost_hash: UInt64Array  # [rules, entries]
@@ -207,7 +208,8 @@ def new_state(
         windows=windows,
         constants=constants,
         slowness=np.array([slowness for _, slowness in rules]),
-        sizes=np.array([size for size, _ in rules]),
+        shares=np.array([share for share, _ in rules]),
+        mean_new=np.zeros(1),
         scores=np.zeros(len(rules)),
         ghosts=ints(len(rules), GHOST_FIELDS, entries + CLASSES),
         ghost_hash=np.zeros((len(rules), entries), np.uint64),
