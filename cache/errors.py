@@ -70,6 +70,12 @@ class InvariantViolation(CacheError):
         return self.field or ""
 
 
+class CacheBusy(CacheError):
+    """The cache cannot be reset while sequences hold its blocks."""
+
+    code = "kv_cache_busy"
+
+
 class NoFreeBlocks(CacheError):
     """A step asks for more blocks than are free or cached: admission was not asked first, or broke its word."""
 

@@ -41,6 +41,8 @@ from tonnage.cache.admission import (
     split_promise,
 )
 from tonnage.cache.errors import (
+    CacheBusy,
+    CacheConfigError,
     DoubleFree,
     InvalidRequest,
     NoFreeBlocks,
@@ -48,6 +50,7 @@ from tonnage.cache.errors import (
     PromiseExceeded,
     SequenceExists,
 )
+from tonnage.cache.events import AllBlocksCleared, EventLog, Subscriber
 from tonnage.cache.eviction import RULES, Eviction
 from tonnage.cache.hashing import HashBlock, seed_of
 from tonnage.cache.invariants import check_invariants
@@ -58,6 +61,7 @@ from tonnage.cache.snapshot import RunningSnapshot
 from tonnage.cache.state import (
     EVICTIONS,
     MERGED,
+    REMOVED,
     Int32Array,
     Int64Array,
     new_state,
@@ -113,8 +117,8 @@ class KVCacheManager:
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
     promise depends on it. ``eviction`` "lru" switches the choice of rules off (`tonnage.cache.eviction`).
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
-    Raises CacheConfigError for limits that cannot work. ``hash_block`` is for tests: a hash function of their
-    own, slow.
+    ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function of their own, slow. Raises
+    CacheConfigError for limits that cannot work.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class KVCacheManager:
         policy: Policy | None = None,
         eviction: Eviction = "adaptive",
         hash_seed: int | None = None,
+        kv_events: bool = False,
         hash_block: HashBlock | None = None,
     ) -> None:
         check_num_blocks(num_blocks)
@@ -143,13 +148,14 @@ class KVCacheManager:
             num_blocks,
             caching=self.prefix_caching,
             seed=seed_of(b"", key),
-            logged=False,
+            logged=kv_events,
             rules=RULES[:1] if eviction == "lru" else RULES,
         )
         self.core = self.state.core  # the same arrays, for compiled code
         self.pool = BlockPool(self.state)
         self.index = PrefixIndex(self.state) if self.prefix_caching else None
         self.rows = self.state.rows
+        self._events = EventLog(self.state, self.block_size) if kv_events else None
         self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)
         self.sequences = Sequences(max_num_seqs)
         self.salts = Salts(key)
@@ -379,6 +385,7 @@ class KVCacheManager:
         shared block) cost more than a comparison."""
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
         code, at = steps.extend(self.core, batch, ends, self._copies)
+        self._flush_events()
         if code != steps.OK:
             raise self._extend_error(code, sequence_ids[at], int(batch[at]), int(ends[at]))
         return self._block_copies(at)
@@ -426,6 +433,7 @@ class KVCacheManager:
         batch, ends = self._batch(sequence_ids, num_computed, "num_computed")
         self._hash(batch)
         code, at = steps.commit(self.core, batch, ends)
+        self._flush_events()
         if code == steps.TWICE:
             raise self._twice(sequence_ids[at])
         if code != steps.OK:
@@ -440,6 +448,7 @@ class KVCacheManager:
         batch, tokens = self._batch_tokens(sequence_ids, token_ids)
         self._hash(batch)
         code, at = steps.decode(self.core, batch, tokens, self._copies)
+        self._flush_events()
         if code == steps.OK:
             return self._block_copies(at)
         sequence_id, row = sequence_ids[at], int(batch[at])
@@ -572,6 +581,36 @@ class KVCacheManager:
         law, _ = laws.broken_law(self.core, counts, states, owned)
         self._violations += law != laws.HOLD
         return laws.LAWS[law] or None
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call ``subscriber`` with the KV events of every call that has any. Raises CacheConfigError unless the
+        manager was made with ``kv_events``."""
+        if self._events is None:
+            raise CacheConfigError(
+                "KV events are off", field="kv_events", hint="make the manager with kv_events"
+            )
+        self._events.subscribe(subscriber)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget everything cached, e.g. after the weights have changed. Raises CacheBusy while a sequence
+        lives: its blocks are in the index."""
+        if len(self.sequences):
+            raise CacheBusy(
+                f"{len(self.sequences)} sequences are live",
+                field="sequences",
+                hint="finish or abort them first",
+            )
+        if self.index is not None and self.pool.cached:
+            self.index.evict(self.pool.cached)
+            self.state.pool.counters[REMOVED] = 0
+        if self._events is not None:
+            self._events.tell([AllBlocksCleared()])
+
+    def _flush_events(self) -> None:
+        if self._events is not None:
+            self._events.flush()
 
     # -- inside ------------------------------------------------------------------------------------------
 
