@@ -92,9 +92,10 @@ class Traffic:
                 self.answers.append(client.post("/v1/completions", json=body).status_code)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """URL of a real server of the demo model on the hf engine, kept busy all the time."""
+    """URL of a real server of the demo model on the hf engine, kept busy all the time: of one module only, as it takes the
+    cores from whatever runs beside it."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024", "--max-num-seqs", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -132,7 +133,7 @@ class Prometheus:
         return [float(sample["value"][1]) for sample in self.get("query", query=expression)["result"]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prometheus(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """Prometheus with our configuration and rules, every interval a second, scraping ``server``."""
     if shutil.which("prometheus") is None:
