@@ -94,8 +94,10 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """URL of a real server of the demo model on the hf engine, kept busy all the time: of one module only, as it takes the
-    cores from whatever runs beside it."""
+    """URL of a real server of the demo model on the hf engine, kept busy all the time.
+
+    Of one module only: it takes the cores from whatever runs beside it.
+    """
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024", "--max-num-seqs", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
