@@ -12,8 +12,8 @@ children.
 **Rules.** A block that was hit is hot. A request's new blocks become hot, all of them or none, when it ends,
 with probability ``share * mean new blocks / its new blocks``: most of a flood of long prompts then passes
 through the cold list and cannot wash out what is kept, and of blocks that would all be evicted before their
-second use a part stays long enough to be hit. (Insertion at the eviction end: BIP, Qureshi et al., ISCA 2007; chance by size: AdaptSize,
-Berger et al., NSDI 2017.) Rule 0 is LRU. The draw is a function of the content.
+second use a part stays long enough to be hit. (Insertion at the eviction end: BIP, Qureshi et al., ISCA 2007;
+chance by size: AdaptSize, Berger et al., NSDI 2017.) Rule 0 is LRU. The draw is a function of the content.
 
 **Which rule.** No rule is best for every trace and size, so each is simulated at the side on a sample of the
 blocks, with the same share of the capacity (spatial sampling by hash: Waldspurger et al., USENIX ATC 2017), and
