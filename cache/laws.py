@@ -145,9 +145,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
             return REACH, block
         if states[block] == _FREE_STATE and blocks[NODE_OF, block] != NULL_BLOCK:
             return INDEX, block
-        if blocks[OWNER, block] != 0:
-            if counts[block] == 0:
-                return PROMISE, block
+        if counts[block] > 0 and blocks[OWNER, block] != 0:
             owned[blocks[OWNER, block] - 1] += 1
     for row in range(core.rows.shape[1]):  # count each block of a full group once, at its first row
         if core.rows[REQUEST, row] < 0:

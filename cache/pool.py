@@ -89,6 +89,7 @@ def pop_free(core: Core, full: bool, slot: int) -> int:
     counters[FREE_HEAD] = blocks[NEXT, block]
     counters[FREE] -= 1
     blocks[REFS, block] = 1
+    blocks[OWNER, block] = 0
     if full:
         _own(core, block, slot)
     return block
@@ -100,6 +101,7 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
     blocks = core.blocks
     if blocks[REFS, block] == 0:
         unlink(core, block)
+        blocks[OWNER, block] = 0
         if full:
             _own(core, block, slot)
     elif full and blocks[OWNER, block] != 0 and blocks[OWNER, block] != slot + 1:

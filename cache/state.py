@@ -32,7 +32,8 @@ REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING, COUNTERS = range(6, 14)
 
 # Rows of Core.blocks: fields of a block, those from NODE_OF to CHAIN by node; from FIRST_GROUP on the node's
 # block in each group.
-REFS, NEXT, PREV, TIME, OWNER, NODE_OF, PARENT, SALT, KIND, CHAIN, FIRST_GROUP = range(11)
+REFS, NEXT, PREV, TIME, NODE_OF, PARENT, SALT, KIND, CHAIN, FIRST_GROUP = range(10)
+OWNER = TIME  # a cached block has a time, a used one an owner
 CLOCK_MASK = 0x7FFFFFFF  # times are kept modulo 2^31
 
 # Rows of Core.rows: fields of a sequence; from FIRST on one for each group.
@@ -59,8 +60,8 @@ class Pool(NamedTuple):
     refs: Int32Array  # [blocks] reference count
     next: Int32Array  # [blocks + CLASSES]
     prev: Int32Array  # [blocks + CLASSES]
-    time: Int32Array  # [blocks] clock when the block became cached
-    owner: Int32Array  # [blocks] 1 + slot of the only request that references a full group's block, or 0
+    time: Int32Array  # [blocks] while cached, the clock when it became so
+    owner: Int32Array  # the same memory: while used, 1 + slot of the only request that references it, or 0
     counters: Int64Array  # [COUNTERS]
 
 
