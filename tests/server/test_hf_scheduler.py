@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -101,3 +104,27 @@ def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
     assert scheduler.idle
     stats = scheduler.stats()
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
+
+
+def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": 50000,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "sliding_window": 64,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    size = make_plan(str(tmp_path), Deployment(**settings)).kv_cache.layout.bytes_per_block
+    plan = make_plan(str(tmp_path), Deployment(kv_cache_memory_bytes=25 * size, **settings))
+    scheduler = Scheduler(plan)
+    said = run(scheduler, requests(24))
+    assert said == run(Scheduler(plan_for(400)), requests(24))
+    assert scheduler.counters.admissions["wait", "blocks"] > 0

@@ -62,16 +62,22 @@ HONOURED = BASIC_PARAMS | {
 }
 
 
+def default_threads() -> int:
+    """OMP_NUM_THREADS where the user has set it (its first number), else every core this process may use."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))
+
+
 class HFEngine:
     """A child process that generates; see :class:`tonnage.server.engines.base.Engine`.
 
-    ``threads`` is the number of compute threads (default: every core this process may use).
+    ``threads`` is the number of compute threads (default: :func:`default_threads`).
     """
 
     def __init__(self, plan: Plan, *, policy: Policy | None = None, threads: int | None = None) -> None:
         self._plan = plan
         self._policy = policy or Policy()
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or default_threads()
         self._limits = limits_of(plan)
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
         self._process: subprocess.Popen[bytes] | None = None

@@ -141,7 +141,8 @@ class Scheduler:
             # Without a full group a sequence's blocks stop growing at its window: the sum of promises is exact.
             policy=(policy or Policy()) if full else None,
         )
-        self.queue = WaitingQueue()
+        # Nobody passes a waiting head where no start can be foretold for it.
+        self.queue = WaitingQueue() if full else WaitingQueue(lookahead=0)
         self.entries: dict[int, Entry] = {}  # of the queue, by the id their sequence will have
         self.running: dict[int, Sequence] = {}
         self._ids = itertools.count()
