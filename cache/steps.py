@@ -162,21 +162,17 @@ def _extend_row(core: Core, row: int, end: int, copies: Int32Array, copied: int)
                 release(core, core.tables[group, row, at], False, slot)
                 core.tables[group, row, at] = NULL_BLOCK
             core.rows[FIRST + group, row] = max(first, core.rows[FIRST + group, row])
+    short = (need - have) * core.constants[GROUPS] - core.counters[FREE]
+    if short > 0:
+        evict(core, short)
     for group in range(core.constants[GROUPS]):
         full = core.windows[group] == 0
         for at in range(have, need):
-            core.tables[group, row, at] = _take(core, full, slot)
+            core.tables[group, row, at] = pop_free(core, full, slot)
         if full:
             core.requests[HELD, slot] += need - have
     rows[ROOM, row] = need * size
     return copied
-
-
-@compiled
-def _take(core: Core, full: bool, slot: int) -> int:
-    if core.counters[FREE] == 0:
-        evict(core, 1)
-    return pop_free(core, full, slot)
 
 
 @compiled
@@ -187,7 +183,9 @@ def _copy_shared_tail(core: Core, row: int, copies: Int32Array, copied: int) -> 
         full = core.windows[group] == 0
         shared = core.tables[group, row, at]
         if core.blocks[REFS, shared] > 1:
-            own = _take(core, full, slot)
+            if core.counters[FREE] == 0:
+                evict(core, 1)
+            own = pop_free(core, full, slot)
             core.tables[group, row, at] = own
             release(core, shared, full, slot)  # the others of its request still hold it
             if full:
