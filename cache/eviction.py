@@ -206,45 +206,56 @@ def observe_end(core: Core, row: int) -> None:
         return
     ghosts, counts, hashes = core.ghosts, core.ghost_counts, core.hashes
     shift = np.uint64(core.constants[SAMPLE_SHIFT])
-    sample, mask = (np.uint64(1) << shift) - np.uint64(1), np.uint64(core.ghost_heads.shape[1] - 1)
+    sample = (np.uint64(1) << shift) - np.uint64(1)
     blocks = core.rows[PUBLISHED, row]
     if blocks == 0:
         return
     # What running requests hold cannot be cached: the simulations have the rest, as it is now.
     room = max(1, (core.counters[CACHED] + core.counters[FREE]) >> core.constants[SAMPLE_SHIFT])
     room = min(room, ghosts.shape[2] - CLASSES - 1)
+    for rule in range(core.constants[GHOSTS]):
+        counts[rule, 4] = 0
+    for at in range(blocks):
+        if hashes[row, at] & sample == np.uint64(0):
+            for rule in range(core.constants[GHOSTS]):
+                if _ghost_find(core, rule, hashes[row, at]) == 0:
+                    counts[rule, 4] += 1
     chance = _chance(hashes[row, blocks - 1])
     for rule in range(core.constants[GHOSTS]):
-        new = 0
-        for at in range(blocks):
-            if hashes[row, at] & sample == np.uint64(0) and _ghost_find(core, rule, hashes[row, at]) == 0:
-                new += 1
-        most = core.shares[rule] * core.mean_new[0]
-        kind = HOT if chance * (new << core.constants[SAMPLE_SHIFT]) < most else COLD
-        for at in range(blocks - 1, -1, -1):
-            value = hashes[row, at]
-            if value & sample != np.uint64(0):
-                continue
-            entry = _ghost_find(core, rule, value)
-            if entry != 0:
-                _ghost_unlink(core, rule, entry)
-                _ghost_push(core, rule, entry, max(kind, ghosts[rule, GHOST_KIND, entry]))
-                continue
-            if counts[rule, 0] >= ghosts.shape[2] - CLASSES - 1:
-                entry = _ghost_evict(core, rule)
-            elif counts[rule, 2] != 0:  # entries given back when the room had shrunk
-                entry = int(counts[rule, 2])
-                counts[rule, 2] = ghosts[rule, GHOST_CHAIN, entry]
-            else:
-                counts[rule, 3] += 1
-                entry = int(counts[rule, 3])
-            counts[rule, 0] += 1
-            core.ghost_hash[rule, entry] = value
-            bucket = (value >> shift) & mask
-            ghosts[rule, GHOST_CHAIN, entry] = core.ghost_heads[rule, bucket]
-            core.ghost_heads[rule, bucket] = entry
-            _ghost_push(core, rule, entry, kind)
+        new, most = counts[rule, 4] << core.constants[SAMPLE_SHIFT], core.shares[rule] * core.mean_new[0]
+        counts[rule, 4] = HOT if chance * new < most else COLD
+    for at in range(blocks - 1, -1, -1):
+        if hashes[row, at] & sample == np.uint64(0):
+            for rule in range(core.constants[GHOSTS]):
+                _ghost_keep(core, rule, hashes[row, at], counts[rule, 4])
+    for rule in range(core.constants[GHOSTS]):
         while counts[rule, 0] > room:
             entry = _ghost_evict(core, rule)
             ghosts[rule, GHOST_CHAIN, entry] = counts[rule, 2]
             counts[rule, 2] = entry
+
+
+@compiled
+def _ghost_keep(core: Core, rule: int, value: np.uint64, kind: int) -> None:
+    """The block is released: to the young end of its class."""
+    ghosts, counts = core.ghosts, core.ghost_counts
+    entry = _ghost_find(core, rule, value)
+    if entry != 0:
+        _ghost_unlink(core, rule, entry)
+        _ghost_push(core, rule, entry, max(kind, ghosts[rule, GHOST_KIND, entry]))
+        return
+    if counts[rule, 0] >= ghosts.shape[2] - CLASSES - 1:
+        entry = _ghost_evict(core, rule)
+    elif counts[rule, 2] != 0:  # an entry given back when the room had shrunk
+        entry = int(counts[rule, 2])
+        counts[rule, 2] = ghosts[rule, GHOST_CHAIN, entry]
+    else:
+        counts[rule, 3] += 1
+        entry = int(counts[rule, 3])
+    counts[rule, 0] += 1
+    core.ghost_hash[rule, entry] = value
+    shift, mask = np.uint64(core.constants[SAMPLE_SHIFT]), np.uint64(core.ghost_heads.shape[1] - 1)
+    bucket = (value >> shift) & mask
+    ghosts[rule, GHOST_CHAIN, entry] = core.ghost_heads[rule, bucket]
+    core.ghost_heads[rule, bucket] = entry
+    _ghost_push(core, rule, entry, kind)

@@ -227,13 +227,14 @@ class KVCacheManager:
         """
         if sequence_id in self.sequences.row_of:
             raise SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
-        tokens = token_array(token_ids)
+        row = self.sequences.next_row
+        # Straight into the row that it would get: an unused row is no state.
+        tokens = token_array(token_ids, out=self.rows.tokens[row] if row >= 0 else None)
         request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else bytes(salt)
         early = self.decide(request) if self.admission is None else self._without_room(request)
         if early is not None and not isinstance(early, Admit):
             return early
-        row = self.sequences.next_row
         count = self._find_hit(row, tokens, salt_bytes)
         if self.admission is not None:
             decision = self._decide_with_hit(self.admission, request, row, count, head)
@@ -307,7 +308,8 @@ class KVCacheManager:
 
     def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         rows = self.rows
-        rows.tokens[row, : len(tokens)] = tokens
+        if not np.shares_memory(tokens, rows.tokens[row]):
+            rows.tokens[row, : len(tokens)] = tokens
         rows.length[row] = len(tokens)
         if not self.prefix_caching:
             return 0

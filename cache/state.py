@@ -141,7 +141,7 @@ class Core(NamedTuple):
     ghosts: Int32Array  # [rules, GHOST_FIELDS, entries + CLASSES], entry 0 unused
     ghost_hash: UInt64Array  # [rules, entries]
     ghost_heads: Int32Array  # [rules, buckets]
-    ghost_counts: Int64Array  # [rules, 4] entries, clock, first of the entries given back, last one ever used
+    ghost_counts: Int64Array  # [rules, 5] entries, clock, first entry given back, last one ever used, scratch
     removed: UInt64Array
     stored: Int32Array
     before: Int64Array  # [rows] scratch: compiled code allocates nothing
@@ -215,7 +215,7 @@ def new_state(
         ghosts=ints(len(rules), GHOST_FIELDS, entries + CLASSES),
         ghost_hash=np.zeros((len(rules), entries), np.uint64),
         ghost_heads=ints(len(rules), 1 << (entries - 1).bit_length()),
-        ghost_counts=longs(len(rules), 4),
+        ghost_counts=longs(len(rules), 5),
         removed=np.zeros(num_blocks if logged else 1, np.uint64),
         stored=ints(num_blocks if logged else 1),
         before=longs(rows),

@@ -72,8 +72,8 @@ class Sequences:
 
     @property
     def next_row(self) -> int:
-        """The row that `open` will give."""
-        return self._unused[-1]
+        """The row that `open` will give; -1: all are in use."""
+        return self._unused[-1] if self._unused else -1
 
     def finished(self, sequence_id: int) -> bool:
         """Whether the sequence is known to have been freed (remembered until its row is reused)."""
@@ -113,10 +113,11 @@ class Sequences:
         )
 
 
-def token_array(token_ids: TokenIds, *, signed: bool = False) -> Int32Array:
+def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | None = None) -> Int32Array:
     """Token ids as int32 [len]. Raises InvalidRequest for what is no list of ints in [0, 2^31).
 
-    ``signed``: the caller looks for negative ones itself.
+    ``signed``: the caller looks for negative ones itself. ``out``: a list that fits is written there, and the
+    answer is a view of it.
     """
     try:
         if isinstance(token_ids, (bytes, bytearray, memoryview)):
@@ -128,7 +129,11 @@ def token_array(token_ids: TokenIds, *, signed: bool = False) -> Int32Array:
                 raise OverflowError("a token id is negative or 2^31 or more")
             return token_ids.astype(np.int32)
         # struct refuses floats and what does not fit 32 bits, and takes half the time of array or numpy.
-        ids: Int32Array = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
+        if out is not None and len(token_ids) <= len(out):
+            ids: Int32Array = out[: len(token_ids)]
+            struct.pack_into(f"{len(token_ids)}i", ids.data, 0, *token_ids)
+        else:
+            ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
     except (TypeError, OverflowError, ValueError, struct.error) as error:
         raise InvalidRequest(str(error), field="token_ids", hint="give a flat list of ints") from None
     if not signed and ids.size and int(ids.min()) < 0:

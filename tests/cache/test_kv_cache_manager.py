@@ -299,8 +299,10 @@ def state(manager: KVCacheManager) -> tuple[object, ...]:
         array
         for part in state[:4]
         for name, array in zip(part._fields, part, strict=True)
-        if name not in ("counters", "mark")
+        if name not in ("counters", "mark") and array is not state.rows.tokens
     ]
+    # Rows without a sequence are no state: `admit` looks at a prompt in the one it would use.
+    arrays.append(state.rows.tokens[sorted(manager.sequences.row_of.values())])
     owned = [(f.live, f.forks_left, f.promise) if f else None for f in manager.sequences.families]
     contents = tuple(array.tobytes() for array in (*arrays, counters))
     return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.snapshot()
