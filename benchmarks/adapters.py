@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.tables import token_array
 from tonnage.planner.layout import KVGroup, KVLayout
 
 BLOCK_SIZE = 16
@@ -36,11 +37,20 @@ class Tonnage:
             max_num_batched_tokens=MAX_MODEL_LEN,
             **{"hash_seed": 0, **options},
         )
+        self._refused: tuple[Any, Any] | None = (
+            None  # asked again: its tokens as an array, as engines keep them
+        )
 
     def admit(self, request_id: Any, tokens: list[int], max_tokens: int) -> int | None:
-        answer = self.manager.admit(request_id, tokens, max_tokens)
+        prompt: Any = tokens
+        if self._refused is not None and self._refused[0] == request_id:
+            prompt = self._refused[1]
+        answer = self.manager.admit(request_id, prompt, max_tokens)
         if not isinstance(answer, Admitted):
+            if prompt is tokens:
+                self._refused = (request_id, token_array(tokens))
             return None
+        self._refused = None
         ids, ends = (request_id,), (len(tokens),)
         self.manager.extend_many(ids, ends)
         self.manager.commit_many(ids, ends)
