@@ -42,3 +42,9 @@ def compiled(function: Function) -> Function:
         # Compared before anything kept is unpickled (numba/core/caching.py, IndexDataCacheFile, 0.65).
         dispatcher._cache._cache_file._version = _VERSION
     return cast(Function, dispatcher)
+
+
+def inlined(function: Function) -> Function:
+    """As `compiled`, copied into each caller: for what runs once a block. A call that passes all arrays of the
+    core by value costs more than what it does."""
+    return cast(Function, numba.njit(error_model="numpy", _nrt=False, inline="always")(function))

@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.state import (
     BLOCK_SIZE,
     CACHED,
@@ -64,7 +64,7 @@ MARGIN = 1.06
 MEAN_OF = 64  # requests that the mean of new blocks looks back over
 
 
-@compiled
+@inlined
 def oldest_to_evict(core: Core) -> int:
     """The cached block to forget; one must be cached."""
     blocks = core.blocks
@@ -106,14 +106,14 @@ def mark_row(core: Core, row: int, table: int) -> None:
 # -- the simulations -------------------------------------------------------------------------------------------
 
 
-@compiled
+@inlined
 def _ghost_unlink(core: Core, rule: int, entry: int) -> None:
     before, after = core.ghosts[rule, GHOST_PREV, entry], core.ghosts[rule, GHOST_NEXT, entry]
     core.ghosts[rule, GHOST_NEXT, before] = after
     core.ghosts[rule, GHOST_PREV, after] = before
 
 
-@compiled
+@inlined
 def _ghost_push(core: Core, rule: int, entry: int, kind: int) -> None:
     ghosts = core.ghosts
     sentinel = ghosts.shape[2] - CLASSES + kind
@@ -127,7 +127,7 @@ def _ghost_push(core: Core, rule: int, entry: int, kind: int) -> None:
     core.ghost_counts[rule, 1] += 1
 
 
-@compiled
+@inlined
 def _ghost_find(core: Core, rule: int, value: np.uint64) -> int:
     mask = np.uint64(core.ghost_heads.shape[1] - 1)
     entry = int(core.ghost_heads[rule, (value >> np.uint64(core.constants[SAMPLE_SHIFT])) & mask])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import inlined
 from tonnage.cache.errors import CacheConfigError
 from tonnage.cache.state import (
     CACHED,
@@ -40,7 +40,7 @@ from tonnage.cache.state import (
 )
 
 
-@compiled
+@inlined
 def push_free(core: Core, block: int) -> None:
     """Onto the free stack: the next to be handed out."""
     blocks, counters = core.blocks, core.counters
@@ -49,7 +49,7 @@ def push_free(core: Core, block: int) -> None:
     counters[FREE] += 1
 
 
-@compiled
+@inlined
 def push_cached(core: Core, block: int, kind: int) -> None:
     """To the young end of its class."""
     blocks, counters = core.blocks, core.counters
@@ -64,7 +64,7 @@ def push_cached(core: Core, block: int, kind: int) -> None:
     counters[CACHED] += 1
 
 
-@compiled
+@inlined
 def unlink(core: Core, block: int) -> None:
     """Out of the list of its class."""
     blocks = core.blocks
@@ -74,14 +74,14 @@ def unlink(core: Core, block: int) -> None:
     core.counters[CACHED] -= 1
 
 
-@compiled
+@inlined
 def uncache(core: Core, block: int) -> None:
     """Cached -> free: the prefix index has forgotten the block."""
     unlink(core, block)
     push_free(core, block)
 
 
-@compiled
+@inlined
 def pop_free(core: Core, full: bool, slot: int) -> int:
     """A free block, reference count 1, for a request's table; ``full``: of a full group."""
     blocks, counters = core.blocks, core.counters
@@ -95,7 +95,7 @@ def pop_free(core: Core, full: bool, slot: int) -> int:
     return block
 
 
-@compiled
+@inlined
 def acquire(core: Core, block: int, full: bool, slot: int) -> None:
     """One more reference; a cached block leaves its list."""
     blocks = core.blocks
@@ -110,7 +110,7 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
     blocks[REFS, block] += 1
 
 
-@compiled
+@inlined
 def release(core: Core, block: int, full: bool, slot: int) -> None:
     """One reference less. The last one makes the block cached where it is in the prefix index, else free."""
     blocks = core.blocks
@@ -129,7 +129,7 @@ def release(core: Core, block: int, full: bool, slot: int) -> None:
         push_free(core, block)
 
 
-@compiled
+@inlined
 def _own(core: Core, block: int, slot: int) -> None:
     core.counters[USED_FULL] += 1
     core.blocks[OWNER, block] = slot + 1

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.eviction import oldest_to_evict
 from tonnage.cache.hashing import hash_tokens
 from tonnage.cache.pool import acquire, release, uncache
@@ -92,7 +92,7 @@ def hash_row(core: Core, row: int, blocks: int) -> None:
     rows[HASHED, row] = max(rows[HASHED, row], at)
 
 
-@compiled
+@inlined
 def find(core: Core, row: int, at: int, parent: int) -> int:
     """The node of the row's block ``at`` below ``parent``, or 0. Exact."""
     blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
@@ -172,7 +172,7 @@ def lock(core: Core, row: int, count: int) -> None:
         core.blocks[KIND, core.tables[anchor, row, at]] = HOT
 
 
-@compiled
+@inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
     """Publish the row's used block ``at`` as a node below ``parent``; `find` found none."""
     blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
@@ -262,7 +262,7 @@ def evict(core: Core, count: int) -> None:
         counters[EVICTIONS] += 1
 
 
-@compiled
+@inlined
 def _forget(core: Core, block: int) -> None:
     blocks = core.blocks
     node = blocks[NODE_OF, block]
