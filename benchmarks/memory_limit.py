@@ -35,6 +35,7 @@ from tonnage.server.memory import process_tree_bytes
 
 SLACK = 1.03
 OVERLOAD = 4
+GRACE = 60  # seconds that requests in flight get when the time is up; then the clients hang up
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
@@ -165,14 +166,18 @@ async def overload(url: str, clients: int, seconds: float, pid: int) -> tuple[Co
     async with httpx.AsyncClient(timeout=600, limits=limits) as http:
         until = time.monotonic() + seconds
         tasks = [asyncio.create_task(client(http, url, number, until, outcomes)) for number in range(clients)]
-        while any(not task.done() for task in tasks):
+        while any(not task.done() for task in tasks) and time.monotonic() < until + GRACE:
             peak = max(peak, await asyncio.to_thread(process_tree_bytes, pid))
             await asyncio.sleep(0.5)
             if sys.stderr.isatty():
                 print(
                     f"\r{time.monotonic() - until + seconds:6.0f} s {dict(outcomes)}", end="", file=sys.stderr
                 )
-        await asyncio.gather(*tasks)
+        for task in tasks:
+            outcomes["hung up at the end"] += task.cancel()
+        for answer in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(answer, Exception):
+                raise answer
     return outcomes, peak
 
 
