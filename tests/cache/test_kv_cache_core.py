@@ -18,6 +18,7 @@ from tonnage.cache.errors import NoFreeBlocks
 from tonnage.cache.eviction import LRU, RULES
 from tonnage.cache.hashing import hash_tokens, xxh64_block
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.replay.trace import read_trace
 from tonnage.cache.state import COLD, HOT, RULE
 from tonnage.planner.layout import KVGroup, KVLayout
 
@@ -340,3 +341,33 @@ def test_what_was_hit_is_hot_and_a_prefix_of_the_hot_is_hot() -> None:
     assert kind[node_of[row[:2]]].tolist() == [HOT, HOT]
     assert kind[node_of[row[2]]] == COLD
     assert RULES[LRU][1] == 1.0
+
+
+def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> None:
+    path = Path(__file__).parents[1] / "data" / "traces" / "mooncake_conversation_120.jsonl"
+    requests = read_trace(path).requests
+    size = 16
+
+    def replay(blocks: int, **options: object) -> int:
+        manager = make(blocks=blocks, size=size, seqs=4, length=2**17, **options)
+        hit = 0
+        for number, request in enumerate(requests):
+            ids = np.repeat(np.array(request.hash_ids, np.int32), request.hash_block)
+            tokens = (ids * 512 + np.arange(len(ids), dtype=np.int32) % 512)[: request.prompt_tokens]
+            hit += compute(manager, number, tokens)  # type: ignore[arg-type]
+            manager.free(number)
+        assert manager.sample_invariants() is None
+        return hit
+
+    seen: set[int] = set()
+    possible = 0  # whole blocks of the leading pieces that an earlier prompt had, less the last token
+    for request in requests:
+        assert request.hash_ids is not None
+        pieces = next(
+            (at for at, piece in enumerate(request.hash_ids) if piece not in seen), len(request.hash_ids)
+        )
+        possible += min(pieces * 512, (request.prompt_tokens - 1) // size * size)
+        seen.update(ids[: request.prompt_tokens // 512])
+    assert replay(100_000) == possible > 0
+    for blocks in (10_000, 20_000, 40_000):
+        assert replay(blocks) >= 0.99 * replay(blocks, eviction="lru")
