@@ -367,7 +367,7 @@ def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> Non
             (at for at, piece in enumerate(request.hash_ids) if piece not in seen), len(request.hash_ids)
         )
         possible += min(pieces * 512, (request.prompt_tokens - 1) // size * size)
-        seen.update(ids[: request.prompt_tokens // 512])
+        seen.update(request.hash_ids[: request.prompt_tokens // 512])
     assert replay(100_000) == possible > 0
     for blocks in (10_000, 20_000, 40_000):
         assert replay(blocks) >= 0.99 * replay(blocks, eviction="lru")
