@@ -362,12 +362,11 @@ def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> Non
     seen: set[int] = set()
     possible = 0  # whole blocks of the leading pieces that an earlier prompt had, less the last token
     for request in requests:
-        assert request.hash_ids is not None
-        pieces = next(
-            (at for at, piece in enumerate(request.hash_ids) if piece not in seen), len(request.hash_ids)
-        )
+        ids = request.hash_ids
+        assert ids is not None
+        pieces = next((at for at, piece in enumerate(ids) if piece not in seen), len(ids))
         possible += min(pieces * 512, (request.prompt_tokens - 1) // size * size)
-        seen.update(request.hash_ids[: request.prompt_tokens // 512])
+        seen.update(ids[: request.prompt_tokens // 512])
     assert replay(100_000) == possible > 0
     for blocks in (10_000, 20_000, 40_000):
         assert replay(blocks) >= 0.99 * replay(blocks, eviction="lru")
