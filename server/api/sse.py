@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,6 +30,10 @@ def outcome_of(error: ApiError) -> Outcome:
 def error_event(error: ApiError) -> bytes:
     """The event of completions and chat: OpenAI's error envelope."""
     return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
+
+
+# The OpenAPI document of a route that answers with JSON, or with events when asked to.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class EventStream(Response):

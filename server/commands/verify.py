@@ -10,6 +10,7 @@ import sys
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
+from tonnage.server.app import create_app
 from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
 from tonnage.server.commands.launch import (
     Parser,
@@ -54,8 +55,12 @@ def run(argv: list[str]) -> int:
         settings = resolved(settings, sys.stderr if arguments.json else sys.stdout)
         plan = planned(settings, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
+        api = create_app(
+            settings, engine
+        )  # never served: the plan counts the API process, so it has to be there
         try:
             rows = asyncio.run(_measure(engine, settings))
+            del api
         except EngineDead as error:
             print(f"tonnage verify: {error}", file=sys.stderr)
             return OUTSIDE

@@ -28,6 +28,9 @@ def refusals_of_valid_bodies_are_right(ctx, response, case) -> None:
     error = response.json()["error"]
     if error["code"] in RIGHT or (error["code"] == "invalid_value" and error["param"] in CROSS_FIELD):
         return
+    # An OpenAPI document has its bounds as doubles: beyond 2**53 a whole range of integers is "equal" to one.
+    if error["param"] == "seed" and "9223372036854775808" in error["message"]:
+        return
     # To JSON Schema 7.0 is an integer, to a strict API it is not: nothing that counts tokens sends it.
     if error["code"] == "invalid_type" and error["message"].endswith(".0") and "integer" in error["message"]:
         return

@@ -157,8 +157,19 @@ def test_bytes_per_token_are_those_of_a_plain_dynamic_cache(family: str, tmp_pat
     assert held % tokens == 0
 
 
+def tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [held for held in gc.get_objects() if isinstance(held, torch.Tensor)]
+
+
 @pytest.fixture(scope="module")
-def demo_runner() -> ModelRunner:
+def before_demo() -> list[torch.Tensor]:
+    """What other tests of this process left alive; held, so that its addresses are not used again."""
+    return tensors()
+
+
+@pytest.fixture(scope="module")
+def demo_runner(before_demo: list[torch.Tensor]) -> ModelRunner:
     ensure_demo()
     plan = make_plan(
         "demo",
@@ -180,19 +191,17 @@ def test_self_check_of_the_demo_model_is_far_inside_its_tolerance(demo_runner: M
     assert self_check(demo_runner) < TOLERANCE[torch.float32] / 20
 
 
-def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(demo_runner: ModelRunner) -> None:
+def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(
+    demo_runner: ModelRunner, before_demo: list[torch.Tensor]
+) -> None:
     plan = demo_runner.plan
     assert demo_runner.pool.nbytes == plan.rank.kv_pool_bytes
     complete(demo_runner, Scheduler(plan), requests(PROMPTS, 8))
-    gc.collect()
-    known = {p.untyped_storage().data_ptr() for p in demo_runner.model.parameters()}
-    known |= {b.untyped_storage().data_ptr() for b in demo_runner.model.buffers()}
-    known.add(demo_runner.pool.tensor.untyped_storage().data_ptr())
-    others = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known
-    }
+    model = demo_runner.model
+    expected = [*model.parameters(), *model.buffers(), demo_runner.pool.tensor, *before_demo]
+    known = {tensor.untyped_storage().data_ptr() for tensor in expected}
+    storages = [tensor.untyped_storage() for tensor in tensors()]
+    others = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in known}
     # Less than the K/V of a single token: nothing else keeps K or V alive between steps.
     assert max(others.values(), default=0) < plan.kv_cache.layout.bytes_per_token
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from tonnage.server.api.endpoint import Endpoint
 from tonnage.server.api.responses.protocol import ResponseBody
 from tonnage.server.api.responses.service import ResponseService
+from tonnage.server.api.sse import STREAMED
 from tonnage.server.state import ServerState
 
 
@@ -15,7 +16,12 @@ def responses_router(state: ServerState, service: ResponseService) -> APIRouter:
     router = APIRouter()
     endpoint = Endpoint("/v1/responses", state, service)
 
-    @router.post("/v1/responses", response_model=ResponseBody, openapi_extra=endpoint.openapi_extra)
+    @router.post(
+        "/v1/responses",
+        response_model=ResponseBody,
+        responses=STREAMED,
+        openapi_extra=endpoint.openapi_extra,
+    )
     async def create_response(request: Request) -> Response:
         """Answer a conversation; streamed as typed events with ``stream: true``."""
         return await endpoint(request)
