@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from tonnage.cache.admission import AdmissionRequest, Never, Wait
 from tonnage.cache.manager import KVCacheManager
+from tonnage.cache.warm import compile_manager
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
@@ -32,7 +33,7 @@ from tonnage.server.engines.base import (
     QueueFull,
 )
 from tonnage.server.engines.inbox import Inbox
-from tonnage.server.engines.pool_stats import pool_stats
+from tonnage.server.engines.pool_stats import pool_stats, sample_laws
 
 log = logging.getLogger("tonnage.server")
 
@@ -113,6 +114,7 @@ class FakeEngine:
             max_num_batched_tokens=deployment.max_num_batched_tokens,
             enable_prefix_caching=deployment.enable_prefix_caching,
         )
+        self._steps = 0
         self._step_seconds = 1 / token_rate
         self._reply = reply or random_reply(plan.model.vocab_size)
         self._load_seconds = load_seconds
@@ -145,6 +147,7 @@ class FakeEngine:
 
     async def start(self) -> None:
         await asyncio.sleep(self._load_seconds)
+        await asyncio.to_thread(compile_manager, self._plan.kv_cache.layout)
         if self._start_error is not None:
             raise self._start_error
         self._ready = True
@@ -203,6 +206,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._manager.stats().hit_tokens,
+            invariant_violations=self._manager.stats().violations,
         )
 
     def capacity(self) -> Capacity:
@@ -249,6 +253,8 @@ class FakeEngine:
 
     def _step(self) -> None:
         """One token of every decoding sequence; what is left of the token budget goes to prefill."""
+        self._steps += 1
+        sample_laws(self._manager, self._steps)
         budget = self._budget
         for sequence in [s for s in self._running if s.drawn][:budget]:
             self._compute(sequence, 1)

@@ -14,6 +14,7 @@ from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.base import Chunk, GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
 
 
 def plan_for(blocks: int, **changes: int) -> Plan:
@@ -128,3 +129,21 @@ def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
     said = run(scheduler, requests(24))
     assert said == run(Scheduler(plan_for(400)), requests(24))
     assert scheduler.counters.admissions["wait", "blocks"] > 0
+
+
+def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = Scheduler(plan_for(40))
+    for request in requests(2):
+        scheduler.add(request)
+    for _ in range(4):
+        step(scheduler)
+    assert scheduler.stats().invariant_violations == 0
+    refs = scheduler.manager.state.pool.refs
+    block = int(scheduler.manager.tables[0][0, 0])
+    refs[block] += 1
+    sample_laws(scheduler.manager, LAWS_EVERY - 1)
+    assert scheduler.stats().invariant_violations == 0
+    scheduler._steps = LAWS_EVERY - 1
+    scheduler.schedule()
+    assert scheduler.stats().invariant_violations == 1
+    assert "reference counts" in caplog.text

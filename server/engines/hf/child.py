@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from tonnage.cache.admission import Policy
+from tonnage.cache.warm import compile_manager
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
@@ -75,6 +76,7 @@ class EngineLoop:
                 from tonnage.server.engines.hf.kernels.warm import compile_all
 
                 compile_all()
+        compile_manager(plan.kv_cache.layout, policy)
         self.runner = ModelRunner(plan)
         matcher = Grammars(plan.model.path, self.runner.vocab_size).matcher
         self.scheduler = Scheduler(plan, matcher, policy)

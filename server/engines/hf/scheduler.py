@@ -29,7 +29,7 @@ from tonnage.server.engines.base import (
 )
 from tonnage.server.engines.hf.adjust import Matcher
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.pool_stats import pool_stats
+from tonnage.server.engines.pool_stats import pool_stats, sample_laws
 
 
 @dataclass(slots=True)
@@ -189,6 +189,7 @@ class Scheduler:
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
         """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
         self._steps += 1
+        sample_laws(self.manager, self._steps)
         copies: list[BlockCopy] = []
         picked, budget = self._pick_running(copies)
         while self.running and not picked:  # only where admission promised more than there is
@@ -498,4 +499,5 @@ class Scheduler:
             preempted_tokens=counters.preempted_tokens,
             generation_tokens=counters.generation_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
+            invariant_violations=self.manager.stats().violations,
         )
