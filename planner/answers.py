@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tonnage.planner.build import plan_source
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.records import replace
 from tonnage.planner.source import ModelSource
 from tonnage.planner.units import gib
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from tonnage.planner.layout import GroupKind
+from tonnage.planner.records import dataclass
 
 Role = Literal[
     "embedding", "attention", "mlp", "expert", "router", "mixer", "norm", "head",

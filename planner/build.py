@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
-from hashlib import sha256
 from typing import Literal
+
+try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan may take)
+    from _sha256 import sha256  # type: ignore[import-not-found]  # Python 3.11
+except ImportError:
+    from hashlib import sha256
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.deployment import Resolved, complete
@@ -20,6 +23,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.fit import judge
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
+from tonnage.planner.records import asdict, replace
 from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource, resolve_model
 from tonnage.planner.versions import PLANNER_RULES
@@ -301,4 +305,5 @@ def _plan_id(source: ModelSource, flags: Deployment) -> str:
     version = flags.engine_version
     tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
     content = [source.id, source.config, tensors, asdict(flags), PLANNER_RULES, flags.engine, version]
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    digest: str = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest[:16]

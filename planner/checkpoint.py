@@ -7,12 +7,12 @@ Beside the parameters, old files store what their code had: this module knows th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.quantization import Quantization
+from tonnage.planner.records import dataclass
 
 # bitsandbytes stores NF4's state of each module as JSON: the fixed text, the shape's digits, and an offset
 # printed with 17 to 22 characters (bitsandbytes 0.50, functional.py QuantState.as_dict).

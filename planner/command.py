@@ -234,9 +234,8 @@ def _answer(args: argparse.Namespace) -> int:
     source = resolve_model(args.model)
     plan = plan_source(source, deployment)
     if not plan.fits:
-        from dataclasses import replace
-
         from tonnage.planner.answers import advise
+        from tonnage.planner.records import replace
 
         plan = replace(plan, advice=advise(source, deployment))
     if args.html:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import KV_DTYPE_BYTES, check_dtype
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.host import host_memory
 from tonnage.planner.plan import Deployment
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB
 from tonnage.planner.versions import engine_version
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.plan import Deployment
+from tonnage.planner.records import replace
 
 _VOCAB_PADDING = 64  # vLLM: DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py
 

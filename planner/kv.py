@@ -6,13 +6,12 @@ either engine counts alike; tests/planner/test_kv_vllm.py holds them against vLL
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import EngineName
+from tonnage.planner.records import dataclass, replace
 
 # vLLM: one kind may have up to 1.5 times the layers of another before the larger one is split into
 # groups of the smaller one's size (_get_kv_cache_groups_uniform_page_size).

@@ -9,10 +9,9 @@ expert parallelism, else their width).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from tonnage.planner.architecture import TOWER_ROLES, Architecture, TensorSpec
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.records import dataclass, replace
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0
 _LAST = ("norm", "head")  # what follows the last layer

@@ -3,10 +3,10 @@ from, and what the metrics compare reality with. Built by :func:`tonnage.planner
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 from tonnage.planner.layout import KVLayout
+from tonnage.planner.records import dataclass, field
 
 SCHEMA_VERSION = 1
 

@@ -9,7 +9,6 @@ quantization_config.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tonnage.planner.architecture import Architecture, TensorSpec
@@ -18,6 +17,7 @@ from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArch
 from tonnage.planner.fields import shown
 from tonnage.planner.quantization_formats import LinearFormat
 from tonnage.planner.quantization_rules import Patterns, spelling
+from tonnage.planner.records import dataclass, field
 
 Scheme = str  # one of FLAG_VALUES, or what a checkpoint's method is printed as
 _ROW_SCALE = (1, 0)

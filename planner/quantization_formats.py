@@ -7,10 +7,10 @@ holds; ``after_warmup`` what a kernel makes of the storages, where one repacks t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.records import dataclass
 
 Kind = Literal[
     "int8", "nf4", "gptq", "awq", "fp8", "int-w8", "packed", "mxfp4", "mxfp8", "nvfp4", "hqq", "torchao-int4",

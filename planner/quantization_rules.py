@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.fields import shown
+from tonnage.planner.records import dataclass
 
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
 # What regular expressions of published files are made of; groups are not repeated, so that none can blow up
-_PLAIN_REGEX = re.compile(r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}", re.ASCII)
-_NESTED = re.compile(r"[)\]}*+?]\s*[*+{]")
+_PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
+_NESTED = r"[)\]}*+?]\s*[*+{]"
 MAX_PATTERNS = 200_000
 
 
@@ -90,7 +90,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
 
 
 def _regex(text: str, field: str) -> str:
-    if not _PLAIN_REGEX.fullmatch(text) or _NESTED.search(text.replace(".*", ".")):
+    if not re.fullmatch(_PLAIN_REGEX, text, re.ASCII) or re.search(_NESTED, text.replace(".*", ".")):
         raise UnsupportedArchitecture(f"{shown(text)} is not a simple regular expression", field=field)
     try:
         re.compile(text)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, TextIO
 
 from tonnage.planner.plan import Plan, RankPlan
+from tonnage.planner.records import asdict
 from tonnage.planner.units import gib
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +11,12 @@ from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
 from tonnage.planner.fields import load_config
 from tonnage.planner.headers.safetensors import read_folder
 from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.records import dataclass
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _local(path: Path, model: str) -> ModelSource | None:
 
 
 def _hub(model: str) -> ModelSource:
-    if not _HUB_ID.fullmatch(model):
+    if not re.fullmatch(_HUB_ID, model, re.ASCII):
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.plan import Deployment
 from tonnage.planner.quantization import read_quantization
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source import resolve_model
 from tonnage.planner.weights import sum_weights
 

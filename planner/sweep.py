@@ -7,7 +7,6 @@ Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from tonnage.planner.architecture import Architecture
@@ -22,6 +21,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.gpus import Gpu
 from tonnage.planner.plan import Deployment
 from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_quantization
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.runtime import Runtime, runtime_terms
 from tonnage.planner.source import ModelSource
 from tonnage.planner.weights import sum_weights

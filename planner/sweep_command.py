@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
+from tonnage.planner.records import asdict, replace
 from tonnage.planner.source import ModelSource
 from tonnage.planner.sweep import SweepRow, cheapest, default_grid, sweep
 from tonnage.planner.tables import Table, print_table

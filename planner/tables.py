@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TextIO
 
 from tonnage.planner.plan import Plan
+from tonnage.planner.records import dataclass
 from tonnage.planner.render import memory_rows
 
 

@@ -20,7 +20,7 @@ _FACTORS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
 _MAX_BYTES = 1 << 60  # one EiB: above it the figure is a typing error
 
 
@@ -29,7 +29,7 @@ def parse_size(text: str, field: str) -> int:
 
     ``2G`` is refused: some tools read it as GiB, others as GB. Raises DeploymentError naming ``field``.
     """
-    match = _SIZE.fullmatch(text)
+    match = re.fullmatch(_SIZE, text, re.ASCII)
     factor = _FACTORS.get(match[3].lower()) if match else None
     if match is None or factor is None:
         raise DeploymentError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from math import prod
 
 from tonnage.planner.architecture import Architecture, TensorSpec
@@ -11,6 +9,7 @@ from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.engine_tensors import tensors_of
 from tonnage.planner.plan import Deployment, Term, WeightFormat
 from tonnage.planner.quantization import Quantization
+from tonnage.planner.records import dataclass
 
 # The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
 # linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
@@ -74,7 +73,7 @@ def sum_weights(
             formats[key] = formats.get(key, 0) + held
         if deployment.engine == "vllm" and tensor.module_class.endswith("Linear") and len(tensor.shape) == 2:
             slack += _tiled(tensor.shape, held) - held
-        pattern = _NUMBER.sub(".*.", tensor.name) if tensor.layer is None else _unnumbered(tensor)
+        pattern = _unnumbered(tensor.name)
         kind = kinds.get((pattern, tensor.shape))
         if kind is None:
             kinds[pattern, tensor.shape] = _Kind(tensor, converted, 1, held)
@@ -87,9 +86,6 @@ def sum_weights(
     )
 
 
-_NUMBER = re.compile(r"\.\d+\.")
-
-
 @dataclass(slots=True)
 class _Kind:
     """Tensors of one name and shape over all layers; ``value`` is their sum."""
@@ -100,10 +96,9 @@ class _Kind:
     value: int
 
 
-def _unnumbered(tensor: TensorSpec) -> str:
-    """The name with a star for the layer (and for lists inside it), without a regular expression."""
-    name = tensor.name.replace(f".{tensor.layer}.", ".*.", 1)
-    return name if not any(c.isdigit() for c in name) else _NUMBER.sub(".*.", name)
+def _unnumbered(name: str) -> str:
+    """The name with a star for the layer and for the places of lists inside it."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:

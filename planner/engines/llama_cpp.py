@@ -9,13 +9,13 @@ with MLA attention, else K and V expanded for every head, in either case on one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.engines.pool import ceil_div
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.records import dataclass
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tonnage.planner.layout import KVLayout
+from tonnage.planner.records import dataclass
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -7,12 +7,11 @@ pool's. "GB" in its log is GiB. Checked against the logs in tests/data/field_rep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.vllm import heads_per_rank
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.records import dataclass
 
 DEFAULT_SWA_RATIO = 0.8  # server_args.py: swa_full_tokens_ratio
 

@@ -7,7 +7,6 @@ start-up logs (tests/data/field_reports.jsonl) and the pull requests named below
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from math import prod
 
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
@@ -17,6 +16,7 @@ from tonnage.planner.engines.pool import Capacity, Demand, Pool, ceil_div
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.records import dataclass, replace
 
 CURRENT: Version = (0, 32, 0)
 """The vLLM whose rules are followed when no version is given and none is installed."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None

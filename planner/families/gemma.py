@@ -7,13 +7,13 @@ multimodal Gemma 3 is in multimodal.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from tonnage.planner.architecture import Architecture, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the sam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

@@ -7,13 +7,13 @@ family has beyond the common parts is a small function at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 Bias = bool | tuple[str, bool]  # always | (config field, its default)
 _ATTENTION_BIAS = ("attention_bias", False)

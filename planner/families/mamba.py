@@ -8,13 +8,13 @@ A Mamba layer keeps, per sequence, the last kernel - 1 inputs of its convolution
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 _TIME_STEP = (
     "time_step_floor", "time_step_init_scheme", "time_step_limit", "time_step_max", "time_step_min",
@@ -522,7 +522,7 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
     """Tie what was added since ``begin`` below ``here`` to the same tensors below ``first``."""
-    from dataclasses import replace
+    from tonnage.planner.records import replace
 
     if first is None:
         return here

@@ -8,13 +8,13 @@ kv_lora_rank + qk_rope_head_dim elements per token, on every tensor-parallel ran
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

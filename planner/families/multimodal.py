@@ -7,7 +7,6 @@ Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector pa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
@@ -15,6 +14,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import replace
 
 _TOP = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "vision_start_token_id",

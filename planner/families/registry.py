@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import replace
 
 # module -> the model_types it builds. A module is imported when one of its types is asked for.
 _MODULES = {

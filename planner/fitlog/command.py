@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NoReturn
@@ -15,6 +14,7 @@ from tonnage.planner.build import plan_source
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import LogFigures, read_log
 from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source import resolve_model
 from tonnage.planner.units import gib, parse_size
 

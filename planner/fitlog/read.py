@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tonnage.planner.errors import ConfigError
+from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import GiB, MiB
 
 MAX_LOG_BYTES = 256 << 20

@@ -7,11 +7,11 @@ it, the nominal memory less :data:`NOMINAL_RESERVE` stands in, and :attr:`Gpu.ba
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB
 
 NOMINAL_RESERVE = 0.0125

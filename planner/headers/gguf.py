@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.ggml_types import GGML_TYPES
 from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.records import dataclass
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {

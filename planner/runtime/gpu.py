@@ -9,13 +9,13 @@ intervals are in fitted.json, written by benchmarks/fit_runtime.py from tests/da
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from tonnage.planner.architecture import TOWER_ROLES, Architecture
 from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.records import dataclass
 from tonnage.planner.runtime import hf
 from tonnage.planner.runtime.estimate import NOTHING, Estimate, Runtime
 

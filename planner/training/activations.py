@@ -7,12 +7,12 @@ on a :class:`Tape`. A family without such a program is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.tape import Size, Tape, Value
 

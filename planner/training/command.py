@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
@@ -175,7 +174,7 @@ def setup_from(args: argparse.Namespace) -> TrainingSetup:
         from tonnage.planner.gpus import find_gpu
 
         values["device_memory"] = find_gpu(args.gpu).memory_bytes
-    known = {f.name for f in fields(TrainingSetup)}
+    known = set(TrainingSetup.__annotations__)
     return TrainingSetup(**{k: v for k, v in values.items() if v is not None and k in known})
 
 
@@ -252,7 +251,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _trick(trick: Any) -> dict[str, Any]:
-    from dataclasses import asdict
+    from tonnage.planner.records import asdict
 
     return {**asdict(trick), "changes": dict(trick.changes)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -16,6 +15,7 @@ from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.quantization import Quantization
+from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.tape import IA3_FEED_FORWARD

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.records import dataclass
 from tonnage.planner.source import resolve_model
 from tonnage.planner.training.activations import Block, ShapeSum, block_of, known_families, shape_sums
 

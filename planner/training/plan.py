@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
+from tonnage.planner.records import dataclass
 from tonnage.planner.training.activations import (
     ESTIMATE_HIGH,
     ESTIMATE_LOW,

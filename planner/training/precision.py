@@ -7,8 +7,7 @@ which is part of the answer. Worked totals for AdamW: 16 (zero, master-with-weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.setup import DTYPE_BYTES, TrainingSetup
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tonnage.planner.records import asdict
 from tonnage.planner.training.plan import SCHEMA_VERSION, Line, TrainingPlan
 from tonnage.planner.units import gib
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.plan import Planner, TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.records import dataclass
 
 Method = Literal["full", "lora", "qlora", "ia3", "freeze"]
 METHODS = ("full", "lora", "qlora", "ia3", "freeze")

@@ -3,8 +3,7 @@ every figure is relative to the same setup without the trick."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from tonnage.planner.records import dataclass
 from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.plan import Planner, TrainingPlan

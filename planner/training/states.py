@@ -3,10 +3,10 @@ strategies gather and buffer beside them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.records import dataclass
 from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held, Trained, adapter_bytes
 from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes

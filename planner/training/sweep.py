@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.setup import TrainingSetup
 
@@ -30,7 +30,7 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     """``micro-batch=1,2,4`` -> ("micro_batch", (1, 2, 4)). Raises DeploymentError."""
     name, found, values = text.partition("=")
     field = name.strip().lstrip("-").replace("-", "_")
-    kinds = {f.name: f.type for f in fields(TrainingSetup)}
+    kinds = TrainingSetup.__annotations__
     if not found or field not in kinds or not values:
         raise DeploymentError(
             f"{text[:60]!r} is not FLAG=VALUE,VALUE", field="--sweep", hint="for example micro-batch=1,2,4"

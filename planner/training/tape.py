@@ -10,8 +10,9 @@ tests/planner/test_training_activations.py holds the tapes against real models, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from tonnage.planner.records import dataclass, field
 
 # the last parts of the modules PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
