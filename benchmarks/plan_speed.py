@@ -1,12 +1,13 @@
 """How long ``tonnage plan`` takes as a whole process, and a sweep inside one; peers in the same run.
 
-    python benchmarks/plan_speed.py [--runs 20] [--peers] [--json] [MODEL]
+    python benchmarks/plan_speed.py [--runs 20] [--peers FOLDER] [--json] [MODEL]
 
 ``cold_ms``: median wall time of `tonnage plan MODEL --gpu h100-80g --json`, a new process each time, file
-cache warm; ``rss_mib``: its peak resident set; ``plans_per_second``: combinations of a sweep in one process,
-CPU time; ``python_ms``: an empty interpreter, what no Python tool can be faster than. --peers installs
-vramcalc, vramscout and hf-mem from PyPI into a throw-away environment and times their cheapest command (their
-import floor), alternating with ours.
+cache warm and bytecode written (whatever PYTHONDONTWRITEBYTECODE says here); ``rss_mib``: its peak resident
+set, never less than this process's own, which the system counts in; ``plans_per_second``: combinations of a
+sweep in one process, CPU time; ``python_ms``: an empty interpreter, what no Python tool can be faster than.
+--peers installs vramcalc, vramscout and hf-mem from PyPI into a virtual environment in FOLDER (kept; it must
+not be ours) and times their cheapest command (their import floor), alternating with ours.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ PEERS = {
     "hf-mem": ["hf-mem", "--help"],
 }
 SWEEP_TARGET = 10_000
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def run_once(command: list[str]) -> tuple[float, float, float]:
     """(wall milliseconds, peak resident set in MiB, CPU milliseconds) of one process."""
     begun = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
     _, status, usage = os.wait4(process.pid, 0)
     elapsed = 1000 * (time.perf_counter() - begun)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -93,12 +95,13 @@ def sweep_speed(folder: str) -> dict[str, float]:
 
 def install_peers(folder: Path) -> dict[str, list[str]]:
     """Commands of the peers that could be installed."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    if not (folder / "bin/pip").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     found = {}
     for name, command in PEERS.items():
-        done = subprocess.run(
-            [str(folder / "bin/pip"), "install", "-q", name], capture_output=True, text=True, timeout=600
-        )
+        print(f"installing {name} ...", file=sys.stderr)
+        install = [str(folder / "bin/pip"), "install", "-q", name]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600, env=ENVIRONMENT)
         program = folder / "bin" / command[0]
         if done.returncode == 0 and program.exists():
             found[name] = [str(program), *command[1:]]
@@ -111,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="folder with config.json (default: Llama-3.1-8B of the tests)")
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--peers", action="store_true", help="install and time the peers")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="install the peers there and time them")
     parser.add_argument("--json", action="store_true", help="accepted; the last line is always one JSON object")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -125,7 +128,7 @@ def main() -> None:
             "python": [sys.executable, "-c", "pass"],
         }
         if options.peers:
-            commands |= install_peers(Path(scratch) / "peers")
+            commands |= install_peers(options.peers)
         found = measure(commands, options.runs)
         result = {
             "cold_ms": found["plan"]["ms"],

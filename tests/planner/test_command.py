@@ -102,8 +102,8 @@ def test_the_planner_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; from tonnage.planner.command import run\n"
         "code = run(['demo', '--json', '--explain', '--device-memory', '16GiB'])\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'importlib.metadata', 'dataclasses',"
-        "'inspect', 'hashlib', 'urllib.request'}\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'huggingface_hub', 'importlib.metadata',"
+        "'dataclasses', 'inspect', 'hashlib', 'urllib.request'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
     )
     environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path)}
