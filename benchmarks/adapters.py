@@ -37,18 +37,15 @@ class Tonnage:
             max_num_batched_tokens=MAX_MODEL_LEN,
             **{"hash_seed": 0, **options},
         )
-        self._refused: tuple[Any, Any] | None = (
-            None  # asked again: its tokens as an array, as engines keep them
-        )
+        # Asked again: its tokens as an array, as engines keep them.
+        self._refused: tuple[Any, Any] | None = None
 
     def admit(self, request_id: Any, tokens: list[int], max_tokens: int) -> int | None:
-        prompt: Any = tokens
-        if self._refused is not None and self._refused[0] == request_id:
-            prompt = self._refused[1]
+        again = self._refused is not None and self._refused[0] == request_id
+        prompt = self._refused[1] if again else token_array(tokens)
         answer = self.manager.admit(request_id, prompt, max_tokens)
         if not isinstance(answer, Admitted):
-            if prompt is tokens:
-                self._refused = (request_id, token_array(tokens))
+            self._refused = (request_id, prompt)
             return None
         self._refused = None
         ids, ends = (request_id,), (len(tokens),)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.types import Limits
+from tonnage.cache.memory import reserved, resident
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -27,8 +28,14 @@ ROOT = NULL_BLOCK  # parent of a first block
 COLD, HOT, CLASSES = 0, 1, 2
 
 # Entries of Pool.counters
-FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK, EVICTIONS = range(6)
-REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING, COUNTERS = range(6, 14)
+FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK = range(5)
+REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING = range(5, 12)
+# ... and from EVICTIONS on the blocks evicted by cause: for K/V of prompts, of answers, for a copy on write, and
+# because everything cached was to be forgotten.
+FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
+EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
+EVICTIONS = 12
+COUNTERS = EVICTIONS + len(EVICTION_CAUSES)
 
 # Rows of Core.blocks: fields of a block, those from NODE_OF to CHAIN by node; from FIRST_GROUP on the node's
 # block in each group.
@@ -170,8 +177,7 @@ def new_state(
     logged: bool,
     rules: Sequence[tuple[float, float]],
 ) -> State:
-    """An empty pool. Memory that is never touched is not taken (calloc): tables, tokens and nodes are reserved
-    for the worst case."""
+    """An empty pool. Rows and salts are reserved for the worst case; their memory is taken where it is used."""
     layout = limits.layout
     groups, rows, size = len(layout.groups), limits.max_num_seqs, layout.block_size
     max_blocks = -(-limits.max_model_len // size)
@@ -194,15 +200,16 @@ def new_state(
     constants[GHOSTS], constants[SAMPLE_SHIFT] = len(rules) if adaptive else 0, shift
     entries = (num_blocks >> shift) + 1 if adaptive else 1
     core = Core(
-        blocks=ints(FIRST_GROUP + groups, num_blocks + CLASSES),
-        node_tokens=ints(nodes, size),
-        node_hash=np.zeros(nodes, np.uint64),
-        heads=ints(1 << (nodes - 1).bit_length()),  # at most one node a bucket on average
-        salt_nodes=ints(nodes + rows),
-        seeds=np.zeros(nodes + rows, np.uint64),
-        tables=ints(groups, rows, max_blocks),
-        tokens=ints(rows, limits.max_model_len),
-        hashes=np.zeros((rows, max_blocks if caching else 1), np.uint64),
+        blocks=resident(FIRST_GROUP + groups, num_blocks + CLASSES, dtype=np.int32),
+        node_tokens=resident(nodes, size, dtype=np.int32),
+        node_hash=resident(nodes, dtype=np.uint64),
+        # At most one node a bucket on average.
+        heads=resident(1 << (nodes - 1).bit_length(), dtype=np.int32),
+        salt_nodes=reserved(nodes + rows, dtype=np.int32),
+        seeds=reserved(nodes + rows, dtype=np.uint64),
+        tables=reserved(groups, rows, max_blocks, dtype=np.int32),
+        tokens=reserved(rows, limits.max_model_len, dtype=np.int32),
+        hashes=reserved(rows, max_blocks if caching else 1, dtype=np.uint64),
         rows=longs(FIRST + groups, rows),
         requests=ints(REQUEST_FIELDS, rows),
         counters=longs(COUNTERS),
@@ -212,9 +219,9 @@ def new_state(
         shares=np.array([share for share, _ in rules]),
         mean_new=np.zeros(1),
         scores=np.zeros(len(rules)),
-        ghosts=ints(len(rules), GHOST_FIELDS, entries + CLASSES),
-        ghost_hash=np.zeros((len(rules), entries), np.uint64),
-        ghost_heads=ints(len(rules), 1 << (entries - 1).bit_length()),
+        ghosts=resident(len(rules), GHOST_FIELDS, entries + CLASSES, dtype=np.int32),
+        ghost_hash=resident(len(rules), entries, dtype=np.uint64),
+        ghost_heads=resident(len(rules), 1 << (entries - 1).bit_length(), dtype=np.int32),
         ghost_counts=longs(len(rules), 5),
         removed=np.zeros(num_blocks if logged else 1, np.uint64),
         stored=ints(num_blocks if logged else 1),

@@ -20,6 +20,8 @@ from tonnage.cache.state import Int32Array, Int64Array
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
+_PIECE = 4096  # tokens converted at once
+
 
 @dataclass(slots=True)
 class Family:
@@ -128,12 +130,15 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
             if token_ids.size and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 2**31:
                 raise OverflowError("a token id is negative or 2^31 or more")
             return token_ids.astype(np.int32)
-        # struct refuses floats and what does not fit 32 bits, and takes half the time of array or numpy.
-        if out is not None and len(token_ids) <= len(out):
-            ids: Int32Array = out[: len(token_ids)]
-            struct.pack_into(f"{len(token_ids)}i", ids.data, 0, *token_ids)
-        else:
-            ids = np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), dtype=np.int32)
+        count = len(token_ids)
+        if not isinstance(token_ids, (list, tuple)):
+            token_ids = list(token_ids)
+        ids: Int32Array = np.empty(count, np.int32) if out is None or count > len(out) else out[:count]
+        # struct refuses floats and what does not fit 32 bits, and takes half the time of array or numpy; piece
+        # by piece, because it wants the numbers as arguments, and a tuple of 100,000 is new memory each time.
+        for start in range(0, count, _PIECE):
+            piece = token_ids[start : start + _PIECE]
+            struct.pack_into(f"{len(piece)}i", ids.data, 4 * start, *piece)
     except (TypeError, OverflowError, ValueError, struct.error) as error:
         raise InvalidRequest(str(error), field="token_ids", hint="give a flat list of ints") from None
     if not signed and ids.size and int(ids.min()) < 0:
