@@ -28,7 +28,7 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-_VERSION = f"{numba.__version__} {_sources()}"
+VERSION = f"{numba.__version__} {_sources()}"
 
 
 def compiled(function: Function) -> Function:
@@ -40,7 +40,7 @@ def compiled(function: Function) -> Function:
     dispatcher = numba.njit(cache=True, error_model="numpy", _nrt=False)(function)
     if dispatcher is not function:  # NUMBA_DISABLE_JIT leaves it as it is
         # Compared before anything kept is unpickled (numba/core/caching.py, IndexDataCacheFile, 0.65).
-        dispatcher._cache._cache_file._version = _VERSION
+        dispatcher._cache._cache_file._version = VERSION
     return cast(Function, dispatcher)
 
 

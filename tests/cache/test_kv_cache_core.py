@@ -121,12 +121,12 @@ def test_kept_machine_code_depends_on_every_module_of_the_folder() -> None:
     if not hasattr(steps.leave, "py_func"):  # NUMBA_DISABLE_JIT: there is no machine code
         assert os.environ.get("NUMBA_DISABLE_JIT")
         return
-    assert steps.leave._cache._cache_file._version == compiled._VERSION  # type: ignore[attr-defined]
+    assert steps.leave._cache._cache_file._version == compiled.VERSION  # type: ignore[attr-defined]
     folder = Path(compiled.__file__).parent
     digest = xxhash.xxh3_64()
     for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
-    assert compiled._VERSION.endswith(digest.hexdigest())
+    assert compiled.VERSION.endswith(digest.hexdigest())
 
 
 # -- salts -----------------------------------------------------------------------------------------------------

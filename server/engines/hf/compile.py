@@ -1,0 +1,62 @@
+"""Machine code before weights: compile in a process of its own, then load from disk.
+
+A compiler gives no memory back: compiled in the engine process, the same code costs some 190 MB more than
+read from disk (demo model), and the plan would be right at every start but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+from pathlib import Path
+
+import xxhash
+
+from tonnage.cache.admission import Policy
+from tonnage.cache.compiled import VERSION
+from tonnage.cache.warm import compile_manager, compiled_folder
+from tonnage.planner.layout import KVLayout
+
+
+def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
+    """Have the code of the block manager, and with ``kernels`` that of the CPU's bfloat16 kernels, in memory.
+
+    Half a second; some 30 once per machine and version, with a line on stderr that says so.
+    """
+    notes = _notes(layout, policy, kernels)
+    if not all(note.exists() for note in notes):
+        print("compiling for this machine (once, about 30 s)", file=sys.stderr, flush=True)
+        process = multiprocessing.get_context("spawn").Process(
+            target=load, args=(layout, policy, kernels), daemon=True
+        )
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            for note in notes:
+                with contextlib.suppress(OSError):  # not to be written: it compiles at every start
+                    note.touch()
+    load(layout, policy, kernels)
+
+
+def load(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
+    """Read it from disk, or compile what is not there."""
+    if kernels:
+        with contextlib.suppress(ImportError):  # numba is not installed
+            from tonnage.server.engines.hf.kernels.warm import compile_all
+
+            compile_all()
+    compile_manager(layout, policy)
+
+
+def _notes(layout: KVLayout, policy: Policy | None, kernels: bool) -> list[Path]:
+    """Empty files beside the compiled code: this was compiled. They go when it goes."""
+    what = f"{VERSION} {sorted({group.kind for group in layout.groups})} {policy and policy.mode}"
+    folder = compiled_folder()
+    notes = [] if folder is None else [folder / f"compiled-{xxhash.xxh3_64_hexdigest(what.encode())}"]
+    if kernels:
+        with contextlib.suppress(ImportError):
+            from tonnage.server.engines.hf.kernels.jit import FOLDER
+
+            notes.append(Path(FOLDER) / "compiled")
+    return notes

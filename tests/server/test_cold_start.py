@@ -1,0 +1,26 @@
+"""The first start on a machine, with nothing compiled yet, holds no more memory than the plan says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tonnage.server.demo_model import ensure_demo
+
+
+def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
+    ensure_demo()
+    command = [sys.executable, "-m", "tonnage.server.cli", "verify", "demo", "--json"]
+    settings = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "16"]
+    cold = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    model = {"TONNAGE_CACHE": str(ensure_demo().parent.parent)}
+    done = subprocess.run(
+        [*command, *settings], capture_output=True, text=True, timeout=500, env=os.environ | model | cold
+    )
+    assert "compiling for this machine" in done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["within"] is True
+    assert list(tmp_path.rglob("*.nbc"))
