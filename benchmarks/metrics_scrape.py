@@ -1,8 +1,9 @@
 """What a scrape of /metrics costs while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
 
-A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams.
-Every 50 ms /metrics is read by a plain socket, so that no client's parsing is timed. ``render_cpu_ms``,
-``page_bytes`` and ``series`` are of one page with 50 tenants, in a process of its own and without HTTP.
+A real server (demo model, hf engine; ``--engine fake`` for the in-process one) is kept full by 16 streams
+from a process of their own. Every 50 ms /metrics is read over one kept connection, as Prometheus does, by a
+plain socket, so that no client's parsing is timed. ``render_cpu_ms``, ``page_bytes`` and ``series`` are of one
+page with 50 tenants, in a process of its own and without HTTP.
 
     .venv/bin/python benchmarks/metrics_scrape.py --json
 """
@@ -12,16 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import selectors
 import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 TENANTS = 50
 STREAMS = 16
@@ -42,58 +42,77 @@ def server(engine: str) -> Iterator[str]:
         process.communicate(timeout=30)
 
 
-class Load:
-    """Keeps ``STREAMS`` streams going until stopped."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(STREAMS)]
-        self.finished = 0
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self, number: int) -> None:
-        while not self._stop.is_set():
-            body = {"model": "demo", "prompt": f"stream {number}", "max_tokens": 200, "stream": True}
-            request = urllib.request.Request(
-                f"{self._url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            with urllib.request.urlopen(request) as answer:
-                while answer.read(65536) and not self._stop.is_set():
-                    pass
-            self.finished += 1
+@contextmanager
+def load(url: str) -> Iterator[Callable[[], int]]:
+    """Keeps ``STREAMS`` streams going from another process. Yields what stops them and says how many ended."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--streams-for", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield lambda: int(process.communicate()[0])
+    finally:
+        process.kill()
+        process.wait()
 
 
-def scrape(address: tuple[str, int]) -> tuple[float, bytes]:
+def keep_streaming(url: str) -> int:
+    """Ask for another stream as soon as one has ended, until standard input closes; how many have ended."""
+    address, finished = address_of(url), 0
+    body = json.dumps(
+        {"model": "demo", "prompt": "Once upon a time", "max_tokens": 200, "stream": True}
+    ).encode()
+    head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    asked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + head.encode() + body
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        free = STREAMS
+        while True:
+            for _ in range(free):
+                stream = socket.create_connection(address)
+                stream.sendall(asked)
+                selector.register(stream, selectors.EVENT_READ)
+            free = 0
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    return finished
+                stream = cast(socket.socket, key.fileobj)
+                if not stream.recv(1 << 16):
+                    selector.unregister(stream)
+                    stream.close()
+                    free, finished = free + 1, finished + 1
+
+
+def address_of(url: str) -> tuple[str, int]:
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def scrape(connection: socket.socket) -> tuple[float, bytes]:
     """Seconds from sending the request to the last byte, and the page."""
-    with socket.create_connection(address) as connection:
-        began = time.perf_counter()
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        parts = []
-        while part := connection.recv(1 << 20):
-            parts.append(part)
-        seconds = time.perf_counter() - began
-    head, _, page = b"".join(parts).partition(b"\r\n\r\n")
+    began = time.perf_counter()
+    connection.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+    head, answer, size = b"", b"", None
+    while size is None or len(answer) < size:
+        part = connection.recv(1 << 20)
+        assert part, "the server closed the connection"
+        answer += part
+        if size is None and b"\r\n\r\n" in answer:
+            head, _, answer = answer.partition(b"\r\n\r\n")
+            size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    seconds = time.perf_counter() - began
     assert head.startswith(b"HTTP/1.1 200"), head[:200]
-    return seconds, page
+    return seconds, answer
 
 
 def over_http(url: str, scrapes: int) -> dict[str, float]:
-    host, port = url.removeprefix("http://").split(":")
-    address = (host, int(port))
     times = []
-    for _ in range(scrapes):
-        times.append(1e3 * scrape(address)[0])
-        time.sleep(0.05)
+    with socket.create_connection(address_of(url)) as connection:
+        for _ in range(scrapes):
+            times.append(1e3 * scrape(connection)[0])
+            time.sleep(0.05)
     times.sort()
     return {
         "p50_ms": statistics.median(times),
@@ -134,13 +153,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the result only")
     parser.add_argument("--engine", default="hf", choices=("hf", "fake"))
     parser.add_argument("--scrapes", type=int, default=SCRAPES)
+    parser.add_argument("--streams-for", metavar="URL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.streams_for:
+        print(keep_streaming(arguments.streams_for))
+        return 0
     result: dict[str, Any] = {"engine": arguments.engine, "streams": STREAMS, "tenants": TENANTS}
     result |= in_process()
-    with server(arguments.engine) as url, Load(url) as load:
+    with server(arguments.engine) as url, load(url) as end:
         time.sleep(3)
         result |= over_http(url, arguments.scrapes)
-    result["requests_finished"] = load.finished
+        result["requests_finished"] = end()
     if not arguments.json:
         print("a scrape of /metrics under load, one page every 50 ms")
     print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}))

@@ -72,10 +72,12 @@ from tonnage.planner.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks."""
+    """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks;
+    ``shared_tokens`` of them come from blocks that any salt may read."""
 
     row: int
     cached_tokens: int
+    shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class BlockCopy:
 class CacheStats:
     """Blocks by state: used + cached + free = usable, used <= promised <= usable. Counters since the start.
 
+    ``evictions_by_cause`` are in the order of `EVICTION_CAUSES`.
     ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
     ``shared_hit_tokens`` the part of them from blocks that any salt may read, ``merged`` the duplicate blocks
     given back when a sequence had computed what another one had published, ``violations`` the calls of
@@ -104,6 +107,7 @@ class CacheStats:
     promised: int
     sequences: int
     evictions: int
+    evictions_by_cause: tuple[int, ...]
     query_tokens: int
     hit_tokens: int
     shared_hit_tokens: int
@@ -246,9 +250,9 @@ class KVCacheManager:
         hit = count * self.block_size
         self._query_tokens += len(tokens)
         self._hit_tokens += hit
-        shared = count if not salt_bytes else min(count, int(self.rows.shared[row]))
-        self._shared_hit_tokens += shared * self.block_size
-        return Admitted(row, hit)
+        shared = (count if not salt_bytes else min(count, int(self.rows.shared[row]))) * self.block_size
+        self._shared_hit_tokens += shared
+        return Admitted(row, hit, shared)
 
     def start_of(self, request: AdmissionRequest) -> Head:
         """When a waiting request begins if all ends as foretold: what `admit` wants as ``head``."""
@@ -560,7 +564,8 @@ class KVCacheManager:
             free=pool.free,
             promised=self._promised,
             sequences=len(self.sequences),
-            evictions=int(counters[EVICTIONS]),
+            evictions=int(counters[EVICTIONS:].sum()),
+            evictions_by_cause=tuple(counters[EVICTIONS:].tolist()),
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             shared_hit_tokens=self._shared_hit_tokens,

@@ -40,6 +40,7 @@ from tonnage.cache.pool import acquire, release, uncache
 from tonnage.cache.state import (
     ANCHOR,
     BLOCK_SIZE,
+    BY_RESET,
     CHAIN,
     COLD,
     COMPUTED,
@@ -253,13 +254,13 @@ def publish(core: Core, row: int) -> None:
 
 
 @compiled
-def evict(core: Core, count: int) -> None:
-    """Turn at least ``count`` cached blocks into free ones."""
+def evict(core: Core, count: int, cause: int) -> None:
+    """Turn at least ``count`` cached blocks into free ones. ``cause``: an entry of EVICTION_CAUSES."""
     counters = core.counters
     goal = counters[FREE] + count
     while counters[FREE] < goal:
         _forget(core, oldest_to_evict(core))
-        counters[EVICTIONS] += 1
+        counters[EVICTIONS + cause] += 1
 
 
 @inlined
@@ -324,5 +325,5 @@ class PrefixIndex:
         return found
 
     def evict(self, count: int) -> None:
-        """`evict`, for tests that want a smaller cache; ``count`` blocks must be cached."""
-        evict(self.state.core, count)
+        """`evict`, to forget everything or for tests; ``count`` blocks must be cached."""
+        evict(self.state.core, count, BY_RESET)

@@ -18,6 +18,9 @@ from tonnage.cache.state import (
     CALLS,
     COMPUTED,
     FIRST,
+    FOR_COPY,
+    FOR_DECODE,
+    FOR_PREFILL,
     FREE,
     GROUPS,
     HASHED,
@@ -164,7 +167,7 @@ def _extend_row(core: Core, row: int, end: int, copies: Int32Array, copied: int)
             core.rows[FIRST + group, row] = max(first, core.rows[FIRST + group, row])
     short = (need - have) * core.constants[GROUPS] - core.counters[FREE]
     if short > 0:
-        evict(core, short)
+        evict(core, short, FOR_PREFILL if end <= core.requests[PROMPT, slot] else FOR_DECODE)
     for group in range(core.constants[GROUPS]):
         full = core.windows[group] == 0
         for at in range(have, need):
@@ -184,7 +187,7 @@ def _copy_shared_tail(core: Core, row: int, copies: Int32Array, copied: int) -> 
         shared = core.tables[group, row, at]
         if core.blocks[REFS, shared] > 1:
             if core.counters[FREE] == 0:
-                evict(core, 1)
+                evict(core, 1, FOR_COPY)
             own = pop_free(core, full, slot)
             core.tables[group, row, at] = own
             release(core, shared, full, slot)  # the others of its request still hold it

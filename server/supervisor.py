@@ -37,12 +37,11 @@ BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 60.0
 _STOP_SECONDS = 20.0  # a dead engine's remains get that long to go
 
-# Fields of EngineStats (and of its pool) that only grow.
+# Fields of EngineStats that only grow.
 _COUNTERS = (
     "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
-    "invariant_violations",
+    "shared_hit_tokens", "invariant_violations",
 )  # fmt: skip
-_POOL_COUNTERS = ("evictions",)
 
 
 class SupervisedEngine:
@@ -173,9 +172,11 @@ class SupervisedEngine:
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
     """``stats`` with the counters of ``before`` added."""
     counters = {name: getattr(stats, name) + getattr(before, name) for name in _COUNTERS}
+    causes = itertools.zip_longest(stats.pool.evictions_by_cause, before.pool.evictions_by_cause, fillvalue=0)
     pool = dataclasses.replace(
         stats.pool,
-        **{name: getattr(stats.pool, name) + getattr(before.pool, name) for name in _POOL_COUNTERS},
+        evictions=stats.pool.evictions + before.pool.evictions,
+        evictions_by_cause=tuple(map(sum, causes)),
     )
     return dataclasses.replace(
         stats,

@@ -122,8 +122,9 @@ class PoolStats:
     """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised.
 
     ``committed``: the peak of the promised schedule, where admission looks at more than the sum of promises
-    (None: it does not). ``tail_waste_slots``: slots of used blocks that hold no token, a block that several
-    sequences share counted for each (None: this engine does not say).
+    (None: it does not). ``evictions_by_cause``: in the order of `tonnage.cache.state.EVICTION_CAUSES`; empty
+    where the engine does not say. ``tail_waste_slots``: slots of used blocks that hold no token, a block that
+    several sequences share counted for each (None: this engine does not say).
     """
 
     num_blocks: int
@@ -133,6 +134,7 @@ class PoolStats:
     free: int
     promised: int
     evictions: int = 0
+    evictions_by_cause: tuple[int, ...] = ()
     committed: int | None = None
     tail_waste_slots: int | None = None
 
@@ -178,6 +180,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
+    shared_hit_tokens: int = 0  # the part of them from blocks that requests with any salt, or none, may read
     restarts: int = 0
     invariant_violations: int = 0
 

@@ -34,6 +34,7 @@ def pool_stats(manager: KVCacheManager) -> PoolStats:
         free=stats.free,
         promised=stats.promised,
         evictions=stats.evictions,
+        evictions_by_cause=stats.evictions_by_cause,
         committed=_committed(manager),
         tail_waste_slots=waste,
     )

@@ -84,6 +84,7 @@ class VLLMEngine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._prefix_hit_tokens = 0
+        self._shared_hit_tokens = 0
 
     @property
     def plan(self) -> Plan:
@@ -216,6 +217,7 @@ class VLLMEngine:
                     if cached is None:
                         cached = output.num_cached_tokens or 0
                         self._prefix_hit_tokens += cached
+                        self._shared_hit_tokens += 0 if request.cache_salt else cached
                         prompt = prompt_logprobs(
                             request.prompt_token_ids, output.prompt_logprobs, params.prompt_logprobs
                         )
@@ -285,6 +287,7 @@ class VLLMEngine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
+            shared_hit_tokens=self._shared_hit_tokens,
         )
 
     def capacity(self) -> Capacity:

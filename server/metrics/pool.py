@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tonnage.cache.state import EVICTION_CAUSES
 from tonnage.server.engines.base import EngineStats
 from tonnage.server.metrics.families import Page
 from tonnage.server.report import promised_unused
@@ -56,12 +57,14 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
             "Bytes of the token slots in used blocks that hold no token yet.",
             pool.tail_waste_slots * layout.bytes_per_block // layout.block_size,
         )
-    page.counters(
-        "tonnage_evictions",
-        "Cached KV blocks given up, by cause. allocation: for new tokens.",
-        ("cause",),
-        {("allocation",): pool.evictions},
-    )
+    if pool.evictions_by_cause:
+        page.counters(
+            "tonnage_evictions",
+            "Cached KV blocks given up, by what for: K/V of prompts (prefill), of answers (decode), a copy "
+            "of a block that sequences had shared (copy_on_write), or because the whole cache was reset.",
+            ("cause",),
+            {(name,): count for name, count in zip(EVICTION_CAUSES, pool.evictions_by_cause, strict=True)},
+        )
     page.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
     page.counter(
         "tonnage_preempted_tokens",
@@ -75,7 +78,11 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     )
     page.counters(
         "tonnage_prefix_hit_tokens",
-        "Prompt tokens whose K/V came from a cache, by the memory it was in.",
+        "Prompt tokens whose K/V was cached, by whose block it was in: one that only requests with the same "
+        "salt may read (salt), or one for everybody (shared).",
         ("source",),
-        {("device",): stats.prefix_hit_tokens},
+        {
+            ("salt",): stats.prefix_hit_tokens - stats.shared_hit_tokens,
+            ("shared",): stats.shared_hit_tokens,
+        },
     )

@@ -106,6 +106,7 @@ def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStat
             name: sum(getattr(each, name) for each in pools)
             for name in ("num_blocks", "usable", "used", "cached", "free", "promised", "evictions")
         },
+        evictions_by_cause=tuple(map(sum, zip(*(each.evictions_by_cause for each in pools), strict=False))),
         committed=_sum_or_none([each.committed for each in pools]),
         tail_waste_slots=_sum_or_none([each.tail_waste_slots for each in pools]),
     )
@@ -117,6 +118,7 @@ def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStat
         "prompt_tokens",
         "generation_tokens",
         "prefix_hit_tokens",
+        "shared_hit_tokens",
         "restarts",
         "invariant_violations",
     )

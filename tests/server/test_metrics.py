@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tonnage.cache.state import EVICTION_CAUSES
 from tonnage.planner.render import plan_to_dict
 from tonnage.server.accounts import Accounts
 from tonnage.server.engines.base import MeasuredMemory, limits_of
@@ -268,10 +269,31 @@ async def test_counts_are_conserved(run_server, small_plan) -> None:
 
 async def test_evictions(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(33, max_model_len=512))) as server:
+        _, samples = await scrape(server)
+        for cause in EVICTION_CAUSES:
+            assert value(samples, "tonnage_evictions_total", cause=cause) == 0
         for number in range(4):
             await server.complete(prompt=[number + 1] * 256, max_tokens=2)
         _, samples = await scrape(server)
-        assert value(samples, "tonnage_evictions_total", cause="allocation") > 0
+        # 32 blocks; each prompt leaves 16 behind. The second finds 16 free ones for itself and evicts one for
+        # its answer, which is free again when the third comes.
+        assert value(samples, "tonnage_evictions_total", cause="prefill") == 2 * (16 - 1)
+        assert value(samples, "tonnage_evictions_total", cause="decode") == 3
+        await server.complete(prompt=[9] * 16, max_tokens=400)
+        _, samples = await scrape(server)
+        assert value(samples, "tonnage_evictions_total", cause="decode") == 3 + 400 // 16
+        engine = server.state.engine
+        assert total(samples, "tonnage_evictions_total") == engine.stats().pool.evictions
+
+
+async def test_hits_by_whose_block_it_was(server) -> None:
+    for _ in range(2):
+        await server.complete(prompt=[5] * 64, max_tokens=2)
+        await server.complete(prompt=[5] * 64, max_tokens=2, cache_salt="mine")
+        await server.complete(prompt=[5] * 64, max_tokens=2, cache_salt="yours")
+    _, samples = await scrape(server)
+    assert value(samples, "tonnage_prefix_hit_tokens_total", source="shared") == 48
+    assert value(samples, "tonnage_prefix_hit_tokens_total", source="salt") == 2 * 48
 
 
 async def test_plan_info_tells_both_revisions(server) -> None:

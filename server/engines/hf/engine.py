@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
+from tonnage.cache.state import EVICTION_CAUSES
 from tonnage.planner.errors import ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
@@ -92,7 +93,10 @@ class HFEngine:
         self._draining = False
         self._idle = asyncio.Event()
         usable = plan.kv_cache.usable_blocks
-        self._stats = EngineStats(False, 0, 0, PoolStats(plan.kv_cache.num_blocks, usable, 0, 0, usable, 0))
+        empty = PoolStats(
+            plan.kv_cache.num_blocks, usable, 0, 0, usable, 0, evictions_by_cause=(0,) * len(EVICTION_CAUSES)
+        )
+        self._stats = EngineStats(False, 0, 0, empty)
 
     @property
     def plan(self) -> Plan:

@@ -116,6 +116,7 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
+    shared_hit_tokens: int = 0
     preemptions: int = 0
     preempted_tokens: int = 0
     admissions: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -311,6 +312,7 @@ class Scheduler:
         else:
             self.counters.prompt_tokens += len(request.prompt_token_ids)
             self.counters.prefix_hit_tokens += cached
+            self.counters.shared_hit_tokens += answer.shared_tokens
             sequence = Sequence(
                 number,
                 request,
@@ -499,5 +501,6 @@ class Scheduler:
             preempted_tokens=counters.preempted_tokens,
             generation_tokens=counters.generation_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
+            shared_hit_tokens=counters.shared_hit_tokens,
             invariant_violations=self.manager.stats().violations,
         )
