@@ -74,10 +74,16 @@ class Replay:
 
 
 def replay(
-    cache: Any, loads: list[traces.Load], running: int, budget: int, *, progress: bool = False
+    cache: Any,
+    loads: list[traces.Load],
+    running: int,
+    budget: int,
+    *,
+    tokens: traces.Tokens | None = None,
+    progress: bool = False,
 ) -> Replay:
     """Run the closed loop of the module's text."""
-    out, tokens = Replay(), traces.Tokens()
+    out, tokens = Replay(), tokens or traces.Tokens()
     over = _overhead()
     queue: deque[tuple[int, list[int], int]] = deque()  # number, prompt, tokens to produce
     live: dict[int, list[Any]] = {}  # number -> [prompt, produced, wanted]
@@ -276,6 +282,7 @@ def main() -> None:
     if options.trace is None:
         parser.error("--trace is required")
     loads = traces.load(options.trace, options.n)
+    tokens = traces.Tokens(loads)
     progress = not options.json
     makers: dict[str, Callable[[], Any]] = {"tonnage": lambda: Tonnage(options.blocks, options.running)}
     if options.peer == "vllm":
@@ -288,11 +295,18 @@ def main() -> None:
             cache = makers[name]()
             gc.collect()
             gc.freeze()
-            runs[name].append(replay(cache, loads, options.running, options.prefill_budget, progress=progress))
+            run = replay(
+                cache, loads, options.running, options.prefill_budget, tokens=tokens, progress=progress
+            )
+            runs[name].append(run)
             gc.unfreeze()
             del cache
     lru = replay(
-        Tonnage(options.blocks, options.running, eviction="lru"), loads, options.running, options.prefill_budget
+        Tonnage(options.blocks, options.running, eviction="lru"),
+        loads,
+        options.running,
+        options.prefill_budget,
+        tokens=tokens,
     )
     ours = runs["tonnage"]
     step = sorted(scheduler_step(options.running, 400)[20:])

@@ -44,10 +44,17 @@ def load(path: Path, limit: int | None = None) -> list[Load]:
 
 
 class Tokens:
-    """Makes prompts; keeps the pieces it has made."""
+    """Makes prompts; keeps the pieces it has made.
 
-    def __init__(self) -> None:
+    With ``loads`` all of theirs are made at once: made one by one during a timed run, some ten thousand arrays
+    would be the garbage collector's work inside somebody's timer.
+    """
+
+    def __init__(self, loads: Sequence[Load] = ()) -> None:
         self._pieces: dict[tuple[int, int], array[int]] = {}
+        for load in loads:
+            for piece in load.pieces:
+                self._piece(piece, load.piece_tokens)
 
     def prompt(self, request: Load) -> list[int]:
         """The prompt's token ids, a new list."""
