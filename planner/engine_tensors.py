@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plan import Deployment
 from tonnage.planner.records import replace
 
 _VOCAB_PADDING = 64  # vLLM: DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py
+
+
+# Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long
+# (model_executor/layers/rotary_embedding/mrope.py). vLLM 0.32.0 keeps one length for models whose positions do
+# not (models/qwen3_vl.py mrope_positions_factor); pull request 44738 measured four for Qwen3-VL in June 2026.
+_MROPE_FACTOR = 4
+_ONE_LENGTH = ("qwen3_vl", "qwen3_5", "qwen3_next")
+_ONE_LENGTH_SINCE = (0, 32, 0)
+
+
+def _position_factor(architecture: Architecture, deployment: Deployment) -> int:
+    if architecture.rotary is None or not architecture.rotary.mrope or deployment.engine != "vllm":
+        return 1
+    given = deployment.engine_version
+    recent = given is None or parse_version(given) >= _ONE_LENGTH_SINCE
+    return 1 if recent and architecture.model_type.startswith(_ONE_LENGTH) else _MROPE_FACTOR
 
 
 def tensors_of(architecture: Architecture, deployment: Deployment) -> tuple[TensorSpec, ...]:
@@ -23,7 +40,10 @@ def tensors_of(architecture: Architecture, deployment: Deployment) -> tuple[Tens
         out.append(tensor)
     if architecture.rotary is not None:
         # get_rope caches one table per distinct rope, [positions, rotated dimensions]
-        shape = (architecture.max_model_len, architecture.rotary.dim)
+        shape = (
+            architecture.max_model_len * _position_factor(architecture, deployment),
+            architecture.rotary.dim,
+        )
         for i in range(architecture.rotary.tables):
             out.append(TensorSpec(f"rotary_emb.{i}.cos_sin_cache", shape, "buffer", "RotaryEmbedding"))
     return tuple(out)

@@ -135,6 +135,11 @@ class Quantization:
             return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
         return self._bytes(tensor, found)
 
+    def kernel_bytes(self, tensor: TensorSpec, engine: str, device: str) -> int:
+        """Bytes an engine's kernel holds beside the storages of the format from the load on."""
+        found = self.format_of(tensor) if engine == "hf" and device == "cpu" else None
+        return found.shifts_bytes() if found is not None and tensor.tied_to is None else 0
+
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
         """Bytes of the checkpoint's tensors for ``tensor`` (buffers are not stored)."""
         if tensor.tied_to is not None or not tensor.is_parameter:

@@ -92,8 +92,20 @@ class LinearFormat:
 
         ``bitsandbytes-cpu-avx512``: absmax becomes bf16, nested absmax is unpacked and its code book freed
         (bitsandbytes 0.50.2, backends/cpu; measured by tests/planner/test_quantization_real.py).
+        ``gptqmodel-cpu-avx512``: scales become fp32, zeros are unpacked to bytes, and the order of the inputs
+        is kept beside their groups (gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
+        tests/gptq/test_gptq_real.py).
         """
         parts = self.parts(out, into, where)
+        if kernel == "gptqmodel-cpu-avx512" and self.kind == "gptq":
+            groups = parts["scales"] // (2 * out)
+            return {
+                **parts,
+                "scales": 4 * groups * out,
+                "qzeros": groups * out,
+                "ret_idx": 4 * into,
+                "wf_unsqueeze": self.shifts_bytes(),
+            }
         if kernel == "bitsandbytes-cpu-avx512" and self.kind == "nf4":
             kept = {"weight": parts["weight"], "code": parts["code"]}
             kept["absmax"] = 2 * ceil_div(out * into, NF4_BLOCK)
@@ -101,6 +113,13 @@ class LinearFormat:
                 kept["offset"] = NESTED_OFFSET_BYTES
             return kept
         return parts
+
+    def shifts_bytes(self) -> int:
+        """What GPTQModel's kernels on a CPU keep in each module to unpack a 32-bit word: the shifts, int32
+        (gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero)."""
+        if self.kind != "gptq":
+            return 0
+        return 4 * (36 if self.bits == 3 else 32 // self.bits)
 
     def _nf4(self, n: int) -> dict[str, int]:
         blocks = ceil_div(n, NF4_BLOCK)

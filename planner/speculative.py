@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
@@ -46,9 +47,8 @@ def add_draft(architecture: Architecture, flags: Deployment) -> Draft:
             field="--speculative-model",
         )
     quantization = read_quantization(source.config, None)
-    loaded = sum_weights(
-        rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0), quantization, flags
-    )
+    part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
+    weights = sum_weights(part, quantization, flags).total + allocator_rounding(part, quantization, flags)
     moved = tuple(replace(layer, layer=architecture.layers + layer.layer) for layer in draft.cache_layers)
     both = replace(architecture, cache_layers=(*architecture.cache_layers, *moved))
-    return Draft(both, loaded.total)
+    return Draft(both, weights)

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.build import auto_dtype, num_blocks_of
 from tonnage.planner.deployment import Resolved, complete
+from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
@@ -101,14 +102,16 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     architecture = build_architecture(source.config)
     dtype = auto_dtype(source)
 
-    def weights(key: tuple[str, int]) -> int:
-        scheme, ranks = key
+    def weights(key: tuple[str, int, str]) -> int:
+        scheme, ranks, device = key
         asked = None if scheme == "as is" else scheme
-        flags = replace(deployment, tensor_parallel_size=ranks, quantization=asked)
+        flags = replace(deployment, tensor_parallel_size=ranks, quantization=asked, device=device)
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
         flags = flags if flags.dtype != "auto" else replace(flags, dtype=dtype)
-        return sum_weights(part_of(ranks), quantization, flags).total + lora_bytes(architecture, flags)
+        mine = part_of(ranks)
+        held = sum_weights(mine, quantization, flags).total + allocator_rounding(mine, quantization, flags)
+        return held + lora_bytes(architecture, flags)
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
         place, kv_dtype, ranks = key
@@ -149,7 +152,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
                 for scheme in grid.quantizations:
                     if not refused:
                         try:
-                            held = weights_of((scheme, ranks))
+                            held = weights_of((scheme, ranks, gpu.device))
                         except TonnageError as error:
                             why = str(error)
                             rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))

@@ -64,6 +64,8 @@ def sum_weights(
     for tensor in tensors_of(architecture, deployment):
         converted = quantization.converts(tensor)
         held = quantization.bytes_after_load(tensor, dtype)
+        if converted:
+            held += quantization.kernel_bytes(tensor, deployment.engine, deployment.device)
         total += held
         if held:
             stored = (

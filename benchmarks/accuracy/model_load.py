@@ -42,7 +42,16 @@ def _unusable(row: dict[str, Any]) -> str | None:
         return "LoRA slots of a rank the report does not state"
     if "DISAGREES" in (row["consistency_note"] or ""):
         return "the report contradicts itself (its own note)"
+    if (row["gpu"] or "").startswith("AMD"):
+        return (
+            "vLLM on ROCm printed what the device lost, the runtime's own memory included (platforms/rocm.py)"
+        )
     return None
+
+
+def _release(text: str | None) -> str | None:
+    """The version where the report names a release, else the planner's newest."""
+    return text if text is not None and text[:1].isdigit() else None
 
 
 def architecture_body(config: dict[str, Any]) -> str:
@@ -64,6 +73,8 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
         config = {**config, "architectures": [architecture_body(config)]}
     flags = Deployment(
         engine="vllm",
+        engine_version=_release(row["engine_version"]),
+        enable_lora="'enable_lora': True" in said,  # rank and slots not named: vLLM's defaults, 16 and 1
         device="cuda",
         device_memory=1 << 50,
         kv_cache_memory_bytes=1 << 40,

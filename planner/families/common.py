@@ -8,7 +8,7 @@ from typing import Any, Literal
 from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
-from tonnage.planner.records import dataclass
+from tonnage.planner.records import dataclass, replace
 
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
@@ -366,6 +366,8 @@ def decoder(
     if max_model_len is None:
         _, factor = read_rope(fields)
         max_model_len = int(fields.integer("max_position_embeddings", limit="positions") * factor)
+    if rotary is not None and _has_sections(fields):
+        rotary = replace(rotary, mrope=True)
     return Architecture(
         model_type=model_type,
         class_name=class_name,
@@ -386,6 +388,11 @@ def decoder(
         experts_per_token=experts_per_token,
         kind=kind,
     )
+
+
+def _has_sections(fields: Fields) -> bool:
+    found = (fields.config.get(name) for name in ("rope_parameters", "rope_scaling"))
+    return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
 
 def rotary_share(fields: Fields, default: float = 1.0) -> float:

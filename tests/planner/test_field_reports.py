@@ -56,11 +56,10 @@ def test_pool_from_flags_on_sources_left_out(scores):
 
 
 def test_model_load(scores):
-    """Below the bar of 95 %: three sources print more than their files hold (benchmarks/README.md)."""
     section = scores["model_load"]
+    assert section["scored"] >= 32
     assert section["median_error"] <= 0.005
-    assert section["worst_error"] <= 0.03
-    assert section["within_1_percent"] >= 0.8 * section["scored"], section["misses"]
+    assert section["within_1_percent"] >= 0.95 * section["scored"], section["misses"]
 
 
 def test_the_shipped_coefficients_are_the_fit_of_the_data(tmp_path):

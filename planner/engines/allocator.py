@@ -1,0 +1,84 @@
+"""Memory PyTorch's CUDA allocator counts for weights beyond their own bytes: blocks that were not split.
+
+vLLM prints, and subtracts from its budget, what the allocator handed out ("Model loading took", from
+``torch.cuda.max_memory_allocated``). A request is rounded to 512 bytes and served from a block; a larger block
+is split only where more than 1 MiB would be left over, else all of it counts. Rules and sizes after
+c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP's is the same file): requests above 1 MiB and below
+10 MiB take a segment of 20 MiB, larger ones a segment of their size rounded to 2 MiB. A down_proj of 47.5 MiB
+(Qwen3-4B) takes 48. Held against logs that print four decimals: 0.2 MiB off (benchmarks/README.md).
+
+Sizes are those of vLLM's merged modules: queries, keys and values are one tensor, gate and up projections too
+(packed_modules_mapping of each model class).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from tonnage.planner.architecture import Architecture
+from tonnage.planner.engine_tensors import tensors_of
+from tonnage.planner.plan import Deployment
+from tonnage.planner.quantization import Quantization
+from tonnage.planner.units import MiB
+
+_ROUND = 512  # kMinBlockSize
+_SMALL = MiB  # kSmallSize: up to here a request lives in its own pool, whose blocks are always split
+_LARGE_SEGMENT = 20 * MiB  # kLargeBuffer
+_MIN_LARGE = 10 * MiB  # kMinLargeAlloc
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge
+
+_MERGED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj", "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+    "in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba", "in_proj_a": "in_proj_ba",
+}  # fmt: skip
+
+
+def unsplit_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of the blocks handed out for requests of ``sizes`` bytes, made in this order, less the sizes."""
+    free: list[int] = []  # rests of segments, sorted: the smallest that holds a request serves it
+    extra = 0
+    for size in sizes:
+        if size <= _SMALL:
+            continue
+        wanted = -(-size // _ROUND) * _ROUND
+        place = bisect_left(free, wanted)
+        if place < len(free):
+            block = free.pop(place)
+        elif wanted < _MIN_LARGE:
+            block = _LARGE_SEGMENT
+        else:
+            block = -(-wanted // _SEGMENT_ROUND) * _SEGMENT_ROUND
+        if block - wanted > _SMALL:
+            insort(free, block - wanted)
+            block = wanted
+        extra += block - size
+    return extra
+
+
+def merged_sizes(architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[int]:
+    """Bytes of each storage vLLM allocates for one rank's weights, in the order of its modules."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors_of(architecture, flags):
+        if tensor.tied_to is not None:
+            continue
+        parent, _, leaf = tensor.module.rpartition(".")
+        module = f"{parent}.{_MERGED.get(leaf, leaf)}"
+        if quantization.converts(tensor):
+            parts = quantization.parts(tensor)
+        else:
+            parts = {tensor.name.rpartition(".")[2]: quantization.bytes_after_load(tensor, flags.dtype)}
+        for name, size in parts.items():
+            key = f"{module}.{name}"
+            sizes[key] = sizes.get(key, 0) + size
+    return list(sizes.values())
+
+
+def allocator_rounding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+    """Bytes beyond the weights' own under vLLM on a GPU; 0 elsewhere. ``architecture``: one rank's share."""
+    if flags.engine != "vllm" or flags.device == "cpu":
+        return 0
+    return unsplit_bytes(merged_sizes(architecture, quantization, flags))

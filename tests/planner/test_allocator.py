@@ -1,0 +1,64 @@
+"""planner/engines/allocator.py: blocks that are not split, against start-up logs that print four decimals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tonnage.planner.build import plan_source
+from tonnage.planner.engines.allocator import unsplit_bytes
+from tonnage.planner.plan import Deployment
+from tonnage.planner.source import ModelSource
+from tonnage.planner.units import GiB, MiB
+
+REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        ([48 * MiB], 0),
+        ([47 * MiB + MiB // 2], MiB // 2),  # a segment of 48, the rest too small to split off
+        ([47 * MiB], MiB),
+        ([47 * MiB - 512], 0),  # 1 MiB and 512 bytes are left over: split off
+        ([1], 0),  # small requests have their own pool
+        ([2 * MiB] * 10, 0),  # ten fill a segment of 20
+        ([19 * MiB // 2] * 2, MiB),  # two of 9.5 leave 1 MiB of 20, which the second keeps
+        ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # what the first left over serves the second
+    ],
+)
+def test_rules(sizes: list[int], extra: int) -> None:
+    assert unsplit_bytes(sizes) == extra
+
+
+@given(st.lists(st.integers(1, 64 * MiB), max_size=60))
+def test_a_request_wastes_less_than_two_mebibytes(sizes: list[int]) -> None:
+    assert 0 <= unsplit_bytes(sizes) <= len(sizes) * (MiB + 512)
+
+
+def four_decimals() -> list[dict]:
+    """Rows on CUDA with the model's own config, without a draft or adapters, printed with four decimals."""
+    found = []
+    for line in REPORTS.read_text().splitlines():
+        row = json.loads(line)
+        printed = row["observed"].get("model_load_gib")
+        if (
+            printed is not None
+            and round(printed, 2) != printed
+            and row["model"] in ("Qwen/Qwen3-4B", "Qwen/Qwen2.5-3B", "meta-llama/Llama-3.1-8B-Instruct")
+            and not (row["gpu"] or "").startswith("AMD")
+        ):
+            found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("row", four_decimals(), ids=lambda row: f"{row['model']} {row['engine_version']}")
+def test_against_logs(row: dict, config_of) -> None:
+    config = config_of(row["config"])
+    flags = Deployment(engine="vllm", device="cuda", device_memory=80 * GiB, max_model_len=2048)
+    planned = plan_source(ModelSource(row["model"], "", config, "folder"), flags).rank.weights_bytes
+    assert abs(planned - row["observed"]["model_load_gib"] * GiB) < MiB // 4
