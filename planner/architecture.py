@@ -150,6 +150,7 @@ class Architecture:
     experts: int = 0
     experts_per_token: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
+    via: Literal["adapter", "meta"] = "adapter"  # meta: transformers' own modules (planner/meta.py)
 
     @property
     def parameters(self) -> int:

@@ -13,13 +13,14 @@ except ImportError:
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.dtypes import config_dtype
+from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
-from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.fit import judge
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
@@ -42,7 +43,7 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     """The same for a model that was already found."""
-    architecture = build_architecture(source.config)
+    architecture = architecture_of(source.config)
     quantization = read_quantization(source.config, deployment.quantization)
     check_quantization(architecture, quantization, deployment.engine)
     copies = _check_checkpoint(source, architecture)
@@ -50,7 +51,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
-    ranks, runtimes, loads, paddings = [], [], [], []
+    ranks, runtimes, loads, paddings, unsplit = [], [], [], [], []
     pooled, draft_weights, draft_notes = _with_draft(architecture, flags)
     pool = build_pool(pooled, chosen)
     if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
@@ -60,14 +61,16 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         part = rank_architecture(architecture, flags, stage)
         loaded = sum_weights(part, quantization, flags, copies)
         padding = kernel_padding(part, quantization.scheme, flags)
+        rounding = allocator_rounding(part, quantization, flags)
         runtime = runtime_terms(part, chosen)
         offloaded = min(flags.cpu_offload_bytes, loaded.total)
         loads.append(loaded)
         paddings.append(padding)
+        unsplit.append(rounding)
         runtimes.append(runtime)
         ranks.append(
             RankPlan(
-                weights_bytes=loaded.total + padding - offloaded,
+                weights_bytes=loaded.total + padding + rounding - offloaded,
                 kv_pool_bytes=0,
                 activation_bytes=runtime.activation.value,
                 cuda_graph_bytes=runtime.graphs.value,
@@ -98,6 +101,13 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     terms = [*loaded.terms]
     terms += [Term(name, e.value, e.formula, e.source) for name, e in estimates.items() if e.high]
     terms += other_terms(rank, flags)
+    if unsplit[worst]:
+        terms.append(
+            Term(
+                "weights.allocator_rounding", unsplit[worst],
+                "blocks of the CUDA allocator that are not split for less than 1 MiB", "tensor sizes",
+            )
+        )  # fmt: skip
     if paddings[worst]:
         terms.append(
             Term(
@@ -126,7 +136,16 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         intervals=_intervals(loaded, rank, runtime),
         terms=tuple(terms),
         weight_formats=loaded.formats,
-        notes=(*pool.notes, *draft_notes, *environment_notes(flags)),
+        notes=(*_family_notes(architecture), *pool.notes, *draft_notes, *environment_notes(flags)),
+    )
+
+
+def _family_notes(architecture: Architecture) -> tuple[str, ...]:
+    if architecture.via == "adapter":
+        return ()
+    return (
+        f"no adapter for {architecture.model_type}: tensors and cache are those of transformers' own modules, "
+        "built on the meta device (via: meta)",
     )
 
 
@@ -215,8 +234,8 @@ def num_blocks_of(chosen: Resolved, pool: Pool, size: int, fixed: int, weights: 
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
-    via: Literal["gguf", "adapter", "headers"] = "adapter"
-    if source.tensors is not None:
+    via: Literal["gguf", "adapter", "headers", "meta"] = architecture.via
+    if source.tensors is not None and via == "adapter":
         via = "gguf" if source.kind == "gguf" else "headers"
     return ModelInfo(
         id=source.id,

@@ -18,7 +18,7 @@ from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.extras import lora_bytes
-from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.gpus import Gpu
 from tonnage.planner.plan import Deployment
 from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_quantization
@@ -99,7 +99,7 @@ class _Once(Generic[K, V]):
 
 def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[SweepRow]:
     """Every combination of ``grid``; other flags are ``deployment``'s. Raises what the model does."""
-    architecture = build_architecture(source.config)
+    architecture = architecture_of(source.config)
     dtype = auto_dtype(source)
 
     def weights(key: tuple[str, int, str]) -> int:

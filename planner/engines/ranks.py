@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
     """What a rank of pipeline ``stage`` holds. Raises DeploymentError when a size cannot be divided."""
+    if (
+        architecture.via == "meta"
+        and flags.engine != "hf"
+        and any(layer.value_head_size is not None for layer in architecture.cache_layers)
+    ):
+        raise DeploymentError(
+            f"{architecture.model_type} has no adapter, and keys and values of unlike sizes may be a latent: "
+            f"how {flags.engine} stores them is not known",
+            field="--engine", hint="--engine hf is planned",
+        )  # fmt: skip
     if flags.tensor_parallel_size == flags.pipeline_parallel_size == flags.data_parallel_size == 1:
         return architecture
+    if architecture.via == "meta":
+        raise DeploymentError(
+            f"{architecture.model_type} has no adapter: how its layers are divided is not known",
+            field="--tensor-parallel-size", hint="plan it for one GPU",
+        )  # fmt: skip
     # imported here: most plans are for one GPU, and a cold start counts in milliseconds
     from tonnage.planner import parallel
 

@@ -4,9 +4,9 @@ models/gemma4/."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import common
+from tonnage.planner.architecture import Architecture, Rotary
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families import common, gemma3n
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
 
@@ -17,13 +17,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
     kv_heads = fields.integer("num_key_value_heads", 4, limit="heads")
     sliding = Heads(hidden, heads, kv_heads, fields.integer("head_dim", 256, limit="width"))
     k_is_v = fields.boolean("attention_k_eq_v", False)
-    wide_kv = fields.optional_integer("num_global_key_value_heads", limit="heads") or kv_heads
-    full = Heads(
-        hidden, heads, wide_kv if k_is_v else kv_heads, fields.integer("global_head_dim", 512, limit="width")
-    )
+    layers = fields.integer("num_hidden_layers", 30, limit="layers")
+    kinds = _kinds(fields, layers)
+    full = _full_heads(fields, sliding, k_is_v, kinds)
     for own in (sliding, full):
         common.divisible(own.heads, own.kv_heads, "num_attention_heads", "num_key_value_heads")
-    layers = fields.integer("num_hidden_layers", 30, limit="layers")
     vocab = fields.integer("vocab_size", 262_144, limit="vocab")
     inner = fields.integer("intermediate_size", 9216, limit="width")
     bias = fields.boolean("attention_bias", False)
@@ -32,35 +30,30 @@ def build(fields: Fields, model_type: str) -> Architecture:
     count = fields.integer("num_experts", limit="width") if moe else 0
     chosen = fields.integer("top_k_experts", limit="width") if moe else 0
     expert = fields.integer("moe_intermediate_size", limit="width") if moe else 0
-    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not planned yet", field=name)
-    if fields.boolean("use_double_wide_mlp", False):
-        raise UnsupportedArchitecture("true is not planned yet", field="use_double_wide_mlp")
+    per_layer = fields.optional_integer("hidden_size_per_layer_input", 0, limit="width", minimum=0) or 0
+    if "hidden_size_per_layer_input" not in fields.config:
+        per_layer = 256
+    wide = fields.boolean("use_double_wide_mlp", False)
     fields.ignore(
-        "vocab_size_per_layer_input", "use_bidirectional_attention", "num_experts", "top_k_experts",
-        "moe_intermediate_size", "rope_parameters",
+        "use_bidirectional_attention", "num_experts", "top_k_experts", "moe_intermediate_size",
+        "rope_parameters",
     )  # fmt: skip
-    kinds = fields.layer_types(layers)
-    if kinds is None:  # five sliding layers, then a full one; the last is always full (configuration_gemma4.py)
-        kinds = tuple(
-            "sliding_attention" if (i + 1) % 6 and i != layers - 1 else "full_attention" for i in range(layers)
-        )
     window = fields.integer("sliding_window", 512, limit="positions")
+    sources = gemma3n.shared_layers(fields, kinds)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
+    gemma3n.per_layer_embeddings(t, fields, layers, hidden, per_layer)
     cache = []
     for i, kind in enumerate(kinds):
         t.layer = i
         at = f"model.layers.{i}"
         own = full if kind == "full_attention" else sliding
-        _attention(t, f"{at}.self_attn", own, bias, value=not (k_is_v and own is full))
-        cache.append(
-            CacheLayer(i, "full", None, own.kv_heads, own.head_size) if own is full
-            else CacheLayer(i, "sliding", window, own.kv_heads, own.head_size)
-        )  # fmt: skip
-        t.gated_mlp(f"{at}.mlp", hidden, inner)
+        source = sources.get(i)
+        value = not (k_is_v and own is full)
+        gemma3n.attention(t, f"{at}.self_attn", own, bias, value=value, shared=source is not None)
+        cache.append(gemma3n.cache_layer(i, None if own is full else window, own, source))
+        t.gated_mlp(f"{at}.mlp", hidden, inner * (2 if wide and source is not None else 1))
         norms = [
             "input_layernorm",
             "post_attention_layernorm",
@@ -79,6 +72,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
             ]
         for name in norms:
             t.norm(f"{at}.{name}", hidden)
+        if per_layer:
+            gemma3n.per_layer_input(t, at, hidden, per_layer)
         t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None)
     t.layer = None
     t.norm("model.norm", hidden)
@@ -86,22 +81,48 @@ def build(fields: Fields, model_type: str) -> Architecture:
     for kind in dict.fromkeys(kinds):
         size = full.head_size if kind == "full_attention" else sliding.head_size
         t.rotary(size, f"model.rotary_emb.{kind}_")
-    if not cache:
-        raise ConfigError("no layers", field="num_hidden_layers")
     return common.decoder(
         fields, model_type, "Gemma4ForCausalLM", t, sliding, tuple(cache), layers=layers,
-        inner=inner + chosen * expert, vocab=vocab, rotary=Rotary(sliding.head_size, 2), experts=count,
-        experts_per_token=chosen,
+        inner=inner * (2 if wide and sources else 1) + chosen * expert, vocab=vocab,
+        rotary=Rotary(sliding.head_size, 2), experts=count, experts_per_token=chosen,
         max_model_len=fields.integer("max_position_embeddings", 131_072, limit="positions"),
     )  # fmt: skip
 
 
-def _attention(t: Tensors, at: str, dims: Heads, bias: bool, value: bool) -> None:
-    """``value`` False: K is used as V, there is no v_proj (both are cached all the same)."""
-    kv = dims.kv_heads * dims.head_size
-    t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")
-    for name in ("k_proj", "v_proj") if value else ("k_proj",):
-        t.linear(f"{at}.{name}", kv, dims.hidden, bias=bias, shard="column", kv=(kv, dims.kv_heads))
-    t.linear(f"{at}.o_proj", dims.hidden, dims.heads * dims.head_size, bias=bias, shard="row")
-    t.norm(f"{at}.q_norm", dims.head_size)
-    t.norm(f"{at}.k_norm", dims.head_size)
+def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Five sliding layers, then a full one, unless the file says otherwise; the last is full whatever it says
+    (configuration_gemma4.py)."""
+    kinds = fields.layer_types(layers) or tuple(
+        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)
+    )
+    return (*kinds[:-1], "full_attention")
+
+
+def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, ...]) -> Heads:
+    """Geometry of the full layers: ``global_head_dim`` and ``num_global_key_value_heads`` of published files,
+    or the ``per_layer_config`` that transformers 5.19 writes in their place."""
+    stated = fields.mapping("per_layer_config")
+    wide_kv = fields.optional_integer("num_global_key_value_heads", limit="heads")
+    size = fields.integer("global_head_dim", 512, limit="width")
+    if stated is None:
+        kv_heads = wide_kv if k_is_v and wide_kv else sliding.kv_heads
+        return Heads(sliding.hidden, sliding.heads, kv_heads, size)
+    wanted = {i for i, kind in enumerate(kinds) if kind == "full_attention"}
+    found = list(stated.values())
+    if (
+        {int(key) for key in stated if key.isdecimal()} != wanted
+        or len(stated) != len(wanted)
+        or any(value != found[0] for value in found)
+        or not isinstance(found[0], dict)
+        or not found[0].keys() <= {"head_dim", "num_key_value_heads"}
+    ):
+        raise UnsupportedArchitecture(
+            f"{shown(stated)} is not one head_dim and num_key_value_heads for every full layer",
+            field="per_layer_config",
+        )
+    own = Fields(found[0])
+    return Heads(
+        sliding.hidden, sliding.heads,
+        own.integer("num_key_value_heads", sliding.kv_heads, limit="heads"),
+        own.integer("head_dim", sliding.head_size, limit="width"),
+    )  # fmt: skip

@@ -35,6 +35,7 @@ _MODULES = {
     "seq2seq": "bart mbart pegasus whisper t5 mt5 umt5 t5gemma moonshine moshi musicgen_decoder bert",
     "recurrent": "recurrent_gemma rwkv xlstm",
     "gemma": "gemma gemma2 gemma3_text vaultgemma",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "deepseek_v4": "deepseek_v4 deepseek_ref",
     "multimodal": (
@@ -113,6 +114,27 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
     return _last[1]
 
 
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The adapter's answer, or, for a model_type without one, what transformers' own modules hold where it is
+    installed and knows the family (planner/meta.py). Raises what both do."""
+    global _last
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type in _ADAPTERS:
+        return build_architecture(config)
+    written = repr(config)
+    if _last is None or _last[0] != written:
+        from tonnage.planner.meta import meta_architecture
+
+        _last = (written, meta_architecture(config, _unknown(model_type)))
+    return _last[1]
+
+
+def _unknown(model_type: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
+        f"{model_type[:60]!r} is not supported", field="model_type", hint=_known(model_type)
+    )
+
+
 def _build(config: Mapping[str, Any]) -> Architecture:
     """A config -> Architecture. Raises UnsupportedArchitecture for an unknown ``model_type`` or field,
     ConfigError for values that are missing, of the wrong type or contradict each other."""
@@ -122,9 +144,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     if not isinstance(model_type, str):
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     if model_type not in _ADAPTERS:
-        raise UnsupportedArchitecture(
-            f"{model_type[:60]!r} is not supported", field="model_type", hint=_known(model_type)
-        )
+        raise _unknown(model_type)
     if config.get("is_encoder_decoder") and _ADAPTERS[model_type] != "seq2seq":
         raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")
     fields = Fields(config, _ALIASES.get(model_type))

@@ -1,0 +1,181 @@
+"""Families without an adapter: transformers' own model code, instantiated on the meta device (no memory).
+
+Tensors are the module's parameters and buffers; the cache is what one forward pass over a few meta tokens
+leaves in a DynamicCache. Only the roles are read off names: they choose what a quantizer replaces and how terms
+are grouped. Slower than an adapter by the import of torch and transformers, and for one rank only: how
+another engine would divide these modules is not known. Remote code is never run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
+from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
+from tonnage.planner.fields import LIMITS, shown
+
+_PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others keep states beside keys and values
+_TOKENS = 8  # of the forward pass that shows the cache
+_INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code"
+
+
+def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitecture) -> Architecture:
+    """The Architecture of a model_type that transformers knows. Raises ``refusal`` when it does not,
+    UnsupportedArchitecture naming what cannot be planned otherwise."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise UnsupportedArchitecture(refusal.message, field=refusal.field, hint=f"{refusal.hint}; {_INSTALL}")
+    model_type = config["model_type"]
+    if sys.stderr.isatty():
+        print(f"no adapter for {model_type}: building it through transformers ...", file=sys.stderr)
+    if model_type not in import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES:
+        raise refusal
+    try:
+        return _build(dict(config), model_type)
+    except TonnageError:
+        raise
+    except Exception as error:  # whatever the family's code raises on a config it does not understand
+        said = " ".join(str(error).split())
+        why = f"{type(error).__name__}: {said}"[:160]
+        raise UnsupportedArchitecture(
+            f"transformers cannot build {model_type} from this config on the meta device ({why})",
+            field="model_type",
+        ) from None
+
+
+def _build(config: dict[str, Any], model_type: str) -> Architecture:
+    import torch
+
+    transformers: Any = import_module("transformers")
+    config.pop("quantization_config", None)
+    config.pop("model_type")
+    loaded = transformers.AutoConfig.for_model(model_type, **config)
+    if getattr(loaded, "is_encoder_decoder", False):
+        raise UnsupportedArchitecture("encoder-decoder models need an adapter", field="is_encoder_decoder")
+    text = loaded.get_text_config()
+    if _field(text, "num_hidden_layers") > LIMITS["layers"]:
+        raise UnsupportedArchitecture(f"more than {LIMITS['layers']:,} layers", field="num_hidden_layers")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            loaded, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    model.eval()
+    names = config.get("architectures")
+    if not isinstance(names, list) or type(model).__name__ not in names:
+        raise UnsupportedArchitecture(f"{shown(names)} is not {type(model).__name__}", field="architectures")
+    tensors = _tensors(model)
+    layers = _cache_layers(model, loaded)
+    hidden, heads = _field(text, "hidden_size"), _field(text, "num_attention_heads")
+    wide = [t.shape[0] for t in tensors if t.role == "mlp" and len(t.shape) == 2]
+    return Architecture(
+        model_type=model_type,
+        class_name=type(model).__name__,
+        layers=_field(text, "num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=max(wide, default=hidden),
+        heads=heads,
+        kv_heads=layers[0].kv_heads,
+        head_size=layers[0].head_size,
+        vocab_size=_field(text, "vocab_size"),
+        max_model_len=_field(text, "max_position_embeddings"),
+        tensors=tensors,
+        cache_layers=layers,
+        rotary=_rotary(model),
+        position_field="max_position_embeddings",
+        via="meta",
+    )
+
+
+def _field(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedArchitecture(f"{shown(value)} is not a size", field=name)
+    return value
+
+
+def _tensors(model: Any) -> tuple[TensorSpec, ...]:
+    """Parameters and buffers in the modules' order; a shared parameter costs once."""
+    head = model.get_output_embeddings()
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    seen: dict[int, str] = {}
+    out = []
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{leaf}".lstrip(".")
+            first = seen.setdefault(id(parameter), name)
+            kept = "float32" if any(piece in name for piece in strict) else None
+            out.append(
+                TensorSpec(
+                    name, tuple(parameter.shape), _role(path, module, tuple(parameter.shape), module is head),
+                    type(module).__name__, _layer(name), tied_to=None if first == name else first, dtype=kept,
+                )
+            )  # fmt: skip
+        for leaf, buffer in module.named_buffers(recurse=False):
+            name, dtype = f"{path}.{leaf}".lstrip("."), str(buffer.dtype).removeprefix("torch.")
+            out.append(
+                TensorSpec(
+                    name, tuple(buffer.shape), "buffer", type(module).__name__, _layer(name), dtype=dtype
+                )
+            )
+    return tuple(out)
+
+
+def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
+    kind, lower = type(module).__name__.lower(), path.lower()
+    if head:
+        return "head"
+    if "embedding" in kind:
+        return "embedding"
+    if "norm" in kind:
+        return "norm"
+    if len(shape) == 3 and "expert" in lower + kind:
+        return "expert"
+    return "attention" if "attn" in lower or "attention" in lower else "mlp"
+
+
+def _layer(name: str) -> int | None:
+    return next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
+
+
+def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
+    """What a forward pass leaves in the cache: [1, heads, tokens, size] of keys and values a layer."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(
+            input_ids=torch.zeros((1, _TOKENS), dtype=torch.long, device="meta"), past_key_values=cache,
+            use_cache=True,
+        )  # fmt: skip
+    out = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else () for t in (keys, values)]
+        window = getattr(layer, "sliding_window", None)
+        kept = _TOKENS if window is None else min(_TOKENS, window)
+        if type(layer).__name__ not in _PLAIN_LAYERS or any(
+            len(shape) != 4 or shape[0] != 1 or shape[2] not in (_TOKENS, kept) for shape in shapes
+        ):
+            raise UnsupportedArchitecture(
+                f"layer {index} caches {type(layer).__name__} {shapes}: no keys and values per token",
+                field="model_type",
+            )
+        out.append(
+            CacheLayer(
+                index, "full" if window is None else "sliding", window, shapes[0][1], shapes[0][3],
+                value_head_size=None if shapes[0][3] == shapes[1][3] else shapes[1][3],
+            )
+        )  # fmt: skip
+    if not out:
+        raise UnsupportedArchitecture("its forward pass fills no cache", field="model_type")
+    return tuple(out)
+
+
+def _rotary(model: Any) -> Rotary | None:
+    """The table vLLM would keep: twice the frequencies of transformers' buffer."""
+    found = [buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    return Rotary(2 * found[0], 1) if found else None

@@ -1,0 +1,140 @@
+"""Families without an adapter, planned from transformers' own modules; the same modules are the oracle of
+Gemma's shared KV layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.cache_bytes import sequence_bytes
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.families.registry import architecture_of, build_architecture
+from tonnage.planner.meta import meta_architecture
+from tonnage.planner.plan import Deployment
+from tonnage.planner.quantization import Quantization
+from tonnage.planner.weights import sum_weights
+
+REFUSAL = UnsupportedArchitecture("not reached", field="model_type")
+SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "intermediate_size": 96, "vocab_size": 128, "head_dim": 16, "max_position_embeddings": 512,
+         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+# Families of transformers 5.19 that no adapter builds: rotary, sliding layers, tied and not, learned positions
+UNKNOWN = {
+    "jais2": SMALL,
+    "cwm": {**SMALL, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 32},
+    "biogpt": {**SMALL, "num_key_value_heads": 4},
+    "gpt_neox_japanese": SMALL,
+    "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "vocab_size": 128},
+}
+GEMMA = {
+    **SMALL, "num_hidden_layers": 8, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96, "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+SHARED = {
+    "gemma3n_text": {**GEMMA, "laurel_rank": 4, "intermediate_size": [96] * 5 + [160] * 3},
+    "gemma4_text": {**GEMMA, "global_head_dim": 32, "use_double_wide_mlp": True},
+}
+
+
+def config_of(model_type: str, given: dict[str, Any]) -> dict[str, Any]:
+    """config.json as transformers writes it for its class of the causal language model."""
+    config = transformers.AutoConfig.for_model(model_type, **given)
+    with torch.device("meta"):
+        name = type(transformers.AutoModelForCausalLM.from_config(config)).__name__
+    config.architectures, config.dtype = [name], "bfloat16"
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def folder(config: dict[str, Any], tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
+    """Bytes of all storages, and of the cache after 40 tokens (more than the window)."""
+    config = config_of(model_type, UNKNOWN[model_type])
+    architecture = architecture_of(config)
+    assert architecture.via == "meta"
+    real = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(real, dtype=torch.bfloat16).eval()
+    assert architecture.parameters == sum(p.numel() for p in model.parameters())
+    plan = make_plan(folder(config, tmp_path), Deployment(device_memory=1 << 34))
+    assert plan.model.via == "meta"
+    assert any("via: meta" in note for note in plan.notes)
+    assert plan.rank.weights_bytes == held_bytes(model)
+    cache = transformers.DynamicCache(config=real)
+    with torch.no_grad():
+        model(torch.ones((1, 40), dtype=torch.long), past_key_values=cache, use_cache=True)
+    kept = 0
+    for layer in cache.layers:
+        tokens = layer.keys.shape[2]  # of a sliding layer one less than the window, which counts the query
+        kept += (layer.keys.nbytes + layer.values.nbytes) // tokens * (tokens + (tokens < 40))
+    assert sequence_bytes(architecture, 40, "bfloat16").growing == kept
+
+
+@pytest.mark.parametrize("model_type", SHARED)
+def test_layers_that_read_another_layers_cache(model_type):
+    """The adapter against transformers' own modules: the same parameters, the same layers that store."""
+    config = config_of(model_type, SHARED[model_type])
+    ours, oracle = build_architecture(config), meta_architecture(config, REFUSAL)
+
+    def shapes(architecture):
+        return {t.name: (t.shape, t.tied_to) for t in architecture.tensors if t.is_parameter}
+
+    assert shapes(ours) == shapes(oracle)
+    own = [layer for layer in ours.cache_layers if layer.shares is None]
+    assert [(layer.kind, layer.window, layer.kv_heads, layer.head_size) for layer in own] == [
+        (layer.kind, layer.window, layer.kv_heads, layer.head_size) for layer in oracle.cache_layers
+    ]
+    assert {layer.layer: layer.shares for layer in ours.cache_layers if layer.shares is not None} == {
+        5: 3, 6: 4, 7: 3,
+    }  # fmt: skip
+    flags = Deployment(dtype="bfloat16")
+    assert sum_weights(ours, Quantization(), flags).total == sum_weights(oracle, Quantization(), flags).total
+
+
+def test_what_is_not_understood_is_refused_by_name(tmp_path):
+    config = config_of("jais2", UNKNOWN["jais2"])
+    for changed, word in (
+        ({"model_type": "nobody_knows"}, "nobody_knows"),
+        ({"architectures": ["Jais2ForSequenceClassification"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "jais2"),
+    ):
+        with pytest.raises(UnsupportedArchitecture, match=word):
+            architecture_of({**config, **changed})
+    where = folder(config, tmp_path)
+    with pytest.raises(DeploymentError, match="no adapter"):
+        make_plan(where, Deployment(engine="vllm", device_memory=1 << 34, tensor_parallel_size=2))
+    states = config_of("olmo_hybrid", SMALL)
+    with pytest.raises(UnsupportedArchitecture, match="LinearAttentionLayer"):
+        architecture_of(states)
+
+
+def test_without_transformers_it_is_refused(tmp_path):
+    """As in an installation without extras: one line that says what to install, and exit code 2."""
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *a: None if name == 'transformers' else found(name, *a)\n"
+        "from tonnage.server.cli import main; sys.exit(main())"
+    )
+    where = folder(config_of("jais2", UNKNOWN["jais2"]), tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", where], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "'jais2' is not supported" in done.stderr
+    assert "tonnage[hf]" in done.stderr
