@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.dtypes import KV_DTYPE_BYTES, check_dtype
+from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_DTYPE_BYTES, check_dtype
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.host import host_memory
@@ -265,17 +265,10 @@ def _kv_dtype(deployment: Deployment, dtype: str) -> str:
         return check_cache_types(asked)
     if asked == "auto":
         return dtype
-    if asked not in KV_DTYPE_BYTES:
-        raise DeploymentError(
-            f"{asked!r} is not one of auto, {', '.join(KV_DTYPE_BYTES)}", field="--kv-cache-dtype"
-        )
-    if deployment.engine == "hf" and asked != dtype:
-        raise DeploymentError(
-            f"{asked} differs from the model's {dtype}; the hf engine stores K and V as computed",
-            field="--kv-cache-dtype",
-            hint="use auto",
-        )
-    if asked == "float32" and dtype != "float32":
+    known = HF_KV_DTYPE_BYTES if deployment.engine == "hf" else KV_DTYPE_BYTES
+    if asked not in known:
+        raise DeploymentError(f"{asked!r} is not one of auto, {', '.join(known)}", field="--kv-cache-dtype")
+    if deployment.engine != "hf" and asked == "float32" and dtype != "float32":
         raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype")
     return asked
 

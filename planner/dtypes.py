@@ -13,6 +13,18 @@ ELEMENT_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "complex64": 8}
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """vLLM's --kv-cache-dtype values (vllm/config/cache.py, 0.32.0) that need no scales per token."""
 
+HF_KV_DTYPE_BYTES = {
+    **DTYPE_BYTES,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_per_token_head": 1,
+    "int8_per_token_head": 1,
+}
+"""--kv-cache-dtype of the hf engine, under vLLM's names (server/engines/hf/pool.py)."""
+
+KV_SCALE_BYTES = {"fp8_per_token_head": 4, "int8_per_token_head": 4}
+"""Bytes of the fp32 scale that one token's K (and V) of one head has in such a cache."""
+
 SAFETENSORS_BITS = {
     "F64": 64,
     "F32": 32,

@@ -7,7 +7,7 @@ either engine counts alike; tests/planner/test_kv_vllm.py holds them against vLL
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, CacheLayer
-from tonnage.planner.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import EngineName
@@ -33,6 +33,8 @@ def build_layout(architecture: Architecture, engine: EngineName, dtype: str, blo
     """Geometry of the pool. Raises UnsupportedArchitecture when layers differ in heads or head size."""
     layers = architecture.cache_layers
     page_bytes = None
+    element = (HF_KV_DTYPE_BYTES if engine == "hf" else KV_DTYPE_BYTES)[dtype]
+    scale = KV_SCALE_BYTES.get(dtype, 0)
     if engine == "hf":
         _only_attention(layers)
         if any(layer.kind == "mla" for layer in layers):
@@ -45,7 +47,7 @@ def build_layout(architecture: Architecture, engine: EngineName, dtype: str, blo
             if len(value) != 1 or None in value:
                 raise UnsupportedArchitecture("layers differ in it", field="v_head_dim")
             width = architecture.head_size + sum(v for v in value if v is not None)
-            page_bytes = block_size * architecture.heads * width * KV_DTYPE_BYTES[dtype]
+            page_bytes = block_size * architecture.heads * (width * element + 2 * scale)
     shapes = {(kv_heads_stored(layer, engine), layer.head_size) for layer in layers}
     if len(shapes) != 1:
         raise UnsupportedArchitecture(
@@ -53,6 +55,8 @@ def build_layout(architecture: Architecture, engine: EngineName, dtype: str, blo
             field="num_key_value_heads",
         )
     ((heads, head_size),) = shapes
+    if scale and page_bytes is None:
+        page_bytes = 2 * block_size * heads * (head_size * element + scale)
     groups = group_layers(layers)
     return KVLayout(
         groups=groups,
@@ -61,7 +65,7 @@ def build_layout(architecture: Architecture, engine: EngineName, dtype: str, blo
         kv_heads=heads,
         head_size=head_size,
         dtype=dtype,
-        dtype_bytes=KV_DTYPE_BYTES[dtype],
+        dtype_bytes=element,
         page_bytes=page_bytes,
     )
 

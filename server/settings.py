@@ -57,7 +57,10 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the memory that may be used")
     dtype: str = Field("auto", description="auto, float32, float16 or bfloat16")
     quantization: str | None = Field(None, description="int8, nf4, nf4-double; default: the checkpoint")
-    kv_cache_dtype: str = Field("auto", description="dtype of the KV cache")
+    kv_cache_dtype: str = Field(
+        "auto",
+        description="KV cache: auto, float32, float16, bfloat16, fp8, fp8_per_token_head, int8_per_token_head",
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest prompt plus completion in tokens")
     max_num_seqs: int | None = Field(None, ge=1, description="sequences in one batch")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")

@@ -239,7 +239,7 @@ def test_a_checkpoint_that_contradicts_its_config(tmp_path, tiny_llama):
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
         ({"dtype": "int8"}, "--dtype"),
         ({"kv_cache_dtype": "int3"}, "--kv-cache-dtype"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
         ({"quantization": "quip"}, "--quantization"),
         ({"kv_cache_memory_bytes": -5}, "--kv-cache-memory-bytes"),
     ],

@@ -38,7 +38,7 @@ def filled(layout: KVLayout, seed: int) -> tuple[PagedPool, Batch, list[torch.Te
     rng = np.random.default_rng(seed)
     size = layout.block_size
     needed = [-(-length // size) for length, _ in LENGTHS]
-    pool = PagedPool(layout, sum(needed) + 1, torch.bfloat16, torch.device("cpu"))
+    pool = PagedPool(layout, sum(needed) + 1, torch.device("cpu"))
     pool.tensor.fill_(float("nan"))
     free = rng.permutation(np.arange(1, sum(needed) + 1)).tolist()
     table = np.zeros((len(LENGTHS), max(needed)), np.int32)
@@ -124,7 +124,7 @@ def test_attention_in_place(
         )
         for part in range(2)
     )
-    other = PagedPool(layout, pool.tensor.shape[0], torch.bfloat16, torch.device("cpu"))
+    other = PagedPool(layout, pool.tensor.shape[0], torch.device("cpu"))
     other.tensor.copy_(pool.tensor)
     attention = InPlaceAttention(batch, pool, query.shape[1], Scratch(pool, threads))
     found = attention(0, 1, query, key, value, scaling, softcap).double()

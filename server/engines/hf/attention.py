@@ -23,13 +23,14 @@ Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float,
 Backend = Callable[[Batch], Attention]
 
 
-def choose_backend(pool: PagedPool, query_heads: int, threads: int) -> tuple[str, Backend]:
-    """Name of the implementation that serves this pool, and what makes a step's attention of its batch."""
+def choose_backend(pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype) -> tuple[str, Backend]:
+    """Name of the implementation that serves this pool for a model that computes in ``dtype``, and what makes
+    a step's attention of its batch."""
     try:
         from tonnage.server.engines.hf import in_place
     except ImportError:  # numba is not installed
         in_place = None  # type: ignore[assignment]
-    if in_place is not None and in_place.serves(pool):
+    if in_place is not None and dtype == torch.bfloat16 and in_place.serves(pool):
         scratch = in_place.Scratch(pool, threads)
         return "in place", lambda batch: in_place.InPlaceAttention(batch, pool, query_heads, scratch)
     return "gather", lambda batch: GatherAttention(batch, pool, query_heads)

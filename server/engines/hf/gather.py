@@ -59,8 +59,8 @@ class GatherAttention:
         size = pool.layout.block_size
         k_shift, v_shift = 2 * slot * size, (2 * slot + 1) * size
         rows = self._write_rows[group]
-        pool.rows[rows + k_shift] = key
-        pool.rows[rows + v_shift] = value
+        pool.write(rows + k_shift, key)
+        pool.write(rows + v_shift, value)
 
         heads, kv_heads = query.shape[1], pool.layout.kv_heads
         repeat = heads // kv_heads
@@ -72,8 +72,8 @@ class GatherAttention:
             q = query[span.start : span.start + tokens].reshape(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
             gather = span.rows.flatten()
             kv_shape = (*span.rows.shape, kv_heads, query.shape[-1])
-            k = pool.rows.index_select(0, gather + k_shift).view(kv_shape).transpose(1, 2)
-            v = pool.rows.index_select(0, gather + v_shift).view(kv_shape).transpose(1, 2)
+            k = pool.read(gather + k_shift, query.dtype).view(kv_shape).transpose(1, 2)
+            v = pool.read(gather + v_shift, query.dtype).view(kv_shape).transpose(1, 2)
             out = attend(q, k, v, span.mask, scaling, softcap)
             out = out.unflatten(2, (repeat, span.queries)).permute(0, 3, 1, 2, 4)
             output[span.start : span.start + tokens] = out.reshape(tokens, heads, query.shape[-1])

@@ -1,24 +1,47 @@
-"""The KV pool of one rank: one tensor, allocated and touched once."""
+"""The KV pool of one rank: one tensor (and its scales), allocated and touched once."""
 
 from __future__ import annotations
 
 import torch
 
+from tonnage.planner.dtypes import KV_SCALE_BYTES
 from tonnage.planner.layout import KVLayout
 from tonnage.server.engines.hf.batch import Int64
+
+# --kv-cache-dtype -> how K and V are stored
+STORED = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_per_token_head": torch.float8_e4m3fn,
+    "int8_per_token_head": torch.int8,
+}
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 
 class PagedPool:
     """Shape [blocks, layer slots, 2 (K, V), block size, KV heads, head size]. A block belongs to whichever
     group the manager gave it to; layer i of that group lives in layer slot i.
+
+    ``scales`` [blocks, layer slots, 2, block size, KV heads] float32 where the dtype has one per token and
+    head: a stored value times its scale is what was written. fp8 without scales holds at most 448; what is
+    larger is cut, as in vLLM without calibrated scales.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
+        self.dtype = STORED[layout.dtype]
         shape = (num_blocks, layout.layer_slots, 2, layout.block_size, layout.kv_heads, layout.head_size)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.tensor.zero_()  # touch every page now: what the plan promised is really held
-        self.rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row a token, layer and K or V
+        self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
+        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row a token, layer and K or V
+        # torch neither indexes nor fills 8-bit floats on every device: their bytes are moved
+        self.rows = rows.view(torch.uint8) if self.dtype.itemsize == 1 else rows
+        self.rows.zero_()  # touch every page now: what the plan promised is really held
+        self.scales: torch.Tensor | None = None
+        if layout.dtype in KV_SCALE_BYTES:
+            self.scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
         self.place = {
             layer: (number, slot)
             for number, group in enumerate(layout.groups)
@@ -27,14 +50,45 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.untyped_storage().nbytes()
+        scales = 0 if self.scales is None else self.scales.untyped_storage().nbytes()
+        return self.tensor.untyped_storage().nbytes() + scales
 
     def row_index(self, slots: Int64) -> Int64:
         """Row of K in layer slot 0 for each slot number (block * block_size + offset); -1 stays negative."""
         size = self.layout.block_size
         return (slots // size) * (self.layout.layer_slots * 2 * size) + slots % size
 
+    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Store ``values`` [T, KV heads, head size] in ``rows`` [T]."""
+        largest = _LARGEST.get(self.dtype)
+        if largest is None:
+            self.rows[rows] = values.to(self.dtype)
+            return
+        values = values.float()
+        if self.scales is not None:
+            scale = values.abs().amax(-1).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
+            self.scales.view(-1, self.layout.kv_heads)[rows] = scale
+            values = values / scale[..., None]
+        if self.dtype == torch.int8:
+            values = values.round()
+        self.rows[rows] = values.clamp_(-largest, largest).to(self.dtype).view(torch.uint8)
+
+    def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What was stored in ``rows`` [T] in ``dtype``: [T, KV heads, head size]."""
+        stored = self.rows.index_select(0, rows)
+        if stored.dtype != self.dtype:
+            stored = stored.view(self.dtype)
+        if self.scales is None:
+            return stored.to(dtype)
+        scale = self.scales.view(-1, self.layout.kv_heads).index_select(0, rows)
+        return (stored.float() * scale[..., None]).to(dtype)
+
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
         """Copy whole blocks (copy-on-write), every layer slot at once."""
-        if len(source):
-            self.tensor[torch.from_numpy(destination)] = self.tensor[torch.from_numpy(source)]
+        if not len(source):
+            return
+        to, start = torch.from_numpy(destination), torch.from_numpy(source)
+        blocks = self.rows.view(len(self.tensor), -1)
+        blocks[to] = blocks[start]
+        if self.scales is not None:
+            self.scales[to] = self.scales[start]

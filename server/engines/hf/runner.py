@@ -24,7 +24,7 @@ class ModelRunner:
         try:
             self.model = load_model(plan)
             self.weights_bytes = storage_bytes(self.model)
-            self.pool = PagedPool(layout, plan.kv_cache.num_blocks, DTYPES[layout.dtype], self.device)
+            self.pool = PagedPool(layout, plan.kv_cache.num_blocks, self.device)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if "memory" not in str(error).lower():
                 raise
@@ -36,7 +36,9 @@ class ModelRunner:
         self.fused = fuse(self.model)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         query_heads: int = self.model.config.get_text_config().num_attention_heads
-        self.attention, self._step = choose_backend(self.pool, query_heads, torch.get_num_threads())
+        self.attention, self._step = choose_backend(
+            self.pool, query_heads, torch.get_num_threads(), DTYPES[plan.deployment.dtype]
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

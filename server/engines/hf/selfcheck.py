@@ -21,6 +21,9 @@ from tonnage.server.engines.hf.runner import ModelRunner
 # 0.02, at most 0.08 over 40 random prompts of 1 to 40 tokens (its own code is off from float32 by up to 0.06
 # there). A model that mixes sequences or ignores a mask is off by more than 0.3.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# The same where K and V are stored narrower, measured on SmolLM2-135M in float32: float16 0.0005, bfloat16
+# 0.005, fp8 0.04 (with and without scales), int8 0.03; in bfloat16 fp8 0.05, int8 0.07.
+STORED_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1, torch.float8_e4m3fn: 0.2, torch.int8: 0.2}
 
 # A window longer than this is not walked past: the check would take seconds.
 LONGEST_WINDOW = 1024
@@ -62,10 +65,11 @@ def self_check(runner: ModelRunner) -> float:
             at += count
             done[number] += count
     dtype = next(p.dtype for p in runner.model.parameters() if p.is_floating_point())
-    if not worst <= TOLERANCE[dtype]:
+    tolerance = max(TOLERANCE[dtype], STORED_TOLERANCE.get(runner.pool.dtype, 0.0))
+    if not worst <= tolerance:
         raise UnsupportedArchitecture(
             f"{config.model_type!r} gives other logits through the paged attention than through its own "
-            f"(relative error {worst:.3g}, at most {TOLERANCE[dtype]} allowed)",
+            f"(relative error {worst:.3g}, at most {tolerance} allowed)",
             field="model_type",
             hint="use --backend vllm",
         )

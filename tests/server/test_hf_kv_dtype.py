@@ -1,0 +1,109 @@
+"""``--kv-cache-dtype``: what each stores costs the planned bytes, and says nearly what the model's own says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import GenerationRequest, SamplingParams
+from tonnage.server.engines.hf.pool import STORED, PagedPool
+from tonnage.server.engines.hf.runner import ModelRunner
+from tonnage.server.engines.hf.sampling import sample
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.selfcheck import self_check
+
+# Largest error of a stored value: half a step of the format, relative to the value (floats) or, for int8, to
+# the largest of its head. fp8 e4m3 has 3 bits of mantissa, and 2^-9 is its smallest step.
+ERROR = {
+    "float32": 0.0,
+    "float16": 2**-11,
+    "bfloat16": 2**-8,
+    "fp8": 2**-4,
+    "fp8_e4m3": 2**-4,
+    "fp8_per_token_head": 2**-4,
+    "int8_per_token_head": 0.5 / 127,
+}
+
+
+def plan_for(kv_cache_dtype: str, **changes: Any) -> Plan:
+    ensure_demo()
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 24 << 20,
+        **changes,
+    }
+    return make_plan("demo", Deployment(kv_cache_dtype=kv_cache_dtype, **settings))
+
+
+def test_every_dtype_the_planner_knows_is_stored() -> None:
+    assert set(STORED) == set(HF_KV_DTYPE_BYTES) == set(ERROR)
+    assert all(STORED[name].itemsize == size for name, size in HF_KV_DTYPE_BYTES.items())
+
+
+@pytest.mark.parametrize("name", ERROR)
+def test_stored_values_come_back_and_copies_are_whole(name: str) -> None:
+    layout = plan_for(name).kv_cache.layout
+    pool = PagedPool(layout, 4, torch.device("cpu"))
+    assert pool.nbytes == 4 * layout.bytes_per_block
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(layout.block_size, layout.kv_heads, layout.head_size, generator=draw) * 20
+    values[3] = 0.0
+    rows = torch.from_numpy(pool.row_index(np.arange(layout.block_size) + layout.block_size))  # block 1
+    pool.write(rows, values)
+    found = pool.read(rows, torch.float32)
+    scale = values.abs().amax(-1, keepdim=True) if name.startswith("int8") else values.abs()
+    assert bool(((found - values).abs() <= ERROR[name] * scale + 2**-10 * (values != 0) * (scale + 1)).all())
+    assert bool((found[3] == 0).all())
+    pool.copy_blocks(np.array([1]), np.array([3]))
+    again = torch.from_numpy(pool.row_index(np.arange(layout.block_size) + 3 * layout.block_size))
+    assert torch.equal(pool.read(again, torch.float32), found)
+
+
+def test_what_is_too_large_for_fp8_is_cut_and_never_nan() -> None:
+    pool = PagedPool(plan_for("fp8").kv_cache.layout, 2, torch.device("cpu"))
+    huge = torch.full((1, pool.layout.kv_heads, pool.layout.head_size), 1e5)
+    pool.write(torch.tensor([0]), huge)
+    assert bool((pool.read(torch.tensor([0]), torch.float32) == 448.0).all())
+
+
+@pytest.mark.parametrize("name", ["auto", "float32", "fp8", "fp8_per_token_head", "int8_per_token_head"])
+def test_planned_bytes_are_held_and_the_model_answers(name: str) -> None:
+    plan = plan_for(name)
+    runner = ModelRunner(plan)
+    assert runner.pool.nbytes == plan.rank.kv_pool_bytes
+    assert runner.attention == ("in place" if name == "auto" else "gather")
+    self_check(runner)
+    scheduler = Scheduler(plan)
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    prompt = (504, 3575, 282, 4649, 314)  # "The capital of France is"
+    scheduler.add(GenerationRequest("a", prompt, params, n=2))  # n: a block is copied before it is written
+    said: list[int] = []
+    while not scheduler.idle:
+        batch, picked, _ = scheduler.schedule()
+        assert batch is not None
+        logits = runner.forward(batch)
+        drawing = scheduler.fork(picked)
+        if len(drawing) > len(logits):
+            logits = logits.expand(len(drawing), -1)
+        tokens = sample(logits, [s.params for s in drawing], [s.random for s in drawing])
+        said += [t for chunk in scheduler.finish(drawing, tokens) if chunk.index == 0 for t in chunk.token_ids]
+    assert 7042 in said  # " Paris"
+    assert runner.pool.nbytes == plan.rank.kv_pool_bytes  # no scale was added on the way
+
+
+@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "int3"])
+def test_what_is_not_stored_is_refused_with_the_list(name: str) -> None:
+    with pytest.raises(DeploymentError, match="int8_per_token_head") as refused:
+        plan_for(name)
+    assert refused.value.field == "--kv-cache-dtype"
