@@ -90,6 +90,12 @@ class Tensors:
         if bias:
             self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
 
+    def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
+        """What follows the layers: the final norm, and the head, which may be tied to ``embedding``."""
+        self.layer = None
+        self.norm(norm, width)
+        self.head("lm_head", vocab, width, f"{embedding}.weight" if tied else None)
+
     def buffer(self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None) -> None:
         self.add(name, shape, "buffer", module_class, dtype=dtype)
 

@@ -75,9 +75,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         if per_layer:
             gemma3n.per_layer_input(t, at, hidden, per_layer)
         t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None)
-    t.layer = None
-    t.norm("model.norm", hidden)
-    t.head("lm_head", vocab, hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     for kind in dict.fromkeys(kinds):
         size = full.head_size if kind == "full_attention" else sliding.head_size
         t.rotary(size, f"model.rotary_emb.{kind}_")

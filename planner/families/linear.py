@@ -104,9 +104,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.norm(f"{at}.input_layernorm", dims.hidden)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-    t.layer = None
-    t.norm("model.norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25)), 1)
     t.rotary(rotary.dim, "model.rotary_emb.")
     return common.decoder(
@@ -245,9 +243,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
-    t.layer = None
-    t.norm("model.norm", d.hidden)
-    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     positions = (
         "model_max_length"
         if fields.config.get("max_position_embeddings") is None
@@ -364,9 +360,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         t.norm(f"{at}.input_layernorm", dims.hidden)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-    t.layer = None
-    t.norm("model.norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "MiniMaxForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,
@@ -425,9 +419,7 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
             t.correction_bias(f"{at}.feed_forward.expert_bias", (count,))
         t.norm(f"{at}.operator_norm", dims.hidden)
         t.norm(f"{at}.ffn_norm", dims.hidden)
-    t.layer = None
-    t.norm("model.embedding_norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     name = "Lfm2MoeForCausalLM" if moe else "Lfm2ForCausalLM"
     return common.decoder(

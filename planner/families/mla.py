@@ -156,9 +156,7 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
             t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
-    t.layer = None
-    t.norm("model.norm", d.hidden)
-    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope or d.nope, "model.rotary_emb.")
     index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
     return common.decoder(
@@ -225,9 +223,7 @@ def _minicpm3(fields: Fields) -> Architecture:
         t.gated_mlp(f"{at}.mlp", d.hidden, inner)
         t.norm(f"{at}.input_layernorm", d.hidden)
         t.norm(f"{at}.post_attention_layernorm", d.hidden)
-    t.layer = None
-    t.norm("model.norm", d.hidden)
-    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
         fields, "minicpm3", "MiniCPM3ForCausalLM", t, Heads(d.hidden, d.heads, d.heads, nope_rope, d.value),
@@ -267,9 +263,7 @@ def _longcat(fields: Fields) -> Architecture:
             t.gated_mlp(f"{at}.mlps.{half}", d.hidden, dense)
             t.norm(f"{at}.input_layernorm.{half}", d.hidden)
             t.norm(f"{at}.post_attention_layernorm.{half}", d.hidden)
-    t.layer = None
-    t.norm("model.norm", d.hidden)
-    t.head("lm_head", vocab, d.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
         fields, "longcat_flash", "LongcatFlashForCausalLM", t,

@@ -1,5 +1,5 @@
-"""MoE decoders whose layers differ in kind: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, Llama 4, DBRX,
-JetMoE. One function per family; shapes after transformers 5.19 / 5.23, models/<family>/."""
+"""MoE decoders whose layers differ in kind: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX, JetMoE. One
+function per family; shapes after transformers 5.19 / 5.23, models/<family>/."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gpt_oss(fields: Fields) -> Architecture:
         t.router(f"{at}.mlp.router", count, dims.hidden, bias=True)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner, transposed=True, bias=True)
         _two_norms(t, at, dims)
-    _end(t, vocab, dims, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, "gpt_oss", "GptOssForCausalLM", t, dims,
@@ -91,7 +91,7 @@ def laguna(fields: Fields) -> Architecture:
         t.router(f"{at}.mlp.gate", count, dims.hidden)
         t.add(f"{at}.mlp.gate.e_score_correction_bias", (count,), "router", "Router", dtype="float32")
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
-    _end(t, vocab, dims, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     for kind in dict.fromkeys(kinds):
         t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
@@ -165,7 +165,7 @@ def mimo_v2(fields: Fields) -> Architecture:
         t.experts(f"{at}.mlp.experts", count, full.hidden, inner)
         t.router(f"{at}.mlp.gate", count, full.hidden)
         t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
-    _end(t, vocab, full, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, full.hidden, tied)
     for name, own in (("full_attention", full), ("sliding_attention", sliding)):
         t.rotary(int(own.head_size * share), f"model.rotary_emb.{name}_")
     return common.decoder(
@@ -212,7 +212,7 @@ def step3p7(fields: Fields) -> Architecture:
         t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
-    _end(t, vocab, dims, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     for kind in dict.fromkeys(kinds):
         t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
     return common.decoder(
@@ -279,7 +279,7 @@ def minimax_m3(fields: Fields) -> Architecture:
                 f"{at}.mlp.shared_experts", dims.hidden, shared * number, names=("gate_up_proj", "down_proj"),
                 fused_gate=True,
             )  # fmt: skip
-    _end(t, vocab, dims, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(int(dims.head_size * common.rotary_share(fields, 0.5)), "model.rotary_emb.")
     return common.decoder(
         fields, "minimax_m3", "MiniMaxM3ForCausalLM", t, dims, tuple(cache), layers=layers,
@@ -305,72 +305,6 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     heads = inner.integer("sparse_num_index_heads", dims.kv_heads, limit="heads")
     size = inner.integer("sparse_index_dim", dims.head_size, limit="width")
     return heads, size, tuple(bool(flag) for flag in every)
-
-
-def llama4(fields: Fields) -> Architecture:
-    """Chunked attention in three of four layers; experts stored [experts, in, out]."""
-    dims = common.heads_of(fields, kv_default=8)
-    layers, vocab = _layers(fields), _vocab(fields)
-    count = fields.integer("num_local_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", 1, limit="width")
-    inner = fields.integer("intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size_mlp", limit="width")
-    bias = fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
-    step = fields.integer("interleave_moe_layer_step", 1, limit="layers")
-    listed = fields.raw("moe_layers")
-    if listed is None:
-        listed = list(range(step - 1, layers, step))
-    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
-    kinds, chunk = _chunked(fields, layers)
-    fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
-        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
-        _two_norms(t, at, dims)
-        mlp = f"{at}.feed_forward"
-        if i not in listed:
-            t.gated_mlp(mlp, dims.hidden, dense)
-            continue
-        t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
-        t.router(f"{mlp}.router", count, dims.hidden)  # a subclass of nn.Linear
-        t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
-    _end(t, vocab, dims, tied)
-    t.rotary(dims.head_size, "model.rotary_emb.")
-    cache = tuple(
-        CacheLayer(i, "chunked", chunk, dims.kv_heads, dims.head_size) if kind == "chunked_attention"
-        else CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)
-        for i, kind in enumerate(kinds)
-    )  # fmt: skip
-    return common.decoder(
-        fields, "llama4_text", "Llama4ForCausalLM", t, dims, cache, layers=layers,
-        inner=max((chosen + 1) * inner, dense), vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
-        experts_per_token=chosen,
-    )  # fmt: skip
-
-
-def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Layers without rotary embedding (every fourth) see everything, the others their chunk."""
-    chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
-    interval = fields.integer("no_rope_layer_interval", 4, limit="layers")
-    rope = fields.raw("no_rope_layers")
-    if not rope:
-        rope = [int((i + 1) % interval != 0) for i in range(layers)]
-    if not isinstance(rope, list) or len(rope) != layers:
-        raise ConfigError(f"{shown(rope)} does not name {layers} layers", field="no_rope_layers")
-    listed = fields.raw("layer_types")
-    if listed is None:
-        listed = ["chunked_attention" if flag else "full_attention" for flag in rope]
-    known = {"chunked_attention", "full_attention"}
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
-        raise ConfigError(f"{shown(listed)} does not name {layers} layers chunked or full", field="layer_types")
-    if chunk is None:
-        listed = ["full_attention"] * layers
-    return tuple(listed), chunk
 
 
 def dbrx(fields: Fields) -> Architecture:
@@ -446,7 +380,7 @@ def jetmoe(fields: Fields) -> Architecture:
         t.norm(f"{at}.input_layernorm", hidden)
         t.norm(f"{at}.post_attention_layernorm", hidden)
     dims = Heads(hidden, kv_heads * chosen, kv_heads, size)
-    _end(t, vocab, dims, tied)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(size, "model.rotary_emb.")
     cache = tuple(CacheLayer(i, "full", None, kv_heads, size, kv_heads * chosen) for i in range(layers))
     return common.decoder(
@@ -470,12 +404,6 @@ def _four(dims: Heads) -> tuple[int, int, int, int]:
 def _two_norms(t: Tensors, at: str, dims: Heads) -> None:
     t.norm(f"{at}.input_layernorm", dims.hidden)
     t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-
-
-def _end(t: Tensors, vocab: int, dims: Heads, tied: bool) -> None:
-    t.layer = None
-    t.norm("model.norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
@@ -524,7 +452,6 @@ _BUILDERS: dict[str, Callable[[Fields], Architecture]] = {
     "mimo_v2_flash": mimo_v2,
     "step3p7_text": step3p7,
     "minimax_m3": minimax_m3,
-    "llama4_text": llama4,
     "dbrx": dbrx,
     "jetmoe": jetmoe,
 }

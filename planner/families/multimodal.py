@@ -214,9 +214,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.norm(f"{at}.input_layernorm", dims.hidden)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-    t.layer = None
-    t.norm("model.norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "MllamaForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab

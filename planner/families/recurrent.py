@@ -64,9 +64,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp_block", dims.hidden, inner, bias=True)
         t.norm(f"{at}.temporal_pre_norm", dims.hidden)
         t.norm(f"{at}.channel_pre_norm", dims.hidden)
-    t.layer = None
-    t.norm("model.final_norm", dims.hidden)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    t.close("model.final_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.buffer("model.normalizer", (), "RecurrentGemmaModel", "bfloat16")
     fields.ignore("rope_parameters", "rope_scaling")
     return common.decoder(

@@ -25,14 +25,16 @@ _MODULES = {
     "mla": (
         "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 minicpm3 longcat_flash"
     ),
-    "moe_mixed": "gpt_oss laguna mimo_v2_flash step3p7_text minimax_m3 llama4_text dbrx jetmoe",
+    "moe_mixed": "gpt_oss laguna mimo_v2_flash step3p7_text minimax_m3 dbrx jetmoe",
+    "llama4": "llama4_text",
     "linear": "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear minimax lfm2 lfm2_moe",
-    "mamba": "mamba mamba2 falcon_mamba bamba granitemoehybrid falcon_h1 jamba nemotron_h zamba zamba2",
-    "gpt": (
-        "gpt2 gpt_neo gptj codegen opt bloom mpt qwen chatglm exaone mimo mixformer-sequential phi3small "
-        "nemotron-nas"
-    ),
-    "seq2seq": "bart mbart pegasus whisper t5 mt5 umt5 t5gemma moonshine moshi musicgen_decoder bert",
+    "mamba": "mamba mamba2 falcon_mamba",
+    "mamba_hybrid": "bamba granitemoehybrid falcon_h1 jamba nemotron_h",
+    "zamba": "zamba zamba2",
+    "gpt": "gpt2 gpt_neo gptj codegen opt bloom mpt",
+    "remote_code": "qwen chatglm exaone mimo mixformer-sequential phi3small nemotron-nas",
+    "seq2seq": "bart mbart pegasus whisper t5 mt5 umt5 t5gemma moonshine moshi musicgen_decoder",
+    "bert": "bert",
     "recurrent": "recurrent_gemma rwkv xlstm",
     "gemma": "gemma gemma2 gemma3_text vaultgemma",
     "gemma3n": "gemma3n_text",
@@ -46,6 +48,7 @@ _MODULES = {
     "falcon": "falcon RefinedWeb RefinedWebModel",
     "gpt_bigcode": "gpt_bigcode",
 }
+_OWN_CLASSES = ("seq2seq", "bert")  # adapters that read ``architectures`` themselves
 _ADAPTERS = {model_type: module for module, types in _MODULES.items() for model_type in types.split()}
 
 # Other spellings of standard fields: attribute_map of the config classes (transformers 5.19) and, for
@@ -145,7 +148,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     if model_type not in _ADAPTERS:
         raise _unknown(model_type)
-    if config.get("is_encoder_decoder") and _ADAPTERS[model_type] != "seq2seq":
+    if config.get("is_encoder_decoder") and _ADAPTERS[model_type] not in _OWN_CLASSES:
         raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")
     fields = Fields(config, _ALIASES.get(model_type))
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
@@ -175,7 +178,7 @@ def _check_class(config: Mapping[str, Any], model_type: str, architecture: Archi
     """``architectures`` must name the causal language model or its body (``MistralModel``: no head);
     other classes have other tensors."""
     names = config.get("architectures")
-    if names is None or _ADAPTERS[model_type] == "seq2seq":  # that adapter reads the class itself
+    if names is None or _ADAPTERS[model_type] in _OWN_CLASSES:
         return architecture
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{shown(names)} is not a list of class names", field="architectures")

@@ -1,5 +1,5 @@
 """Encoder-decoder models and their parts: BART, mBART, Pegasus, Whisper, T5 / mT5 / UMT5, T5Gemma, Moonshine;
-decoders that were made to follow an encoder (MusicGen, Moshi); BERT. Shapes after transformers 5.19 / 5.23.
+decoders that were made to follow an encoder (MusicGen, Moshi). Shapes after transformers 5.19 / 5.23.
 
 A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
 (``cross``). Without ``architectures`` the decoder alone is planned where transformers has such a class
@@ -9,7 +9,7 @@ A decoder layer keeps its own K and V per generated token, and K and V of the en
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -19,7 +19,7 @@ from tonnage.planner.fields import Fields, shown
 
 Kind = Literal["decoder", "encoder-decoder", "encoder"]
 
-_DROPOUT = (
+IGNORED = (
     "activation_dropout", "activation_function", "apply_spec_augment", "classifier_dropout", "dropout",
     "dropout_rate",
     "decoder_hidden_act", "decoder_layerdrop", "decoder_start_token_id", "dense_act_fn", "encoder_hidden_act",
@@ -35,11 +35,11 @@ _DROPOUT = (
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*_DROPOUT)
+    fields.ignore(*IGNORED)
     return _BUILDERS[model_type](fields, model_type)
 
 
-def _wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
+def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
     """The class of ``architectures`` among ``known``."""
     names = fields.raw("architectures")
     if not names:
@@ -74,7 +74,7 @@ def bart(fields: Fields, model_type: str) -> Architecture:
         f"{name}ForConditionalGeneration": "encoder-decoder",
         f"{name}Model": "encoder-decoder",
     }
-    class_name, kind = _wanted(fields, known, f"{name}ForCausalLM")
+    class_name, kind = wanted(fields, known, f"{name}ForCausalLM")
     hidden = fields.integer("d_model", limit="width")
     layers = fields.integer("decoder_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -166,7 +166,7 @@ def t5(fields: Fields, model_type: str) -> Architecture:
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
         f"{name}EncoderModel": "encoder", f"{name}WithLMHeadModel": "encoder-decoder",
     }  # fmt: skip
-    class_name, kind = _wanted(fields, known, f"{name}ForConditionalGeneration")
+    class_name, kind = wanted(fields, known, f"{name}ForConditionalGeneration")
     hidden = fields.integer("d_model", limit="width")
     size = fields.integer("d_kv", limit="width")
     inner = fields.integer("d_ff", limit="width")
@@ -232,7 +232,7 @@ def t5(fields: Fields, model_type: str) -> Architecture:
 def t5gemma(fields: Fields, model_type: str) -> Architecture:
     """Gemma 2 layers on both sides; the decoder's cross attention reads the encoder's width."""
     known: dict[str, Kind] = {"T5GemmaForConditionalGeneration": "encoder-decoder"}
-    class_name, kind = _wanted(fields, known, "T5GemmaForConditionalGeneration")
+    class_name, kind = wanted(fields, known, "T5GemmaForConditionalGeneration")
     sides = {}
     for side in ("encoder", "decoder"):
         found = fields.mapping(side)
@@ -298,7 +298,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         "MoonshineModel": "encoder-decoder",
         "MoonshineForConditionalGeneration": "encoder-decoder",
     }
-    class_name, kind = _wanted(fields, known, "MoonshineModel")
+    class_name, kind = wanted(fields, known, "MoonshineModel")
     prefix = "" if class_name == "MoonshineModel" else "model."
     hidden = fields.integer("hidden_size", limit="width")
     inner = fields.integer("intermediate_size", limit="width")
@@ -366,7 +366,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
 def moshi(fields: Fields, model_type: str) -> Architecture:
     """The language model of Moshi alone (MoshiForCausalLM); a window over every layer."""
     known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
-    class_name, kind = _wanted(fields, known, "MoshiForCausalLM")
+    class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     fields.raw("num_hidden_layers")
@@ -413,7 +413,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
 def musicgen(fields: Fields, model_type: str) -> Architecture:
     """One embedding and one head per codebook; sinusoidal positions are computed."""
     known: dict[str, Kind] = {"MusicgenForCausalLM": "decoder"}
-    class_name, kind = _wanted(fields, known, "MusicgenForCausalLM")
+    class_name, kind = wanted(fields, known, "MusicgenForCausalLM")
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
@@ -450,47 +450,6 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def bert(fields: Fields, model_type: str) -> Architecture:
-    """An encoder keeps nothing between requests: no cache."""
-    known: dict[str, Kind] = {"BertModel": "encoder"}
-    class_name, kind = _wanted(fields, known, "BertModel")
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    inner = fields.integer("intermediate_size", limit="width")
-    positions = fields.integer("max_position_embeddings", limit="positions")
-    types = fields.integer("type_vocab_size", 2, limit="vocab")
-    if fields.raw("position_embedding_type") not in (None, "absolute"):
-        raise UnsupportedArchitecture("only absolute positions are planned", field="position_embedding_type")
-    fields.ignore("hidden_dropout_prob", "directionality", "pooler_fc_size", "pooler_num_attention_heads")
-    fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
-    t = Tensors()
-    t.vocabulary("embeddings.word_embeddings", vocab, hidden)
-    t.embedding("embeddings.position_embeddings", positions, hidden)
-    t.embedding("embeddings.token_type_embeddings", types, hidden)
-    t.norm("embeddings.LayerNorm", hidden, "layer")
-    t.buffer("embeddings.position_ids", (1, positions), "BertEmbeddings", "int64")
-    t.buffer("embeddings.token_type_ids", (1, positions), "BertEmbeddings", "int64")
-    for i in range(layers):
-        t.layer = i
-        at = f"encoder.layer.{i}"
-        for name in ("query", "key", "value"):
-            t.linear(f"{at}.attention.self.{name}", hidden, hidden, bias=True, shard="column")
-        t.linear(f"{at}.attention.output.dense", hidden, hidden, bias=True, shard="row")
-        t.norm(f"{at}.attention.output.LayerNorm", hidden, "layer")
-        t.plain_mlp(at, hidden, inner, bias=True, names=("intermediate.dense", "output.dense"))
-        t.norm(f"{at}.output.LayerNorm", hidden, "layer")
-    t.layer = None
-    t.linear("pooler.dense", hidden, hidden, "head", bias=True)
-    more: dict[str, Any] = {"max_model_len": positions, "gated": False, "kind": kind}
-    return common.decoder(
-        fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
-        inner=inner, vocab=vocab, **more,
-    )  # fmt: skip
-
-
 _BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
     **dict.fromkeys(_BART, bart),
     "t5": t5,
@@ -500,5 +459,4 @@ _BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
     "moonshine": moonshine,
     "moshi": moshi,
     "musicgen_decoder": musicgen,
-    "bert": bert,
 }

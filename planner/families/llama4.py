@@ -1,0 +1,78 @@
+"""Llama 4 (text): chunked layers, experts beside a shared one. Shapes after transformers 5.19, models/llama4/;
+the multimodal files are in multimodal.py."""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.fields import Fields, shown
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    """Chunked attention in three of four layers; experts stored [experts, in, out]."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_local_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", 1, limit="width")
+    inner = fields.integer("intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size_mlp", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    step = fields.integer("interleave_moe_layer_step", 1, limit="layers")
+    listed = fields.raw("moe_layers")
+    if listed is None:
+        listed = list(range(step - 1, layers, step))
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
+    kinds, chunk = _chunked(fields, layers)
+    fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        mlp = f"{at}.feed_forward"
+        if i not in listed:
+            t.gated_mlp(mlp, dims.hidden, dense)
+            continue
+        t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
+        t.router(f"{mlp}.router", count, dims.hidden)  # a subclass of nn.Linear
+        t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    cache = tuple(
+        CacheLayer(i, "chunked", chunk, dims.kv_heads, dims.head_size) if kind == "chunked_attention"
+        else CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)
+        for i, kind in enumerate(kinds)
+    )  # fmt: skip
+    return common.decoder(
+        fields, model_type, "Llama4ForCausalLM", t, dims, cache, layers=layers,
+        inner=max((chosen + 1) * inner, dense), vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
+        experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Layers without rotary embedding (every fourth) see everything, the others their chunk."""
+    chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
+    interval = fields.integer("no_rope_layer_interval", 4, limit="layers")
+    rope = fields.raw("no_rope_layers")
+    if not rope:
+        rope = [int((i + 1) % interval != 0) for i in range(layers)]
+    if not isinstance(rope, list) or len(rope) != layers:
+        raise ConfigError(f"{shown(rope)} does not name {layers} layers", field="no_rope_layers")
+    listed = fields.raw("layer_types")
+    if listed is None:
+        listed = ["chunked_attention" if flag else "full_attention" for flag in rope]
+    known = {"chunked_attention", "full_attention"}
+    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
+        raise ConfigError(f"{shown(listed)} does not name {layers} layers chunked or full", field="layer_types")
+    if chunk is None:
+        listed = ["full_attention"] * layers
+    return tuple(listed), chunk

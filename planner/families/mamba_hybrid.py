@@ -1,0 +1,298 @@
+"""Mamba beside attention: Bamba and Granite hybrid, Falcon-H1, Jamba, Nemotron-H. Shapes after transformers
+5.19 / 5.23, models/<family>/; the mixers are in mamba.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2
+from tonnage.planner.fields import Fields, shown
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*TIME_STEP)
+    return _BUILDERS[model_type](fields, model_type)
+
+
+def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
+    """The fields of Bamba, Falcon-H1 and Granite hybrid: mamba_*."""
+    inner = fields.integer("mamba_expand", 2, limit="width") * hidden
+    stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
+    inner = stated or inner
+    heads = fields.integer("mamba_n_heads", 128, limit="heads")
+    size = fields.raw("mamba_d_head")
+    head_size = inner // heads if size in (None, "auto") else fields.integer("mamba_d_head", limit="width")
+    if heads * head_size != inner:
+        raise ConfigError(f"{heads} x {head_size} is not {inner}", field="mamba_n_heads")
+    fields.ignore("mamba_norm_before_gate")
+    return Mamba2(
+        hidden, heads, head_size, fields.integer("mamba_n_groups", 1, limit="heads"),
+        fields.integer("mamba_d_state", 256, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
+        inner, fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True),
+        fields.boolean("mamba_rms_norm", False) if names.get("ssm") else True,
+    )  # fmt: skip
+
+
+def bamba(fields: Fields, model_type: str) -> Architecture:
+    """Bamba and Granite hybrid: each layer is a Mamba-2 or an attention layer, with an MLP or experts."""
+    granite = model_type == "granitemoehybrid"
+    dims = common.heads_of(fields, kv_default=None if granite else 8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    mlp_bias = not granite and fields.boolean("mlp_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    mixer = _mamba2_of(fields, dims.hidden)
+    attends = _attends(fields, layers)
+    count = (fields.optional_integer("num_local_experts", 8, limit="width", minimum=0) or 0) if granite else 0
+    chosen = (
+        (fields.optional_integer("num_experts_per_tok", 2, limit="width", minimum=0) or 0) if granite else 0
+    )
+    shared = fields.integer("shared_intermediate_size", 1024, limit="width") if granite else 0
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        if attends[i]:
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        else:
+            mixer.add(t, f"{at}.mamba")
+            cache.append(mixer.cache(i))
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        if not granite:
+            t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, bias=mlp_bias)
+            t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+            continue
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        if count:
+            t.router(f"{at}.block_sparse_moe.router", count, dims.hidden)
+            t.experts(f"{at}.block_sparse_moe.experts", count, dims.hidden, inner)
+        names = ("input_linear", "output_linear")
+        t.plain_mlp(f"{at}.shared_mlp", dims.hidden, shared, names=names, fused_gate=True)
+    t.layer = None
+    t.norm("model.norm" if granite else "model.final_layernorm", dims.hidden)
+    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
+    rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 1.0 if granite else 0.5)), 1)
+    if not granite or fields.raw("position_embedding_type") == "rope":
+        t.rotary(rotary.dim, "model.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "GraniteMoeHybridForCausalLM" if granite else "BambaForCausalLM", t, dims,
+        tuple(cache), layers=layers, inner=chosen * inner + shared if granite else inner, vocab=vocab,
+        rotary=rotary, experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers are attention: ``layer_types`` (or ``layers_block_type``), else ``attn_layer_indices``."""
+    listed = fields.raw("layer_types")
+    if listed is None:
+        listed = fields.raw("layers_block_type")
+    indices = fields.raw("attn_layer_indices")
+    if listed is None:
+        if indices is not None and not isinstance(indices, list):
+            raise ConfigError(f"{shown(indices)} is not a list of layers", field="attn_layer_indices")
+        return tuple(i in (indices or ()) for i in range(layers))
+    names = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
+    if not isinstance(listed, list) or len(listed) != layers or not all(kind in names for kind in listed):
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers mamba or attention", field="layer_types"
+        )
+    return tuple(names[kind] for kind in listed)
+
+
+def falcon_h1(fields: Fields, model_type: str) -> Architecture:
+    """Mamba-2 and attention side by side in every layer: both a state and K and V."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    mlp_bias = fields.boolean("mlp_bias", False)
+    fields.ignore("projectors_bias")
+    tied = fields.boolean("tie_word_embeddings", False)
+    mixer = _mamba2_of(fields, dims.hidden, ssm="mamba_d_ssm")
+    fields.ignore(
+        "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier",
+        "attention_in_multiplier", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
+    )  # fmt: skip
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, bias=mlp_bias)
+        mixer.add(t, f"{at}.mamba")
+        rows = mixer.inner + mixer.channels + mixer.heads
+        t.buffer(f"{at}.mamba.mup_vector", (1, 1, rows), "FalconH1Mixer", None)
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+        cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size), mixer.cache(i)]
+    t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "FalconH1ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1),
+    )  # fmt: skip
+
+
+def jamba(fields: Fields, model_type: str) -> Architecture:
+    """Attention and experts at fixed periods; no rotary embedding."""
+    dims = common.heads_of(fields, kv_default=8)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    count = fields.integer("num_experts", 16, limit="width")
+    chosen = fields.integer("num_experts_per_tok", 2, limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    attends, routes = (
+        _periodic(fields, name, layers, default) for name, default in (("attn", (8, 4)), ("expert", (2, 1)))
+    )
+    rank = fields.raw("mamba_dt_rank")
+    mixer = Mamba1(
+        dims.hidden, fields.integer("mamba_expand", 2, limit="width") * dims.hidden,
+        -(-dims.hidden // 16) if rank in (None, "auto") else fields.integer("mamba_dt_rank", limit="width"),
+        fields.integer("mamba_d_state", 16, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
+        fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True), norms=True,
+    )  # fmt: skip
+    fields.ignore("sliding_window", "mamba_inner_layernorms")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    cache = []
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        if attends[i]:
+            t.attention(f"{at}.self_attn", dims)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        else:
+            mixer.add(t, f"{at}.mamba")
+            cache.append(mixer.cache(i))
+        if routes[i] and count > 1:
+            t.router(f"{at}.feed_forward.router", count, dims.hidden)
+            t.experts(f"{at}.feed_forward.experts", count, dims.hidden, inner)
+        else:
+            t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+    t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
+    return common.decoder(
+        fields, model_type, "JambaForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,
+        vocab=vocab, experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
+    period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
+    offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)
+    return tuple(i % period == offset for i in range(layers))
+
+
+def nemotron_h(fields: Fields, model_type: str) -> Architecture:
+    """One mixer per layer: Mamba-2 (M), attention (*), a plain MLP (-) or experts (E), without gates."""
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    kv_heads = fields.integer("num_key_value_heads", 8, limit="heads")
+    common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    name = "attention_head_dim" if "head_dim" not in fields.config else "head_dim"
+    dims = Heads(hidden, heads, kv_heads, fields.integer(name, 128, limit="width"))
+    fields.ignore("attention_head_dim")
+    kinds = _nemotron_kinds(fields)
+    layers, vocab = len(kinds), fields.integer("vocab_size", limit="vocab")
+    mamba_heads = fields.integer("mamba_num_heads", 128, limit="heads")
+    size = fields.integer("mamba_head_dim", 64, limit="width")
+    dtype = fields.raw("mamba_ssm_cache_dtype")
+    if dtype not in (None, "auto", "float32", "float16", "bfloat16"):
+        raise ConfigError(f"{shown(dtype)} is not float32, float16 or bfloat16", field="mamba_ssm_cache_dtype")
+    bias = fields.boolean("use_bias", False)
+    mixer = Mamba2(
+        hidden, mamba_heads, size, fields.integer("n_groups", 8, limit="heads"),
+        fields.integer("ssm_state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
+        mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
+        dtype=None if dtype == "auto" else dtype,
+    )  # fmt: skip
+    mlp_bias = fields.boolean("mlp_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    inner = fields.integer("intermediate_size", 21504, limit="width")
+    count = fields.integer("n_routed_experts", 8, limit="width") if "E" in kinds else 0
+    chosen = fields.integer("num_experts_per_tok", 2, limit="width") if count else 0
+    expert = fields.integer("moe_intermediate_size", 7688, limit="width") if count else 0
+    latent = (fields.optional_integer("moe_latent_size", limit="width") if count else None) or hidden
+    number = (fields.optional_integer("n_shared_experts", 1, limit="width", minimum=0) or 0) if count else 0
+    shared = fields.integer("moe_shared_expert_intermediate_size", 7688, limit="width") if number else 0
+    fields.ignore(
+        "attention_bias", "moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern", "mamba_proj_bias", "sliding_window", "time_step_rank",
+        "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
+        "n_shared_experts",
+        "moe_shared_expert_intermediate_size", "mtp_num_hidden_layers",
+    )  # fmt: skip
+    t = Tensors()
+    t.vocabulary("model.embeddings", vocab, hidden)
+    cache = []
+    for i, kind in enumerate(kinds):
+        t.layer = i
+        at = f"model.layers.{i}.mixer"
+        t.norm(f"model.layers.{i}.norm", hidden)
+        if kind == "M":
+            mixer.add(t, at)
+            cache.append(mixer.cache(i))
+        elif kind == "*":
+            t.attention(at, dims)  # no biases, whatever attention_bias says (modeling_nemotron_h.py)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+        elif kind == "-":
+            t.plain_mlp(at, hidden, inner, bias=mlp_bias)
+        else:
+            names = ("up_proj", "down_proj")
+            t.experts(f"{at}.experts", count, latent, expert, gated=False, names=names)
+            t.router(f"{at}.gate", count, hidden)
+            t.correction_bias(f"{at}.gate.e_score_correction_bias", (count,))
+            if shared:
+                t.plain_mlp(f"{at}.shared_experts", hidden, shared, bias=mlp_bias)
+            if latent != hidden:
+                t.linear(f"{at}.fc1_latent_proj", latent, hidden, "mlp", bias=mlp_bias)
+                t.linear(f"{at}.fc2_latent_proj", hidden, latent, "mlp", bias=mlp_bias)
+    t.close("model.norm_f", "model.embeddings", vocab, hidden, tied)
+    return common.decoder(
+        fields, model_type, "NemotronHForCausalLM", t, dims, tuple(cache), layers=layers,
+        inner=max(inner if "-" in kinds else 0, chosen * expert + shared, mixer.inner), vocab=vocab,
+        gated=False, experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _nemotron_kinds(fields: Fields) -> str:
+    """One letter per layer, from ``hybrid_override_pattern`` or ``layers_block_type``."""
+    pattern = fields.raw("hybrid_override_pattern")
+    if pattern is None:
+        letters = {
+            "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-",
+            "moe": "E",
+        }  # fmt: skip
+        listed = fields.raw("layers_block_type")
+        if not isinstance(listed, list) or not listed or not all(kind in letters for kind in listed):
+            raise ConfigError(f"{shown(listed)} does not name the layers", field="layers_block_type")
+        pattern = "".join(letters[kind] for kind in listed)
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
+        raise ConfigError(f"{shown(pattern)} is not made of M, *, - and E", field="hybrid_override_pattern")
+    stated = fields.optional_integer("num_hidden_layers", limit="layers")
+    if stated not in (None, len(pattern)):
+        raise ConfigError(f"{stated} contradicts a pattern of {len(pattern)} layers", field="num_hidden_layers")
+    return pattern
+
+
+_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
+    "bamba": bamba,
+    "granitemoehybrid": bamba,
+    "falcon_h1": falcon_h1,
+    "jamba": jamba,
+    "nemotron_h": nemotron_h,
+}

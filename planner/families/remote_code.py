@@ -1,0 +1,299 @@
+"""Models published with code of their own: Qwen 1, ChatGLM, EXAONE 3, MiMo, Phi-2's first release, Phi-3-small,
+Nemotron-NAS. Shapes after the published tensors' names and the checkpoint sizes in
+tests/data/configs/checkpoint_sizes.tsv; the code itself is never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
+from tonnage.planner.fields import Fields, shown
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*GPT_FIELDS)
+    return _BUILDERS[model_type](fields, model_type)
+
+
+def qwen(fields: Fields, model_type: str) -> Architecture:
+    """Qwen 1 (remote code): ``intermediate_size`` counts gate and up together."""
+    dims, layers, vocab = sizes(fields)
+    size = fields.integer("kv_channels", dims.head_size, limit="width")
+    dims = Heads(dims.hidden, dims.heads, dims.heads, size)
+    double = fields.integer("intermediate_size", limit="width")
+    common.divisible(double, 2, "intermediate_size", "gate and up")
+    inner = double // 2
+    tied = fields.boolean("tie_word_embeddings", False)
+    bias = not fields.boolean("no_bias", True)
+    if bias:
+        raise UnsupportedArchitecture("false is not known", field="no_bias")
+    fields.ignore(
+        "padded_vocab_size", "rotary_emb_base", "use_dynamic_ntk", "use_flash_attn", "use_logn_attn",
+        "emb_dropout_prob",
+        "softmax_in_fp32", "use_cache_kernel", "use_cache_quantization", "onnx_safe", "seq_length",
+    )  # fmt: skip
+    t = Tensors()
+    t.vocabulary("transformer.wte", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"transformer.h.{i}"
+        t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True)
+        t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("w1", "w2", "c_proj"))
+        t.norm(f"{at}.ln_1", dims.hidden)
+        t.norm(f"{at}.ln_2", dims.hidden)
+    t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
+    return finish(
+        fields, model_type, "QWenLMHeadModel", t, dims, layers, inner, vocab, gated=True,
+        rotary=Rotary(dims.head_size, 1),
+    )  # fmt: skip
+
+
+def chatglm(fields: Fields, model_type: str) -> Architecture:
+    """ChatGLM 2 and 3, GLM-4-9B (remote code)."""
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    groups = fields.integer("multi_query_group_num", 1, limit="heads")
+    kv_heads = groups if fields.boolean("multi_query_attention", False) else heads
+    common.divisible(heads, kv_heads, "num_attention_heads", "multi_query_group_num")
+    dims = Heads(hidden, heads, kv_heads, fields.integer("kv_channels", hidden // heads, limit="width"))
+    layers = fields.integer("num_layers", limit="layers")
+    vocab = fields.integer("padded_vocab_size", limit="vocab")
+    inner = fields.integer("ffn_hidden_size", limit="width")
+    linear_bias = fields.boolean("add_bias_linear", False)
+    qkv_bias = fields.boolean("add_qkv_bias", False) or linear_bias
+    norm = "rms" if fields.boolean("rmsnorm", True) else "layer"
+    tied = fields.boolean("tie_word_embeddings", False)
+    last = fields.boolean("post_layer_norm", True)
+    if fields.raw("pre_seq_len"):
+        raise UnsupportedArchitecture("a prefix encoder is not planned", field="pre_seq_len")
+    fields.ignore(
+        "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "bias_dropout_fusion",
+        "fp32_residual_connection", "original_rope", "rope_ratio", "hidden_dropout", "num_hidden_layers",
+        "vocab_size",
+        "prefix_projection", "quantization_bit",
+    )  # fmt: skip
+    t = Tensors()
+    t.vocabulary("transformer.embedding.word_embeddings", vocab, hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"transformer.encoder.layers.{i}"
+        t.norm(f"{at}.input_layernorm", hidden, norm)
+        t.fused_attention(
+            f"{at}.self_attention",
+            dims,
+            qkv="query_key_value",
+            out="dense",
+            bias=qkv_bias,
+            out_bias=linear_bias,
+        )
+        t.norm(f"{at}.post_attention_layernorm", hidden, norm)
+        names = ("dense_h_to_4h", "dense_4h_to_h")
+        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=linear_bias, names=names, fused_gate=True)
+    t.layer = None
+    if last:
+        t.norm("transformer.encoder.final_layernorm", hidden, norm)
+    name = "transformer.embedding.word_embeddings.weight"
+    t.head("transformer.output_layer", vocab, hidden, name if tied else None)
+    rotary = Rotary(dims.head_size // 2, 1)
+    t.buffer("transformer.rotary_pos_emb.inv_freq", (rotary.dim // 2,), "RotaryEmbedding", None)
+    return finish(
+        fields, model_type, "ChatGLMModel", t, dims, layers, inner, vocab, gated=True, rotary=rotary,
+        max_model_len=fields.integer("seq_length", limit="positions"), position_field="seq_length",
+    )  # fmt: skip
+
+
+def exaone(fields: Fields, model_type: str) -> Architecture:
+    """EXAONE 3 (remote code): Llama's shapes under GPT-2's names."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    tied = fields.boolean("tie_word_embeddings", False)
+    t = Tensors()
+    t.vocabulary("transformer.wte", vocab, dims.hidden)
+    for i in range(layers):
+        t.layer = i
+        at = f"transformer.h.{i}"
+        t.attention(f"{at}.attn.attention", dims, out="out_proj")
+        t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("c_fc_0", "c_fc_1", "c_proj"))
+        t.norm(f"{at}.ln_1", dims.hidden)
+        t.norm(f"{at}.ln_2", dims.hidden)
+    t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
+    t.rotary(dims.head_size, "transformer.rotary.")
+    return finish(
+        fields, model_type, "ExaoneForCausalLM", t, dims, layers, inner, vocab, gated=True,
+        rotary=Rotary(dims.head_size, 1),
+    )  # fmt: skip
+
+
+def mimo(fields: Fields, model_type: str) -> Architecture:
+    """MiMo-7B (remote code): Qwen2's shapes and ``num_nextn_predict_layers`` layers for speculation, which its
+    class always builds."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", True)
+    extra = fields.integer("num_nextn_predict_layers", 0, limit="layers", minimum=0)
+    tied = fields.boolean("tie_word_embeddings", False)
+    kinds, window = common.kinds_of(fields, "qwen", layers)
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    for i in range(layers + extra):
+        t.layer = i if i < layers else None
+        at = f"model.layers.{i}" if i < layers else f"model.mtp_layers.{i - layers}"
+        t.attention(f"{at}.self_attn", dims, bias=bias)
+        t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        if i >= layers:
+            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+                t.norm(f"{at}.{name}", dims.hidden)
+            t.linear(f"{at}.input_proj", dims.hidden, 2 * dims.hidden, "mlp")
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    return finish(
+        fields, model_type, "MiMoForCausalLM", t, dims, layers, inner, vocab, gated=True,
+        rotary=Rotary(dims.head_size, 1),
+        cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+    )  # fmt: skip
+
+
+def mixformer(fields: Fields, model_type: str) -> Architecture:
+    """Phi-1.5 and Phi-2 as first published (remote code): a list of modules, one norm per parallel block."""
+    dims, layers, vocab = sizes(fields)
+    h = dims.hidden
+    kv_heads = fields.integer("n_head_kv", dims.heads, limit="heads")
+    common.divisible(dims.heads, kv_heads, "n_head", "n_head_kv")
+    dims = Heads(h, dims.heads, kv_heads, dims.head_size)
+    inner = fields.integer("n_inner", 4 * h, limit="width")
+    rotary = Rotary(fields.integer("rotary_dim", 32, limit="width"), 1)
+    block = fields.mapping("architecture") or {}
+    if block.get("block_cls", "parallel") != "parallel":
+        raise UnsupportedArchitecture(
+            f"{shown(block['block_cls'])} is not parallel", field="architecture.block_cls"
+        )
+    fields.ignore("flash_rotary", "fused_dense", "tie_word_embeddings", "phyagi_version")
+    t = Tensors()
+    t.vocabulary("layers.0.wte", vocab, h)
+    for i in range(layers):
+        t.layer = i
+        at = f"layers.{i + 1}"
+        t.norm(f"{at}.ln", h, "layer")
+        t.fused_attention(f"{at}.mixer", dims, qkv="Wqkv", out="out_proj", bias=True, out_bias=True)
+        t.plain_mlp(f"{at}.mlp", h, inner, bias=True, names=("fc1", "fc2"))
+        t.buffer(f"{at}.mixer.rotary_emb.inv_freq", (rotary.dim // 2,), "RotaryEmbedding", "float32")
+    t.layer = None
+    t.norm(f"layers.{layers + 1}.ln", h, "layer")
+    t.head(f"layers.{layers + 1}.linear", vocab, h, None, bias=True)
+    return finish(
+        fields, model_type, "MixFormerSequentialForCausalLM", t, dims, layers, inner, vocab, rotary=rotary,
+        max_model_len=fields.integer("max_position_embeddings", limit="positions"),
+        position_field=fields.name("max_position_embeddings"),
+    )  # fmt: skip
+
+
+def phi3small(fields: Fields, model_type: str) -> Architecture:
+    """Phi-3-small (remote code). Block-sparse layers read fewer tokens but keep K and V of all."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("ff_intermediate_size", limit="width")
+    if fields.raw("ff_dim_multiplier") is not None:
+        raise UnsupportedArchitecture("is not planned", field="ff_dim_multiplier")
+    if fields.boolean("gegelu_pad_to_256", True):
+        inner = 256 * -(-inner // 256)
+    tied = fields.boolean("tie_word_embeddings", True)
+    # the module's own bias argument, not attention_bias of the file, decides: all linears have one
+    fields.ignore(
+        "attention_bias", "blocksparse_block_size", "blocksparse_homo_head_pattern",
+        "blocksparse_num_local_blocks",
+        "blocksparse_triton_kernel_block_size", "blocksparse_vert_stride", "dense_attention_every_n_layers",
+        "embedding_dropout_prob", "ffn_dropout_prob", "gegelu_limit", "mup_attn_multiplier",
+        "mup_embedding_multiplier",
+        "mup_use_scaling", "mup_width_multiplier", "pad_sequence_to_multiple_of_64", "rope_embedding_base",
+        "rope_position_scale", "attention_dropout_prob", "dummy_token_indices",
+    )  # fmt: skip
+    h = dims.hidden
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, h)
+    for i in range(layers):
+        t.layer = i
+        at = f"model.layers.{i}"
+        t.fused_attention(f"{at}.self_attn", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True)
+        t.plain_mlp(f"{at}.mlp", h, inner, bias=True, fused_gate=True)
+        t.norm(f"{at}.input_layernorm", h, "layer")
+        t.norm(f"{at}.post_attention_layernorm", h, "layer")
+    t.layer = None
+    t.norm("model.final_layernorm", h, "layer")
+    t.head("lm_head", vocab, h, "model.embed_tokens.weight" if tied else None)
+    return finish(
+        fields, model_type, "Phi3SmallForCausalLM", t, dims, layers, inner, vocab, gated=True,
+        rotary=Rotary(dims.head_size, 1),
+    )  # fmt: skip
+
+
+def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
+    """Llama pruned block by block (DeciLM, remote code): own KV heads and MLP width per layer."""
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+    size = fields.integer("head_dim", hidden // heads, limit="width")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    blocks = fields.raw("block_configs")
+    if not isinstance(blocks, list) or len(blocks) != layers or not all(isinstance(b, dict) for b in blocks):
+        raise ConfigError(f"{shown(blocks)} does not describe {layers} layers", field="block_configs")
+    fields.ignore("num_key_value_heads", "intermediate_size", "max_window_layers")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    cache, widest, most = [], 0, 1
+    for i, block in enumerate(blocks):
+        t.layer = i
+        at = f"model.layers.{i}"
+        attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
+        where = f"block_configs[{i}]"
+        for part, name in ((attention, "attention"), (ffn, "ffn")):
+            if part.get("replace_with_linear") or part.get("sparsify") or part.get("window_length"):
+                raise UnsupportedArchitecture(
+                    "linear, sparse or windowed blocks are not planned", field=f"{where}.{name}"
+                )
+        if not attention.get("no_op"):
+            per_group = Fields(attention).integer("n_heads_in_group", limit="heads")
+            common.divisible(heads, per_group, "num_attention_heads", f"{where}.attention.n_heads_in_group")
+            dims = Heads(hidden, heads, heads // per_group, size)
+            most = max(most, dims.kv_heads)
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
+            t.norm(f"{at}.input_layernorm", hidden)
+            cache.append(CacheLayer(i, "full", None, dims.kv_heads, size))
+        if not ffn.get("no_op"):
+            factor = Fields(ffn).number("ffn_mult", 0.0)
+            if not 0 < factor <= 64:
+                raise ConfigError(f"{shown(factor)} is not in (0, 64]", field=f"{where}.ffn.ffn_mult")
+            inner = 256 * -(-int(2 * factor * hidden / 3) // 256)
+            widest = max(widest, inner)
+            t.gated_mlp(f"{at}.mlp", hidden, inner, bias=mlp_bias)
+            t.norm(f"{at}.post_attention_layernorm", hidden)
+    t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
+    t.rotary(size, "model.rotary_emb.")
+    return finish(
+        fields, model_type, "DeciLMForCausalLM", t, Heads(hidden, heads, most, size), layers, widest, vocab,
+        gated=True, rotary=Rotary(size, 1), cache=tuple(cache),
+    )  # fmt: skip
+
+
+_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
+    "qwen": qwen,
+    "chatglm": chatglm,
+    "exaone": exaone,
+    "mimo": mimo,
+    "mixformer-sequential": mixformer,
+    "phi3small": phi3small,
+    "nemotron-nas": nemotron_nas,
+}

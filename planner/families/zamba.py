@@ -1,0 +1,177 @@
+"""Zamba 1 and 2: Mamba layers, and attention blocks whose weights several places share. Shapes after
+transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py."""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.mamba import TIME_STEP, Mamba2
+from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import replace
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*TIME_STEP)
+    return zamba(fields, model_type) if model_type == "zamba" else zamba2(fields, model_type)
+
+
+def zamba(fields: Fields, model_type: str) -> Architecture:
+    """Mamba-1 heads everywhere; one attention block of twice the width whose weights all its places share."""
+    hidden = fields.integer("hidden_size", limit="width")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", 14848, limit="width")
+    heads = fields.integer("num_attention_heads", 16, limit="heads")
+    kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
+    width = fields.integer("attention_hidden_size", 2 * hidden, limit="width")
+    size = fields.integer("attention_head_dim", 2 * hidden // heads, limit="width")
+    mamba_heads = fields.integer("n_mamba_heads", 2, limit="heads")
+    state = fields.integer("mamba_d_state", 16, limit="width")
+    kernel = fields.integer("mamba_d_conv", 4, limit="width")
+    mixed = fields.integer("mamba_expand", 2, limit="width") * hidden
+    rank = fields.raw("mamba_dt_rank")
+    rank = -(-hidden // 16) if rank in (None, "auto") else fields.integer("mamba_dt_rank", limit="width")
+    common.divisible(mixed, mamba_heads, "hidden_size", "n_mamba_heads")
+    tied = fields.boolean("tie_word_embeddings", True)
+    bias = fields.boolean("mamba_proj_bias", False)
+    conv_bias = fields.boolean("mamba_conv_bias", True)
+    kinds = _zamba_kinds(fields, layers)
+    fields.ignore("attn_layer_period", "attn_layer_offset")
+    per_head = mixed // mamba_heads
+    dims = Heads(width, heads, kv_heads, size)
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    cache = []
+    first: str | None = None
+    for i, kind in enumerate(kinds):
+        t.layer = i
+        at = f"model.layers.{i}"
+        if kind == "hybrid":
+            begin = len(t.specs)
+            shared = f"{at}.shared_transf"
+            kv = kv_heads * size
+            for name, rows in (("q_proj", heads * size), ("k_proj", kv), ("v_proj", kv)):
+                t.linear(f"{shared}.self_attn.{name}", rows, width, shard="column")
+            t.linear(f"{shared}.self_attn.o_proj", hidden, heads * size, shard="row")
+            t.gated_mlp(f"{shared}.feed_forward", hidden, inner)
+            t.norm(f"{shared}.input_layernorm", width)
+            t.norm(f"{shared}.pre_ff_layernorm", hidden)
+            first = _tie(t, begin, shared, first)
+            t.linear(f"{at}.linear", hidden, hidden, "mixer")
+            cache.append(CacheLayer(i, "full", None, kv_heads, size))
+        here = f"{at}.mamba_decoder" if kind == "hybrid" else at
+        m = f"{here}.mamba"
+        for name, shape in (
+            ("x_proj_weight", (mamba_heads, rank + 2 * state, per_head)),
+            ("dt_proj_weight", (mamba_heads, per_head, rank)),
+            ("dt_proj_bias", (mamba_heads, per_head)), ("A_log", (mamba_heads, per_head, state)),
+            ("D", (mamba_heads, per_head)),
+        ):  # fmt: skip
+            t.add(f"{m}.{name}", shape, "mixer", "ZambaMambaMixer", shard=0)
+        t.add(f"{m}.conv1d.weight", (mixed, 1, kernel), "mixer", "Conv1d", shard=0)
+        if conv_bias:
+            t.add(f"{m}.conv1d.bias", (mixed,), "mixer", "Conv1d", shard=0)
+        t.linear(f"{m}.in_proj", 2 * mixed, hidden, "mixer", bias=bias, shard="column")
+        t.linear(f"{m}.out_proj", hidden, mixed, "mixer", bias=bias, shard="row")
+        t.norm(f"{here}.input_layernorm", hidden)
+        states = (
+            StateTensor("conv", (kernel - 1, mixed), shard_dim=1),
+            StateTensor("ssm", (mamba_heads, per_head, state)),
+        )
+        cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
+    t.close("model.final_layernorm", "model.embed_tokens", vocab, hidden, tied)
+    return common.decoder(
+        fields, model_type, "ZambaForCausalLM", t, Heads(hidden, heads, kv_heads, size), tuple(cache),
+        layers=layers, inner=max(inner, dims.hidden), vocab=vocab,
+    )  # fmt: skip
+
+
+def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    listed = fields.raw("layers_block_type")
+    if listed is None:
+        raise ConfigError("missing", field="layers_block_type", hint="which layers are hybrid")
+    names = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
+    if not isinstance(listed, list) or len(listed) != layers or not all(kind in names for kind in listed):
+        raise ConfigError(f"{shown(listed)} does not name {layers} layers", field="layers_block_type")
+    return tuple(names[kind] for kind in listed)
+
+
+def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
+    """Tie what was added since ``begin`` below ``here`` to the same tensors below ``first``."""
+    if first is None:
+        return here
+    for k in range(begin, len(t.specs)):
+        name = t.specs[k].name
+        t.specs[k] = replace(t.specs[k], tied_to=first + name[len(here) :])
+    return first
+
+
+def zamba2(fields: Fields, model_type: str) -> Architecture:
+    """Mamba-2 and ``num_mem_blocks`` shared attention blocks; each place has its own low-rank adapters."""
+    hidden = fields.integer("hidden_size", limit="width")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    heads = fields.integer("num_attention_heads", 32, limit="heads")
+    kv_heads = fields.integer("num_key_value_heads", heads, limit="heads")
+    size = fields.integer("attention_head_dim", 2 * hidden // heads, limit="width")
+    width = fields.integer("attention_hidden_size", 2 * hidden, limit="width")
+    inner = fields.integer("intermediate_size", 4 * hidden, limit="width")
+    blocks = fields.integer("num_mem_blocks", 1, limit="layers")
+    rank = fields.integer("adapter_rank", 128, limit="width")
+    bias = fields.boolean("add_bias_linear", False)
+    tied = fields.boolean("tie_word_embeddings", True)
+    mixed = fields.integer("mamba_expand", 2, limit="width") * hidden
+    mamba_heads = fields.integer("n_mamba_heads", 8, limit="heads")
+    mixer = Mamba2(
+        hidden, mamba_heads, mixed // mamba_heads, fields.integer("mamba_ngroups", 1, limit="heads"),
+        fields.integer("mamba_d_state", 64, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
+        mixed, bias, fields.boolean("use_conv_bias", True),
+    )  # fmt: skip
+    if fields.boolean("use_shared_attention_adapter", False):
+        raise UnsupportedArchitecture(
+            "adapters on shared attention are not planned", field="use_shared_attention_adapter"
+        )
+    kinds = _zamba_kinds(fields, layers)
+    fields.ignore("mamba_headdim", "kv_channels", "num_query_groups", "hybrid_layer_ids", "use_long_context")
+    rope = fields.boolean("use_mem_rope", False)
+    hybrids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    firsts: dict[int, str] = {}
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    cache = []
+    for i, kind in enumerate(kinds):
+        t.layer = i
+        at = f"model.layers.{i}"
+        if kind == "hybrid":
+            block = hybrids.index(i) % blocks
+            begin = len(t.specs)
+            shared = f"{at}.shared_transformer"
+            kv = kv_heads * size
+            for name, rows in (("q_proj", heads * size), ("k_proj", kv), ("v_proj", kv)):
+                t.linear(f"{shared}.self_attn.{name}", rows, width, shard="column")
+            t.linear(f"{shared}.self_attn.o_proj", hidden, heads * size, shard="row")
+            ff = f"{shared}.feed_forward"
+            t.linear(f"{ff}.gate_up_proj", 2 * inner, hidden, "mlp", bias=bias, shard="column")
+            t.linear(f"{ff}.down_proj", hidden, inner, "mlp", bias=bias, shard="row")
+            for k in range(len(hybrids)):
+                if k % blocks == block:
+                    t.linear(f"{ff}.gate_up_proj_adapter_list.{k}.0", rank, hidden, "mlp")
+                    t.linear(f"{ff}.gate_up_proj_adapter_list.{k}.1", 2 * inner, rank, "mlp")
+            t.norm(f"{shared}.input_layernorm", width)
+            t.norm(f"{shared}.pre_ff_layernorm", hidden)
+            firsts[block] = _tie(t, begin, shared, firsts.get(block))
+            t.linear(f"{at}.linear", hidden, hidden, "mixer")
+            cache.append(CacheLayer(i, "full", None, kv_heads, size))
+        here = f"{at}.mamba_decoder" if kind == "hybrid" else at
+        mixer.add(t, f"{here}.mamba")
+        t.norm(f"{here}.input_layernorm", hidden)
+        cache.append(mixer.cache(i))
+    t.close("model.final_layernorm", "model.embed_tokens", vocab, hidden, tied)
+    if rope:
+        t.rotary(size, "model.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "Zamba2ForCausalLM", t, Heads(hidden, heads, kv_heads, size), tuple(cache),
+        layers=layers, inner=inner, vocab=vocab,
+    )  # fmt: skip
