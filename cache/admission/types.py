@@ -146,7 +146,8 @@ class Never:
             need = f"the request needs {self.needed_blocks} KV blocks, {holder} {self.usable_blocks}"
         if self.largest_prompt_tokens:
             return f"{need}; with this max_tokens a prompt of {self.largest_prompt_tokens} tokens fits"
-        return f"{need}; with this max_tokens no prompt fits, lower max_tokens"
+        lower = "max_tokens or n" if self.needed_sequences > 1 else "max_tokens"
+        return f"{need}; with this max_tokens no prompt fits, lower {lower}"
 
 
 Decision = Admit | Wait | Never
