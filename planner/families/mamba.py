@@ -23,6 +23,11 @@ TIME_STEP = (
 )  # fmt: skip
 
 
+def auto(fields: Fields, name: str, default: int) -> int:
+    """A width the config class works out itself when the file says "auto" or nothing."""
+    return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
+
+
 @dataclass(frozen=True, slots=True)
 class Mamba2:
     """Geometry of one Mamba-2 mixer."""
@@ -124,8 +129,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         fields.ignore("time_step_rank")
     else:
         inner = fields.integer("intermediate_size", inner_factor * hidden, limit="width")
-        rank = fields.raw("time_step_rank")
-        rank = -(-hidden // 16) if rank in (None, "auto") else fields.integer("time_step_rank", limit="width")
+        rank = auto(fields, "time_step_rank", -(-hidden // 16))
         mixer = Mamba1(
             hidden, inner, rank, fields.integer("state_size", 16, limit="width"), kernel, bias, conv_bias
         )

@@ -9,7 +9,7 @@ from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2
+from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
 from tonnage.planner.fields import Fields, shown
 
 
@@ -24,8 +24,7 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
     stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
     inner = stated or inner
     heads = fields.integer("mamba_n_heads", 128, limit="heads")
-    size = fields.raw("mamba_d_head")
-    head_size = inner // heads if size in (None, "auto") else fields.integer("mamba_d_head", limit="width")
+    head_size = auto(fields, "mamba_d_head", inner // heads)
     if heads * head_size != inner:
         raise ConfigError(f"{heads} x {head_size} is not {inner}", field="mamba_n_heads")
     fields.ignore("mamba_norm_before_gate")
@@ -157,10 +156,9 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
     attends, routes = (
         _periodic(fields, name, layers, default) for name, default in (("attn", (8, 4)), ("expert", (2, 1)))
     )
-    rank = fields.raw("mamba_dt_rank")
     mixer = Mamba1(
         dims.hidden, fields.integer("mamba_expand", 2, limit="width") * dims.hidden,
-        -(-dims.hidden // 16) if rank in (None, "auto") else fields.integer("mamba_dt_rank", limit="width"),
+        auto(fields, "mamba_dt_rank", -(-dims.hidden // 16)),
         fields.integer("mamba_d_state", 16, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True), norms=True,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.families.mamba import TIME_STEP, Mamba2
+from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import replace
 
@@ -31,8 +31,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
     state = fields.integer("mamba_d_state", 16, limit="width")
     kernel = fields.integer("mamba_d_conv", 4, limit="width")
     mixed = fields.integer("mamba_expand", 2, limit="width") * hidden
-    rank = fields.raw("mamba_dt_rank")
-    rank = -(-hidden // 16) if rank in (None, "auto") else fields.integer("mamba_dt_rank", limit="width")
+    rank = auto(fields, "mamba_dt_rank", -(-hidden // 16))
     common.divisible(mixed, mamba_heads, "hidden_size", "n_mamba_heads")
     tied = fields.boolean("tie_word_embeddings", True)
     bias = fields.boolean("mamba_proj_bias", False)
