@@ -362,7 +362,7 @@ def activations_of(
         size = found.linear * convention.compute + found.norms * (4 + convention.compute)
         score = block.heads * (4 + convention.compute) if attention == "eager" else 0
         total, scores = Size(token=size, score=score), Size(score=score)
-        casts = convention.compute * found.weights if convention.autocast and width == 4 else 0
+        casts = convention.compute * found.weights if fp8 or (convention.autocast and width == 4) else 0
         kept = Kept(total, total, scores, total, Size(), casts, 0)
         out.append((LayerKind(False, True, True), found.layers, kept))
     for kind, count in kinds.items() if program else ():

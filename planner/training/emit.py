@@ -67,7 +67,7 @@ def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_optimization": zero,
     }
-    if setup.precision.startswith("bf16"):
+    if setup.precision.startswith("bf16") or setup.precision == "fp8":
         out["bf16"] = {"enabled": True}
     elif setup.precision.startswith("fp16"):
         out["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
@@ -82,17 +82,19 @@ def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
 
 def accelerate(setup: TrainingSetup) -> dict[str, Any]:
     """``accelerate launch --config_file``."""
-    precision = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8"}
+    precision = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8"}.get(setup.precision, "no")
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO",
-        "mixed_precision": precision[setup.precision],
+        "mixed_precision": precision,
         "num_machines": setup.nodes,
         "num_processes": setup.world,
         "machine_rank": 0,
         "main_training_function": "main",
         "use_cpu": False,
     }
+    if setup.precision == "fp8":
+        out["fp8_config"] = {"backend": "TE" if setup.fp8_kept else "AO"}
     if setup.strategy.startswith("zero"):
         out["distributed_type"] = "DEEPSPEED"
         out["deepspeed_config"] = {

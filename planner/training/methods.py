@@ -38,7 +38,7 @@ IA3_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn", "mlp.c_proj")),
     "opt": ("q_proj", "k_proj", "fc2"),
 }
-_LINEARS = ("Linear", "FalconLinear", "Conv1D")
+LINEARS = ("Linear", "FalconLinear", "Conv1D")
 _ADAPTER_DTYPE = 4  # PEFT casts adapters of a 16-bit base to fp32 (autocast_adapter_dtype)
 
 
@@ -140,7 +140,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
     """Names PEFT could match: the last part of every linear module, in the model's order."""
-    names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in _LINEARS)
+    names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in LINEARS)
     return tuple(dict.fromkeys(names))
 
 
@@ -159,13 +159,13 @@ def _adapters(
     head = {t.module for t in architecture.tensors if t.role == "head"}
     weights = [
         t for t in own
-        if t.name.endswith(".weight") and len(t.shape) == 2 and t.module_class in (*_LINEARS, "Embedding")
+        if t.name.endswith(".weight") and len(t.shape) == 2 and t.module_class in (*LINEARS, "Embedding")
     ]  # fmt: skip
     found: Counter[str] = Counter()
     matched: list[TensorSpec] = []
     for tensor in weights:
         if wanted == ("all-linear",):
-            hit = tensor.module_class in _LINEARS and tensor.module not in head
+            hit = tensor.module_class in LINEARS and tensor.module not in head
         else:
             name = next((w for w in wanted if tensor.module == w or tensor.module.endswith("." + w)), None)
             hit = name is not None

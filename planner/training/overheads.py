@@ -19,6 +19,10 @@ CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
 CONTEXT, CONTEXT_LOW, CONTEXT_HIGH = GiB // 2, int(0.07 * GiB), 750 * 10**6
 NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
 
+# Transformer Engine: DelayedScaling's amax_history_len; quantizers of one linear module: input, weight and
+# output forward, both gradients backward (pytorch/module/base.py, set_meta_tensor).
+FP8_HISTORY, FP8_QUANTIZERS = 1024, 5
+
 
 class Overhead(NamedTuple):
     name: str
@@ -29,7 +33,8 @@ class Overhead(NamedTuple):
     source: str
 
 
-def overheads_of(setup: TrainingSetup, states: States) -> list[Overhead]:
+def overheads_of(setup: TrainingSetup, states: States, modules: int) -> list[Overhead]:
+    """``modules``: those of the rank that multiply in fp8."""
     out = [
         Overhead(
             "cuBLAS workspaces", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,
@@ -40,13 +45,20 @@ def overheads_of(setup: TrainingSetup, states: States) -> list[Overhead]:
             "vLLM start-up logs (0.07 to 0.14 GiB), vramcalc (0.75 GB on an A6000)",
         ),
     ]  # fmt: skip
+    if setup.fp8_kept:
+        size = modules * FP8_QUANTIZERS * (FP8_HISTORY + 1) * 4
+        out.append(
+            Overhead("fp8 scales", size, 0, size,
+                     f"{modules} modules x {FP8_QUANTIZERS} quantizers x (1,024 maxima + 1 scale) in fp32",
+                     "Transformer Engine DelayedScaling; block scaling keeps no history")
+        )  # fmt: skip
     if setup.world == 1:
         return out
     out.append(
         Overhead("NCCL buffers", NCCL, NCCL_LOW, NCCL_HIGH, "channels of one communicator",
                  "vLLM start-up logs: 0.55 GiB non-torch with 2 GPUs, 0.14 with 1")
     )  # fmt: skip
-    each = 2 if (setup.mixed and setup.strategy.startswith("zero")) or setup.precision == "bf16" else 4
+    each = 2 if (setup.mixed and setup.strategy.startswith("zero")) or setup.pure_16_bit else 4
     if setup.strategy in ("zero1", "zero2", "zero3"):
         bucket = setup.bucket_elements * each
         out.append(

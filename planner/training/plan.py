@@ -14,7 +14,7 @@ from tonnage.planner.training.activations import (
 )
 from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.communication import NO_COMMUNICATION, Communication, communication_of
-from tonnage.planner.training.methods import Trained, train_under
+from tonnage.planner.training.methods import LINEARS, Trained, train_under
 from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.optimizers import OPTIMIZER, step_workspace
 from tonnage.planner.training.overheads import overheads_of
@@ -137,7 +137,7 @@ class Planner:
             setup.rank,
             targets,
             setup.trainable_layers,
-            setup.precision == "fp8",
+            setup.fp8_kept,
         )
         found = activations_of(
             architecture.model_type, block, architecture.layers, self.model.masked(self.length(setup)),
@@ -176,6 +176,13 @@ class Planner:
             setup.method == "full", self.model.tied,
         )  # fmt: skip
 
+    def _fp8_modules(self, setup: TrainingSetup) -> int:
+        """Linear modules of a rank that multiply in fp8."""
+        if not setup.fp8_kept:
+            return 0
+        found = {t.module for t in self.model.architecture.tensors if t.module_class in LINEARS}
+        return ceil_div(len(found), setup.pipeline_parallel)
+
     def plan(self, setup: TrainingSetup, *, brief: bool = False) -> TrainingPlan:
         """The whole answer for one setup; ``brief`` leaves communication and notes out, for sweeps. Raises
         DeploymentError or UnsupportedArchitecture."""
@@ -195,7 +202,7 @@ class Planner:
         lines += _peak_lines(setup, peak, length, bool(model.estimated))
         lines += [
             Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
-            for o in overheads_of(setup, states)
+            for o in overheads_of(setup, states, self._fp8_modules(setup))
         ]
         lines += _host_lines(setup, placed, peak, states)
         lines = [line for line in lines if line.bytes or line.high]
@@ -290,8 +297,10 @@ def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated:
         _exact(
             "weight casts",
             peak.casts,
-            "16-bit copies of fp32 matrices that autograd or the cache keep",
-            "torch.autocast",
+            "matrices in fp8, as stored and transposed: 1 + 1 bytes a weight"
+            if setup.fp8_kept
+            else "16-bit copies of fp32 matrices that autograd or the cache keep",
+            "Transformer Engine (pytorch/module/linear.py)" if setup.fp8_kept else "torch.autocast",
         )
     )
     t = peak.temporary
@@ -359,8 +368,13 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
     elif planner.model.estimated:
         name = planner.model.architecture.model_type
         out.append(f"activations of {name} are estimated from its shapes, 0.5 to 1.4 times the figure")
-    if setup.precision == "fp16-mixed":
+    if setup.precision in ("fp16", "fp16-mixed"):
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
+    if setup.precision == "fp16":
+        out.append("pure fp16: torch's GradScaler refuses fp16 gradients, so the loss is scaled by hand")
+    if setup.precision == "fp8":
+        out.append("fp8 needs compute capability 8.9 (Ada, Hopper)")
+        out.append("what fp8 keeps is read from its libraries' sources, not measured")
     if setup.method == "qlora":
         out.append("QLoRA: ZeRO 1 and 2 replicate the quantized base, stage 3 cannot split it, FSDP can (NF4)")
         out.append("QLoRA runs about 30 % slower than LoRA: each matrix is dequantized for each use")

@@ -2,7 +2,8 @@
 
 The conventions differ in where the fp32 copy is counted and in the gradients' type; which framework does
 which is part of the answer. Worked totals for AdamW: 16 (zero, master-with-weights), 18 (huggingface),
-16 and up to 2 more (autocast), 16 (fp32), 8 (bf16).
+16 and up to 2 more (autocast), 16 (fp32), 8 (bf16, fp16). fp8 is a precision of matrix products: what is kept
+of weights, gradients and states is one of the mixed conventions.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _MIXED = {
 _PURE = {
     "fp32": Convention("fp32", 4, 0, 4, 4, 4, 4, False, False, "everything in fp32"),
     "bf16": Convention("bf16", 2, 0, 2, 2, 2, 2, False, False, "model.to(bfloat16), no master weights"),
+    "fp16": Convention("fp16", 2, 0, 2, 2, 2, 2, False, False, "model.half(), no master weights"),
 }
 
 
@@ -71,6 +73,9 @@ def convention_of(setup: TrainingSetup) -> Convention:
         chosen = replace(
             chosen, stream=2, autocast=False, used_by="FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
         )
+    if setup.precision == "fp8":
+        backend = "Transformer Engine" if setup.fp8_kept else "torchao float8"
+        chosen = replace(chosen, used_by=f"{chosen.used_by}; matrix products in fp8 by {backend}")
     if setup.gradient_dtype is not None:
         chosen = replace(chosen, gradients=DTYPE_BYTES[setup.gradient_dtype])
     return chosen

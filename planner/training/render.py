@@ -81,7 +81,8 @@ def headline(plan: TrainingPlan) -> list[str]:
         f"convention {c.name}: {c.weights} weights + {c.master} master + {c.gradients} gradients + "
         f"2 x {c.state} AdamW states = {c.bytes_per_parameter} bytes a parameter ({c.used_by})",
         f"batch: {setup.micro_batch} x {setup.gradient_accumulation} step(s) x {setup.data_parallel} rank(s) = "
-        f"{setup.effective_batch} sequences of {plan.length:,} tokens{' (packed)' if setup.packing else ''}",
+        f"{setup.effective_batch} sequence{'s' if setup.effective_batch > 1 else ''} of {plan.length:,} tokens"
+        + (" (packed)" if setup.packing else ""),
     ]
 
 
@@ -120,7 +121,14 @@ def tail(plan: TrainingPlan) -> list[str]:
 def verdict(plan: TrainingPlan) -> list[str]:
     if plan.fits is None:
         return ["No device was named: --gpu or --device-memory answers whether it fits."]
-    return ["Fits."] if plan.fits else [f"Does not fit: {reason}" for reason in plan.reasons]
+    if not plan.fits:
+        return [f"Does not fit: {reason}" for reason in plan.reasons] + [
+            "--tricks ranks what would make it fit."
+        ]
+    memory, high = plan.setup.device_memory, plan.bounds()[1]
+    if memory is not None and high > memory:
+        return [f"Fits, but the upper end of the intervals, {gib(high)}, does not."]
+    return ["Fits."]
 
 
 def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
@@ -145,7 +153,8 @@ def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
             if explain:
                 lines.append(f"      {row.formula}  [{row.source}]")
         total = sum(row.bytes for row in rows)
-        lines.append(f"  {'total':<26}{total:>20,} bytes {gib(total):>14}")
+        whole = f"  {gib(plan.bounds()[0])} to {gib(plan.bounds()[1])}" if title == _PLACES[0][1] else ""
+        lines.append(f"  {'total':<26}{total:>20,} bytes {gib(total):>14}{whole}")
     lines += ["", f"Peak moment: {plan.moment}", *tail(plan), *verdict(plan)]
     return lines
 
@@ -175,7 +184,9 @@ def print_plan(plan: TrainingPlan, explain: bool, file: TextIO) -> None:
             if explain:
                 table.add_row(f"  [dim]{escape(row.formula)}[/]", "", "", "", f"[dim]{escape(row.source)}[/]")
         total = sum(row.bytes for row in rows)
-        table.add_row("total", gib(total), f"{total:,}", "", "")
+        low, high = plan.bounds()
+        whole = f"{gib(low)} to {gib(high)}" if title == _PLACES[0][1] else ""
+        table.add_row("total", gib(total), f"{total:,}", "", whole)
         console.print(table)
     console.print(escape(f"Peak moment: {plan.moment}"))
     for line in tail(plan):

@@ -39,7 +39,7 @@ class TrainingSetup:
     target_modules: tuple[str, ...] | None = None  # None: PEFT's own defaults of the family
     trainable_layers: int = 2  # freeze: LLaMA-Factory's default
     base_quantization: str = "nf4-double"
-    loss_scaling: bool = True  # fp16 only
+    loss_scaling: bool = True  # fp16 and fp16-mixed only
 
     micro_batch: int = 1
     sequence_length: int | None = None
@@ -115,6 +115,17 @@ class TrainingSetup:
         return self.strategy.startswith("fsdp")
 
     @property
+    def pure_16_bit(self) -> bool:
+        """Weights, gradients and states in 16 bits, no fp32 copy."""
+        return self.precision in ("bf16", "fp16")
+
+    @property
+    def fp8_kept(self) -> bool:
+        """Transformer Engine keeps inputs and matrices in fp8 from forward to backward. torchao's float8, made
+        for FSDP, keeps them in 16 bits and casts inside each product (torchao/float8/float8_linear.py)."""
+        return self.precision == "fp8" and not self.is_fsdp
+
+    @property
     def mixed(self) -> bool:
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
@@ -172,17 +183,11 @@ def _check_precision(setup: TrainingSetup) -> None:
                 field="--convention",
                 hint="leave it out, or choose --precision bf16-mixed",
             )
-    if setup.precision == "fp16":
-        raise DeploymentError(
-            "pure fp16 training underflows: loss scaling needs fp32 master weights to unscale into",
-            field="--precision",
-            hint="use fp16-mixed, or bf16, which needs no scaling",
-        )
-    if setup.precision == "fp16-mixed" and not setup.loss_scaling:
+    if setup.precision in ("fp16", "fp16-mixed") and not setup.loss_scaling:
         raise DeploymentError(
             "fp16 gradients below 6e-8 become zero without loss scaling",
             field="--no-loss-scaling",
-            hint="leave loss scaling on, or use --precision bf16-mixed",
+            hint=f"leave loss scaling on, or use --precision {setup.precision.replace('fp16', 'bf16')}",
         )
     if setup.method == "qlora" and setup.precision == "fp8":
         raise DeploymentError(

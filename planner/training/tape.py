@@ -140,7 +140,8 @@ class Tape:
             self._save_input(inputs)
         grad = x.grad or base_trained
         stored = self.weight if base_trained else self.frozen
-        if self.autocast and stored == 4 and (x.grad or base_trained):
+        # fp8 copies are 1 + 1 bytes a weight (as stored, and transposed for the backward pass), 16-bit ones 2
+        if (self.fp8 or (self.autocast and stored == 4)) and (x.grad or base_trained):
             self.weight_casts.append((name, self.compute * into * out, not base_trained))
         result = self.new(out, width, grad, split=column)
         if adapted and self.method in ("lora", "qlora"):

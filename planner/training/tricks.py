@@ -54,7 +54,7 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
         out.append(("fused linear cross-entropy", {"loss": "fused"}, "logits in chunks (Liger kernel)"))
     if setup.precision == "fp32":
         out.append(("mixed precision", {"precision": "bf16-mixed"}, "16-bit tensor cores"))
-    if setup.precision != "bf16":
+    if not setup.pure_16_bit:
         out.append(("pure bf16", {"precision": "bf16", "convention": None}, "small updates are rounded away"))
     for name in ("adamw-8bit", "paged-adamw-8bit", "adafactor", "lion", "sgd"):
         if setup.optimizer != name:

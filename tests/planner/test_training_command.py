@@ -206,6 +206,30 @@ def test_accelerate_reads_its_yaml(planner, tmp_path, strategy, version):
         assert found.fsdp_config["fsdp_version"] == version
 
 
+@pytest.mark.parametrize(("strategy", "backend"), [("ddp", "TE"), ("zero2", "TE"), ("fsdp", "AO")])
+def test_accelerate_reads_the_fp8_backend_that_was_planned(planner, tmp_path, strategy, backend):
+    accelerate = pytest.importorskip(
+        "accelerate.commands.config.config_args", reason="accelerate reads the file"
+    )
+    plan = planner.plan(TrainingSetup(precision="fp8", strategy=strategy, gpus=8))
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(emit.emit("accelerate", plan, "llama"))
+    found = accelerate.load_config_from_file(str(path))
+    assert (found.mixed_precision, found.fp8_config) == ("fp8", {"backend": backend})
+
+
+def test_what_fits_only_without_its_interval_says_so(folder, capsys):
+    arguments = [folder, "--method", "lora", "--gpus", "2", "--json"]
+    assert run(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    low, high = found["gpu_bounds"]
+    assert low < found["gpu_bytes"] < high
+    assert run([*arguments[:-1], "--device-memory", str(found["gpu_bytes"] + 1)]) == 0
+    assert "Fits, but the upper end" in capsys.readouterr().out
+    assert run([*arguments[:-1], "--device-memory", str(high)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("Fits.")
+
+
 @pytest.mark.parametrize(
     "extra",
     [{}, {"optimizer": "adamw-8bit"}, {"optimizer": "adafactor", "checkpointing": "full"}, {"loss": "fused"}],

@@ -37,7 +37,7 @@ def planner(config_of):
         ({"partition_activations": True}, "--partition-activations", ["--tensor-parallel is 1"]),
         ({"method": "lora", "target_modules": ("qkv_proj",)}, "--target-modules",
          ["'qkv_proj'", "q_proj", "down_proj"]),
-        ({"precision": "fp16"}, "--precision", ["loss scaling", "bf16"]),
+        ({"precision": "fp16", "loss_scaling": False}, "--no-loss-scaling", ["6e-8", "--precision bf16"]),
         ({"precision": "fp16-mixed", "loss_scaling": False}, "--no-loss-scaling", ["6e-8"]),
         ({"strategy": "zero2", "gpus": 8, "offload_optimizer": "nvme"}, "--offload-optimizer",
          ["stage 3", "zero2"]),
@@ -94,8 +94,11 @@ def test_searching_needs_a_device_and_something_that_fits(planner):
         largest(planner, TrainingSetup(device_memory=10**9), "micro_batch")
 
 
-def test_fp16_says_that_loss_scaling_is_on(planner):
-    assert any("loss scaling" in note for note in planner.plan(TrainingSetup(precision="fp16-mixed")).notes)
+@pytest.mark.parametrize("precision", ["fp16", "fp16-mixed"])
+def test_fp16_says_that_loss_scaling_is_on(planner, precision):
+    notes = planner.plan(TrainingSetup(precision=precision)).notes
+    assert any("loss scaling" in note for note in notes)
+    assert any("GradScaler" in note for note in notes) == (precision == "fp16")
 
 
 def test_qlora_says_its_limits(planner):

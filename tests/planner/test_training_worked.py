@@ -44,6 +44,9 @@ def one_tensor(elements: int, architecture):
     [
         ("fp32", None, 16, (4, 0, 4, 4)),
         ("bf16", None, 8, (2, 0, 2, 2)),
+        ("fp16", None, 8, (2, 0, 2, 2)),
+        ("fp8", None, 16, (4, 0, 4, 4)),
+        ("fp8", "zero", 16, (2, 4, 2, 4)),
         ("bf16-mixed", "zero", 16, (2, 4, 2, 4)),
         ("bf16-mixed", "master-with-weights", 16, (2, 4, 2, 4)),
         ("bf16-mixed", "huggingface", 18, (2, 4, 4, 4)),
@@ -56,6 +59,33 @@ def test_bytes_per_parameter(precision, convention, total, parts):
     assert found.bytes_per_parameter == total
     assert (found.weights, found.master, found.gradients, found.state) == parts
     assert found.used_by
+
+
+def test_fp8_keeps_inputs_in_one_byte_and_each_matrix_twice(planner):
+    """Transformer Engine: a matrix and its transpose in fp8 wait for the backward pass, whatever the master
+    weights are; torchao's float8, under FSDP, keeps what 16-bit training keeps."""
+    model = planner(LLAMA_8B)
+    linear = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # the head is one of them
+    # Every module keeps its own input in one byte a value, where 16-bit training keeps two of a tensor that
+    # q, k and v (gate and up) share; under autocast each casts the fp32 stream for itself. What attention gives
+    # is kept by its backward pass in 16 bits either way. 4096 more are the head's.
+    h, inner = 4096, 14_336
+    less = {
+        "autocast": 32 * (3 * h - h + 2 * h + inner) + h,
+        "zero": 32 * ((2 * h - 3 * h) - h + (2 * h - 2 * h) + inner) + h,
+    }
+    for convention in ("autocast", "zero"):
+        setup = {"sequence_length": 1024, "convention": convention, "optimizer_kernel": "fused"}
+        fp8, half = (model.plan(TrainingSetup(precision=p, **setup)) for p in ("fp8", "bf16-mixed"))
+        assert fp8.line("weight casts") == 2 * linear
+        assert half.line("weight casts") == (2 * linear if convention == "autocast" else 0)
+        assert fp8.line("fp8 scales") == 225 * 5 * 1025 * 4
+        assert half.line("activations") - fp8.line("activations") == 1024 * less[convention]
+        assert "Transformer Engine" in fp8.convention.used_by
+    sharded = {"strategy": "fsdp", "gpus": 8, "sequence_length": 1024}
+    fp8, half = (model.plan(TrainingSetup(precision=p, **sharded)) for p in ("fp8", "bf16-mixed"))
+    assert fp8.total() == half.total()
+    assert "torchao" in fp8.convention.used_by
 
 
 def test_gradient_dtype_changes_the_gradients_only():
