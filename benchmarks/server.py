@@ -122,7 +122,7 @@ async def fake() -> dict[str, Any]:
 
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
-    from tonnage.server.app import create_app
+    from tonnage.server.app import create_app, settle_heap
     from tonnage.server.demo_model import ensure_demo
     from tonnage.server.engines.fake import FakeEngine
     from tonnage.server.http_protocol import BoundedHttpProtocol
@@ -147,6 +147,7 @@ async def fake() -> dict[str, Any]:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         await run_load(port, 8, 16, 20)  # warm: compiled code, caches
+        settle_heap()  # as tonnage serve does
         before, cpu = engine.stats().generation_tokens, time.process_time()
         watch = asyncio.create_task(latest(rate))
         health = asyncio.create_task(health_times(port))

@@ -54,7 +54,7 @@ def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
 
 _GENERATION: dict[str, FieldRule] = {
     **_honoured("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p"),
-    **_honoured("stream_options.include_usage"),
+    **_honoured("stream_options.include_usage", "stream_options.continuous_usage_stats"),
     **_honoured("top_k", "ignore_eos", "stop_token_ids", "cache_salt", "request_id"),
     **_honoured("add_special_tokens"),
     **_needs("min_p", "min_p", 0),
@@ -71,7 +71,6 @@ _GENERATION: dict[str, FieldRule] = {
     # OpenAI's padding against traffic analysis; true only asks for padding, which a client never relies on.
     **_ignored("stream_options.include_obfuscation"),
     **_refused(
-        **{"stream_options.continuous_usage_stats": (False,)},
         include_stop_str_in_output=(False,),
         skip_special_tokens=(True,),
         use_beam_search=(False,),
@@ -150,6 +149,7 @@ RESPONSES: FieldTable = {
     **_ignored("store", "service_tier", "safety_identifier", "parallel_tool_calls", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning"),
     **_ignored("include_reasoning"),
+    **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),
     **_refused(_NOTHING_STORED, previous_response_id=(), conversation=(), prompt=(), background=(False,)),
     **_refused(_NOTHING_STORED, background_options=(), previous_input_messages=([],)),
     **_refused("this server has no tool parser for the model", tools=([],), tool_choice=("none", "auto")),

@@ -31,6 +31,7 @@ class StreamOptions(BaseModel):
     model_config = STRICT
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, in every chunk
 
 
 class JsonSchema(BaseModel):
@@ -120,6 +121,9 @@ class SamplingFields(BaseModel):
 
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def continuous_usage(self) -> bool:
+        return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
         self,

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.app import create_app
+from tonnage.server.app import create_app, settle_heap
 from tonnage.server.commands.launch import (
     Parser,
     Waiting,
@@ -194,6 +194,7 @@ async def _announce(state: ServerState, address: str) -> None:
             tick()
             await asyncio.sleep(0.1)
     if state.started:
+        settle_heap()
         print(f"ready on {address}", flush=True)
 
 

@@ -27,6 +27,7 @@ from tonnage.server.engines.base import (
     Chunk,
     EngineDead,
     EngineStats,
+    FinishReason,
     GenerationRequest,
     MeasuredMemory,
     NeverFits,
@@ -36,6 +37,10 @@ from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.pool_stats import pool_stats, sample_laws
 
 log = logging.getLogger("tonnage.server")
+
+# Chunks given to their streams in one round of the event loop. Each wakes a task that writes to a socket
+# (40 us); with the whole batch at once everything else the loop has to do would wait for all of them.
+_CHUNKS_A_ROUND = 64
 
 # (request, number of the sequence) -> the tokens of its answer; an answer that ends has met its stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
@@ -72,7 +77,7 @@ class _Request:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Sequence:
-    """``computed`` positions have K/V; ``last`` is the token drawn but not yet computed (None: in prefill)."""
+    """``computed`` prompt tokens have K/V; ``drawn`` tokens of the answer are out (0: in prefill)."""
 
     id: int
     owner: _Request
@@ -124,6 +129,7 @@ class FakeEngine:
         self._live: dict[str, _Request] = {}
         self._waiting: deque[_Request] = deque()
         self._running: list[_Sequence] = []
+        self._said: list[tuple[_Request, Chunk]] = []  # what the step has to tell
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -206,6 +212,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._manager.stats().hit_tokens,
+            shared_hit_tokens=self._manager.stats().shared_hit_tokens,
             invariant_violations=self._manager.stats().violations,
         )
 
@@ -239,27 +246,38 @@ class FakeEngine:
     # -- the step ----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        due = time.monotonic()
         while True:
             if not self._running and not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
+                due = time.monotonic()
             if self._dead is None:
                 try:
                     self._step()
                 except Exception:
                     log.exception("the fake engine failed in a step")
                     self.die()
-            await asyncio.sleep(self._step_seconds)
+            await self._tell()
+            now = time.monotonic()
+            due = max(now, due + self._step_seconds)
+            await asyncio.sleep(due - now)
+
+    async def _tell(self) -> None:
+        said, self._said = self._said, []
+        for at in range(0, len(said), _CHUNKS_A_ROUND):
+            if at:
+                await asyncio.sleep(0)
+            for owner, chunk in said[at : at + _CHUNKS_A_ROUND]:
+                owner.inbox.put_nowait(chunk)
 
     def _step(self) -> None:
         """One token of every decoding sequence; what is left of the token budget goes to prefill."""
         self._steps += 1
         sample_laws(self._manager, self._steps)
-        budget = self._budget
-        for sequence in [s for s in self._running if s.drawn][:budget]:
-            self._compute(sequence, 1)
-            self._draw(sequence)
-            budget -= 1
+        decoding = [s for s in self._running if s.drawn][: self._budget]
+        self._decode(decoding)
+        budget = self._budget - len(decoding)
         for sequence in [s for s in self._running if not s.drawn]:
             budget = self._prefill(sequence, budget)
         while budget and self._waiting:
@@ -299,11 +317,11 @@ class FakeEngine:
     def _prefill(self, sequence: _Sequence, budget: int) -> int:
         request = sequence.owner.request
         count = min(budget, len(request.prompt_token_ids) - sequence.computed)
-        self._compute(sequence, count)
+        sequence.computed += count
+        self._manager.extend(sequence.id, sequence.computed)
+        self._manager.commit(sequence.id, sequence.computed)
         if sequence.computed == len(request.prompt_token_ids):
-            forks = [self._fork(sequence, index) for index in range(1, request.n)]
-            for drawing in (sequence, *forks):
-                self._draw(drawing)
+            self._decode([sequence, *(self._fork(sequence, index) for index in range(1, request.n))])
         return budget - count
 
     def _fork(self, parent: _Sequence, index: int) -> _Sequence:
@@ -320,46 +338,51 @@ class FakeEngine:
         self._running.append(child)
         return child
 
-    def _compute(self, sequence: _Sequence, count: int) -> None:
-        sequence.computed += count
-        self._manager.extend(sequence.id, sequence.computed)
-        self._manager.commit(sequence.id, sequence.computed)
-
-    def _draw(self, sequence: _Sequence) -> None:
-        """The next token of the answer; the sequence ends at a stop token or after max_tokens."""
-        request = sequence.owner.request
-        token = next(sequence.tokens, None)
-        sequence.drawn += 1
-        if token is None or token in request.params.stop_token_ids:
-            self._end(sequence, (), "stop")
-        elif sequence.drawn == request.params.max_tokens:
-            self._generation_tokens += 1
-            self._end(sequence, (token,), "length")
-        else:
-            self._generation_tokens += 1
-            self._manager.append_tokens(sequence.id, (token,))
-            self._say(sequence, (token,), None)
-
-    def _end(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: str) -> None:
-        self._release(sequence)
-        self._say(sequence, token_ids, reason)
-
-    def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: str | None) -> None:
-        owner = sequence.owner
-        owner.inbox.put_nowait(
-            Chunk(
-                owner.request.request_id,
-                sequence.index,
-                token_ids,
-                reason,  # type: ignore[arg-type]
-                sequence.cached,
-                queued_seconds=owner.queued,
+    def _decode(self, sequences: list[_Sequence]) -> None:
+        """What is known of each sequence is computed, and its next token drawn. It ends at a stop token or
+        after max_tokens."""
+        going: list[int] = []
+        tokens: list[int] = []
+        ended: list[_Sequence] = []
+        for sequence in sequences:
+            params = sequence.owner.request.params
+            token = next(sequence.tokens, None)
+            sequence.drawn += 1
+            if token is None or token in params.stop_token_ids:
+                ended.append(sequence)
+                self._say(sequence, (), "stop")
+            elif sequence.drawn == params.max_tokens:
+                ended.append(sequence)
+                self._generation_tokens += 1
+                self._say(sequence, (token,), "length")
+            else:
+                going.append(sequence.id)
+                tokens.append(token)
+                self._say(sequence, (token,), None)
+        if going:
+            self._generation_tokens += len(going)
+            self._manager.decode_many(going, tokens)
+        if ended:
+            # The prompt and every token but the last one drawn are computed.
+            self._manager.commit_many(
+                [s.id for s in ended],
+                [len(s.owner.request.prompt_token_ids) + s.drawn - 1 for s in ended],
             )
-        )
+            self._release(ended)
 
-    def _release(self, sequence: _Sequence) -> None:
-        self._manager.free(sequence.id)
-        self._running.remove(sequence)
+    def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
+        owner = sequence.owner
+        request_id = owner.request.request_id
+        chunk = Chunk(
+            request_id, sequence.index, token_ids, reason, sequence.cached, queued_seconds=owner.queued
+        )
+        self._said.append((owner, chunk))
+
+    def _release(self, sequences: list[_Sequence]) -> None:
+        for sequence in sequences:
+            self._manager.free(sequence.id)
+        gone = set(map(id, sequences))
+        self._running = [s for s in self._running if id(s) not in gone]
 
     def _forget(self, request_id: str) -> None:
         """Drop a request wherever it is; its blocks are free when this returns."""
@@ -368,7 +391,6 @@ class FakeEngine:
             return
         if entry in self._waiting:
             self._waiting.remove(entry)
-        for sequence in [s for s in self._running if s.owner is entry]:
-            self._release(sequence)
+        self._release([s for s in self._running if s.owner is entry])
         if not self._live:
             self._idle.set()

@@ -287,3 +287,23 @@ async def test_neutral_values_of_unsupported_fields_are_accepted(server) -> None
     body = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": None,
             "suffix": None, "stop": None, "n": None, "max_tokens": 2, "stream_options": None}  # fmt: skip
     assert (await server.complete(**body)).status_code == 200
+
+
+async def test_usage_in_every_chunk(server) -> None:
+    """vLLM's continuous_usage_stats, which load tools ask for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    bodies = {
+        "/v1/completions": {"prompt": "hello"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    }
+    for path, body in bodies.items():
+        body |= {"model": "demo", "max_tokens": 5, "ignore_eos": True, "stream": True}
+        response = await server.http.post(path, json=body | {"stream_options": options})
+        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert told == sorted(told)
+        assert (told[-1], chunks[-1]["choices"]) == (5, [])
+        assert set(told) == {1, 2, 3, 4, 5}
+        # Asked for alone it is without effect, as in vLLM.
+        alone = await server.http.post(path, json=body | {"stream_options": {"continuous_usage_stats": True}})
+        assert '"usage"' not in alone.text

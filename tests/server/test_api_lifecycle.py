@@ -296,7 +296,10 @@ async def test_the_openapi_document_is_closed(server) -> None:
             where = where[part]
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["additionalProperties"] is False
-    assert body["properties"]["stream_options"]["anyOf"][0]["properties"].keys() == {"include_usage"}
+    assert body["properties"]["stream_options"]["anyOf"][0]["properties"].keys() == {
+        "include_usage",
+        "continuous_usage_stats",
+    }
 
 
 async def test_two_apps_live_in_one_process(run_server, small_plan) -> None:

@@ -17,7 +17,7 @@ from tonnage.server.api.chat.protocol import (
     ChatRequest,
     ChoiceLogprobs,
 )
-from tonnage.server.api.completions.service import outcome_of_finishes, usage
+from tonnage.server.api.completions.service import outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
 from tonnage.server.api.logprobs import chat_logprobs
@@ -80,9 +80,12 @@ class ChatService(OpenAIEvents):
         events = _Events(self._state, ticket.request_id)
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
+        continuous = request.continuous_usage()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
+                if continuous:
+                    events.told = usage_so_far(counts)
                 if delta.index not in begun:
                     begun.add(delta.index)
                     event = events.role(delta.index)
@@ -156,6 +159,7 @@ class _Events:
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(state.model_name)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
+        self.told = b""  # the usage so far, where every chunk tells it
 
     def role(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
@@ -167,14 +171,15 @@ class _Events:
         return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())
 
     def usage(self, counts: TokenCounts) -> bytes:
-        return b'%b%b,"usage":%b}\n\n' % (self._head, self._tail, usage(counts).model_dump_json().encode())
+        return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
-        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b}\n\n' % (
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
             self._head,
             index,
             delta,
             logprobs,
             finish,
             self._tail,
+            self.told,
         )

@@ -112,6 +112,7 @@ class CompletionService(OpenAIEvents):
             if request.logprobs is not None
             else []
         )
+        continuous = request.continuous_usage()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 index = delta.index
@@ -125,7 +126,7 @@ class CompletionService(OpenAIEvents):
                     prompt = submission.prompts[index // submission.n]
                     tokens = (*delta.prompt_logprobs, *delta.logprobs)
                     lists = json.dumps(logprobs[index].take(tokens, prompt)).encode()
-                yield events.delta(delta, lists)
+                yield events.delta(delta, lists, counts if continuous else None)
         ticket.finish(outcome_of_finishes(list(finishes.values())))
         if request.include_usage():
             yield events.usage(counts)
@@ -223,19 +224,21 @@ class _Events:
         self._head = f'data: {start},"model":{self._model},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
 
-    def delta(self, delta: Delta, logprobs: bytes) -> bytes:
+    def delta(self, delta: Delta, logprobs: bytes, counts: TokenCounts | None = None) -> bytes:
+        """``counts``: the usage so far, to be told too."""
         finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
-        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b}\n\n' % (
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
             self._head,
             delta.index,
             json.dumps(delta.text).encode(),
             logprobs,
             finish,
             self._tail,
+            usage_so_far(counts) if counts else b"",
         )
 
     def usage(self, counts: TokenCounts) -> bytes:
-        return b'%b%b,"usage":%b}\n\n' % (self._head, self._tail, usage(counts).model_dump_json().encode())
+        return b"%b%b%b}\n\n" % (self._head, self._tail, usage_so_far(counts))
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
@@ -261,3 +264,8 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
         total_tokens=counts.prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached_total),
     )
+
+
+def usage_so_far(counts: TokenCounts) -> bytes:
+    """The usage as the last member of a chunk."""
+    return b',"usage":' + usage(counts).model_dump_json().encode()
