@@ -33,12 +33,13 @@ class WorkerExtension:
     def tonnage_memory(self) -> tuple[int | None, int]:
         """Bytes of (weights and buffers, KV pool), each storage counted once.
 
-        The first is None where linear layers keep their weights in a packed form outside of torch, as vLLM
-        0.32 does on a CPU (dispatch_cpu_unquantized_gemm in model_executor/layers/utils.py): oneDNN does not
-        say how large its copy is.
+        The first is None where linear layers keep their weights in a packed form outside of torch only, as vLLM
+        0.32 does on a CPU with 16-bit ones (dispatch_cpu_unquantized_gemm in model_executor/layers/utils.py,
+        ``remove_weight``): oneDNN does not say how large its copy is. The output head keeps its weight beside
+        the copy, which then counts as framework.
         """
         model = self.model_runner.model
-        packed = any(hasattr(module, "cpu_linear") for module in model.modules())
+        packed = any(hasattr(module, "cpu_linear") and not module.weight.numel() for module in model.modules())
         weights = None if packed else _storages([*model.parameters(), *model.buffers()])
         return weights, _storages(self.model_runner.kv_caches)
 

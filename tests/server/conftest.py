@@ -8,6 +8,7 @@ import functools
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from openai.types.shared import ErrorObject
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
@@ -26,6 +28,7 @@ from tonnage.server.app import create_app
 from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.errors import RULES, ErrorCode
 from tonnage.server.http_protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
@@ -158,6 +161,36 @@ async def server(run_server: RunServer) -> AsyncIterator[Running]:
         yield running
 
 
+def _checked(response: httpx.Response) -> ErrorObject:
+    """The error of a response: valid against the SDK's type, small, without traces of the server's insides."""
+    assert response.headers["content-type"] == "application/json"
+    document = response.json()
+    assert set(document) == {"error"}
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+    error = ErrorObject.model_validate_json(json.dumps(document["error"]), strict=True)
+    assert isinstance(error.code, str)
+    rule = RULES[ErrorCode(error.code)]
+    assert response.status_code == rule.status
+    assert len(response.content) < 1500
+    for trace in ("Traceback", "site-packages", "/work", "/root", "/home", "pydantic"):
+        assert trace not in error.message
+    if rule.again:
+        seconds, milliseconds = int(response.headers["retry-after"]), int(response.headers["retry-after-ms"])
+        assert 1 <= seconds <= 60
+        assert (seconds - 1) * 1000 < milliseconds <= seconds * 1000
+        assert response.headers["x-should-retry"] == "true"
+    elif rule.status < 500:
+        assert response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in response.headers
+    return error
+
+
+@pytest.fixture
+def checked() -> Callable[[httpx.Response], ErrorObject]:
+    """``checked(response)``: its error; fails on any refusal that is not as all are."""
+    return _checked
+
+
 TOLD_WITHIN = 2.0  # seconds after the kill
 
 
@@ -234,15 +267,26 @@ async def _counts_agree(http: httpx.AsyncClient, url: str) -> dict[str, float]:
     return outcomes
 
 
-async def _overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str, float]:
-    """Good, broken, never-fitting and leaving clients at once; then everything must add up."""
+async def _overload(
+    url: str, *, clients: int = 24, rounds: int = 3, key: str | None = None, slow_tokens: int = 0
+) -> dict[str, float]:
+    """Good, broken, never-fitting and leaving clients at once; then everything must add up.
+
+    ``slow_tokens``: some clients ask for so many that the server's time limit ends them. The answer has the
+    counted outcomes, and under the codes of errors how many clients were told them.
+    """
     draw = random.Random(1)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits, base_url=url) as http:
+    kinds = ["good", "good", "bad", "never", "leaves"] + ["slow"] * bool(slow_tokens)
+    right = {"bad": "invalid_value", "never": "context_length_exceeded"}
+    told: Counter[str] = Counter()
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        trust_env=False, timeout=120, limits=httpx.Limits(max_connections=None), base_url=url, headers=headers
+    ) as http:
 
         async def client(number: int) -> None:
             for _ in range(rounds):
-                kind = draw.choice(["good", "good", "bad", "never", "leaves"])
+                kind = draw.choice(kinds)
                 body: dict[str, Any] = {
                     "model": "demo", "prompt": f"{number}", "max_tokens": 16, "stream": draw.random() < 0.5,
                 }  # fmt: skip
@@ -251,7 +295,9 @@ async def _overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str
                 if kind == "never":
                     body["max_tokens"] = 10**6
                 if kind == "leaves":
-                    body["max_tokens"] = 1000
+                    body |= {"max_tokens": slow_tokens or 1000, "ignore_eos": True}
+                if kind == "slow":
+                    body |= {"max_tokens": slow_tokens, "ignore_eos": True}
                 try:
                     response = await http.post(
                         "/v1/completions", json=body, timeout=0.3 if kind == "leaves" else 120
@@ -259,7 +305,12 @@ async def _overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str
                 except httpx.TimeoutException:
                     assert kind == "leaves"
                     continue
-                assert response.status_code in {"bad": (400,), "never": (400,)}.get(kind, (200, 503))
+                code = _told(response)
+                told[code] += bool(code)
+                if kind in ("bad", "never"):
+                    assert (response.status_code, code) == (400, right[kind])
+                else:
+                    assert code in ("", "server_overloaded", "request_timeout", "queue_timeout")
 
         await asyncio.gather(*(client(number) for number in range(clients)))
 
@@ -268,7 +319,16 @@ async def _overload(url: str, *, clients: int = 24, rounds: int = 3) -> dict[str
             return (await http.get("/load")).json()["server_load"] == 0 and blocks["promised"] == 0
 
         await _until(idle, 60)
-        return await _counts_agree(http, url)
+        return dict(told) | await _counts_agree(http, url)
+
+
+def _told(response: httpx.Response) -> str:
+    """The code of the error in an answer or at the end of a stream; empty: there is none."""
+    if response.status_code != 200:
+        return str(response.json()["error"]["code"])
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    last = json.loads(events[-1]) if events else response.json()
+    return str(last["error"]["code"]) if "error" in last else ""
 
 
 @pytest.fixture
@@ -279,5 +339,5 @@ def streams_until_killed() -> Callable[..., Awaitable[None]]:
 
 @pytest.fixture
 def overload() -> Callable[..., Awaitable[dict[str, float]]]:
-    """``await overload(url, clients=24, rounds=3)``: the outcomes, when everything added up."""
+    """``await overload(url, clients=24, rounds=3, key=None, slow_tokens=0)``: see above."""
     return _overload

@@ -8,38 +8,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai.types.shared import ErrorObject
 
 from tonnage.planner.errors import TonnageError
 from tonnage.server.engines.base import EngineDead
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.errors import RULES, ApiError, ErrorCode, from_exception, render
+from tonnage.server.errors import ApiError, ErrorCode, from_exception, render
 
 VALID = {"model": "demo", "prompt": "hello", "max_tokens": 2}
-
-
-def checked(response: httpx.Response) -> ErrorObject:
-    """The error of a response: valid against the SDK's type, small, without traces of the server's insides."""
-    assert response.headers["content-type"] == "application/json"
-    document = response.json()
-    assert set(document) == {"error"}
-    assert set(document["error"]) == {"message", "type", "param", "code"}
-    error = ErrorObject.model_validate_json(json.dumps(document["error"]), strict=True)
-    assert isinstance(error.code, str)
-    rule = RULES[ErrorCode(error.code)]
-    assert response.status_code == rule.status
-    assert len(response.content) < 1500
-    for trace in ("Traceback", "site-packages", "/work", "/root", "/home", "pydantic"):
-        assert trace not in error.message
-    if rule.again:
-        seconds, milliseconds = int(response.headers["retry-after"]), int(response.headers["retry-after-ms"])
-        assert 1 <= seconds <= 60
-        assert (seconds - 1) * 1000 < milliseconds <= seconds * 1000
-        assert response.headers["x-should-retry"] == "true"
-    elif rule.status < 500:
-        assert response.headers["x-should-retry"] == "false"
-        assert "retry-after" not in response.headers
-    return error
 
 
 FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
@@ -87,8 +62,8 @@ FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
     ({"stream_options": {}}, ErrorCode.INVALID_VALUE, "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, ErrorCode.UNKNOWN_PARAMETER, "stream_options.x"),
     (
-        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-        ErrorCode.UNSUPPORTED_PARAMETER,
+        {"stream": True, "stream_options": {"continuous_usage_stats": 1}},
+        ErrorCode.INVALID_TYPE,
         "stream_options.continuous_usage_stats",
     ),
     ({"logprobs": 0}, ErrorCode.UNSUPPORTED_PARAMETER, "logprobs"),
@@ -103,7 +78,7 @@ FIELD_ERRORS: list[tuple[dict[str, Any], ErrorCode, str | None]] = [
 ]
 
 
-async def test_field_errors(server) -> None:
+async def test_field_errors(server, checked) -> None:
     for change, code, param in FIELD_ERRORS:
         for stream in ({}, {"stream": True}) if "stream_options" not in change else ({},):
             error = checked(await server.http.post("/v1/completions", json=VALID | stream | change))
@@ -116,7 +91,7 @@ async def test_field_errors(server) -> None:
     assert server.engine.stats().admissions == ()  # nothing of it reached the engine
 
 
-async def test_missing_fields(server) -> None:
+async def test_missing_fields(server, checked) -> None:
     for name in ("model", "prompt"):
         body = {key: value for key, value in VALID.items() if key != name}
         error = checked(await server.http.post("/v1/completions", json=body))
@@ -143,7 +118,7 @@ BODIES: list[tuple[bytes, ErrorCode]] = [
 ]
 
 
-async def test_bodies_that_are_not_json(server) -> None:
+async def test_bodies_that_are_not_json(server, checked) -> None:
     for body, code in BODIES:
         for media in ("application/json", "application/json; charset=utf-8"):
             error = checked(
@@ -152,7 +127,7 @@ async def test_bodies_that_are_not_json(server) -> None:
             assert error.code == code, body[:60]
 
 
-async def test_content_types(server) -> None:
+async def test_content_types(server, checked) -> None:
     body = json.dumps(VALID).encode()
     for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x" * 3000):
         response = await server.http.post("/v1/completions", content=body, headers={"content-type": media})
@@ -165,7 +140,7 @@ async def test_content_types(server) -> None:
     assert (await server.http.send(request)).status_code == 200
 
 
-async def test_a_body_over_the_limit(run_server, small_plan) -> None:
+async def test_a_body_over_the_limit(run_server, small_plan, checked) -> None:
     async with run_server(FakeEngine(small_plan()), max_request_body_bytes=100_000) as server:
         for size in (100_001, 700_000, 20_000_000):
             body = json.dumps(VALID | {"prompt": "a" * size})
@@ -185,7 +160,7 @@ async def test_a_body_over_the_limit(run_server, small_plan) -> None:
         assert (await server.http.post("/v1/completions", content=fitting)).status_code == 200
 
 
-async def test_routes_and_methods(server) -> None:
+async def test_routes_and_methods(server, checked) -> None:
     assert (await server.http.head("/health")).status_code == 200
     assert (await server.http.head("/ready")).status_code == 200
     for path in ("/", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
@@ -205,7 +180,7 @@ async def test_routes_and_methods(server) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_longer_than_the_context(server, stream: bool) -> None:
+async def test_a_prompt_longer_than_the_context(server, stream: bool, checked) -> None:
     response = await server.complete(prompt=[5] * 2048, max_tokens=1, stream=stream)
     error = checked(response)
     assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt")
@@ -218,7 +193,7 @@ async def test_a_prompt_longer_than_the_context(server, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_larger_than_the_pool(run_server, small_plan, stream: bool) -> None:
+async def test_a_request_larger_than_the_pool(run_server, small_plan, stream: bool, checked) -> None:
     # 500 + 500 tokens are 63 of 127 blocks; four completions of one prompt need 31 + 4 x 32.
     async with run_server(FakeEngine(small_plan(128, max_model_len=1024))) as server:
         body = {"prompt": [5] * 500, "max_tokens": 500, "stream": stream}
@@ -252,7 +227,7 @@ def test_an_error_is_bounded() -> None:
     assert len(response.body) < 1200
 
 
-async def test_an_unexpected_exception_wears_the_envelope(run_server, small_plan) -> None:
+async def test_an_unexpected_exception_wears_the_envelope(run_server, small_plan, checked) -> None:
     def reply(request, index):
         raise ZeroDivisionError("inside /root/secret.py")
 
