@@ -122,13 +122,22 @@ def _fields(f: FloatFormat, text: str) -> float:
 def run(argv: list[str]) -> int:
     """Run ``tonnage dtype``. Exit code 0, or 2 for bad input."""
     try:
-        args = parser().parse_args(argv)
+        args = parser().parse_args([_as_value(word) for word in argv])
         return _run(args)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
         print(f"tonnage dtype: {error}", file=sys.stderr)
         return 2
+
+
+def _as_value(word: str) -> str:
+    """argparse (3.11) takes -7.9e-34 and -inf for flags; a word with a space in it is none."""
+    try:
+        float(word)
+    except ValueError:
+        return word
+    return f" {word}" if word.startswith("-") else word
 
 
 def _run(args: argparse.Namespace) -> int:

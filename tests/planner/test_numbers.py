@@ -124,8 +124,11 @@ def test_table_and_fields_from_the_command_line(capsys):
     assert "\x1b" not in out
     assert run(["--format", "bf16", "--bits", "1,17,3"]) == 0
     assert capsys.readouterr().out.strip() == "-7.884275709835247e-34"
-    for value in ("inf", "nan", "-3", "0"):
+    for value in ("inf", "nan", "-3", "0", "-inf"):
         assert run([value]) == 0
+    capsys.readouterr()
+    assert run(["-7.884275709835247e-34", "--format", "bf16"]) == 0
+    assert "1 00010001 0000011 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
