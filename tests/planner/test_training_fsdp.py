@@ -30,14 +30,18 @@ def layers_of(model):
     return getattr(inner, "layers", None) or inner.h
 
 
-def shard_sizes(family: str, version: int, world: int) -> tuple[int, int, int]:
-    """Two steps of AdamW under FSDP, one unit per layer: bytes of (weights, gradients, states) of this rank."""
+def shard_sizes(family: str, version: int, group: int, world: int) -> tuple[int, int, int]:
+    """Two steps of AdamW under FSDP, one unit per layer: bytes of (weights, gradients, states) of this rank.
+    ``group``: ranks of one shard group, below ``world`` for hybrid sharding."""
     model = models.real_model(family)
     if version == 2:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (world,))
+        shape, names = (world // group, group), ("replicate", "shard")
+        if group == world:
+            shape, names = (world,), ("shard",)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for layer in layers_of(model):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -71,7 +75,7 @@ def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
-        queue.put((rank, [shard_sizes(family, version, world) for family, version in cases]))
+        queue.put((rank, [shard_sizes(*case, world) for case in cases]))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -97,19 +101,25 @@ def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, (("llama", 2), ("gpt_neox", 1))), (3, (("gpt_neox", 2), ("gemma2", 2), ("falcon", 1)))],
+    [
+        (2, (("llama", 2, 2), ("gpt_neox", 1, 2))),
+        (3, (("gpt_neox", 2, 3), ("gemma2", 2, 3), ("falcon", 1, 3))),
+        (4, (("qwen3", 2, 4), ("llama", 2, 2))),
+    ],
 )
 def test_shards(world, cases):
-    """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards."""
+    """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards. Hybrid
+    sharding (the last case) divides by the group and replicates across groups."""
     found = run(world, cases)
-    for index, (family, version) in enumerate(cases):
-        setup = TrainingSetup(precision="fp32", strategy="fsdp", gpus=world, fsdp_version=version)
+    for index, (family, version, group) in enumerate(cases):
+        hybrid = {"strategy": "fsdp"} if group == world else {"strategy": "fsdp-hybrid", "shard_size": group}
+        setup = TrainingSetup(precision="fp32", gpus=world, fsdp_version=version, **hybrid)
         model = models.planner(family)
         states = model.states(setup, 0)
         ranks = [found[rank][index] for rank in range(world)]
         assert (states.weights, states.gradients, states.optimizer) == ranks[0], (family, version)
         assert all(sizes <= ranks[0] for sizes in ranks)
-        whole = 4 * model.trained(setup).parameters
+        whole = world // group * 4 * model.trained(setup).parameters
         assert whole <= sum(sizes[0] for sizes in ranks) < whole + 4 * world * 64
 
 
