@@ -16,6 +16,14 @@ from tonnage.planner.errors import CheckpointError, ConfigError
 _MAX_HELD = 64
 _REPLACEMENT = "\ufffd"
 
+# Fill in the middle: what stands before the prompt, before the suffix and before the answer. StarCoder and
+# Granite code (arXiv:2305.06161); Qwen2.5-Coder and CodeGemma (their model cards); DeepSeek-Coder (its README).
+_FIM_TOKENS = (
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+)
+
 
 class Tokenizer:
     """tokenizer.json of a model folder, and the ids that end a text."""
@@ -51,6 +59,13 @@ class Tokenizer:
         """Token ids of a prompt, with the special tokens the model's own tokenizer adds."""
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def between(self, prompt: str, suffix: str) -> str | None:
+        """The text that asks a model for what stands between the two; None: this one has no tokens for it."""
+        for before, after, middle in _FIM_TOKENS:
+            if all(self._rust.token_to_id(token) is not None for token in (before, after, middle)):
+                return f"{before}{prompt}{after}{suffix}{middle}"
+        return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ``token_ids`` without special tokens; unfinished UTF-8 shows as U+FFFD."""

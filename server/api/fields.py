@@ -111,9 +111,9 @@ _GENERATION: dict[str, FieldRule] = {
 COMPLETION: FieldTable = {
     **_GENERATION,
     **_honoured("prompt", "echo"),
+    **_honoured("suffix"),  # by a model with fill-in-the-middle tokens, else refused
     **_needs("logprobs", "logprobs"),
     **_honoured("best_of"),  # the best n of best_of by mean log probability; best_of = n needs none
-    **_refused("the model has no fill-in-the-middle tokens this server knows", suffix=("",)),
     **_refused("send the prompt as text or token ids", prompt_embeds=([],)),
 }
 

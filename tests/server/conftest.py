@@ -96,9 +96,9 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _run(
-    tokenizer: Tokenizer,
     engine: FakeEngine,
     *,
+    tokenizer: Tokenizer,
     ready: bool = True,
     grace: int | None = None,
     key: str | None = None,
@@ -146,12 +146,12 @@ RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
 
 @pytest.fixture
 def run_server(tokenizer: Tokenizer) -> RunServer:
-    """``run_server(engine, ready=True, grace=None, key=None, served=None, **settings)``: a real uvicorn around
-    ``engine``; ``key``: what its clients send; ``served``: what the app is given instead of ``engine``.
+    """``run_server(engine, tokenizer=demo's, ready=True, grace=None, key=None, served=None, **settings)``: a
+    real uvicorn around ``engine``; ``key``: what its clients send; ``served``: what the app gets instead of it.
 
     On the way out no request may be in flight and no block in use.
     """
-    return functools.partial(_run, tokenizer)
+    return functools.partial(_run, tokenizer=tokenizer)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from openai.types import CompletionChoice, Model
 
 from tonnage.server.engines.base import GenerationRequest
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.text import Tokenizer
 
 SECRET = "The quick brown fox jumps over the lazy dog. "
 
@@ -307,3 +308,28 @@ async def test_usage_in_every_chunk(server) -> None:
         # Asked for alone it is without effect, as in vLLM.
         alone = await server.http.post(path, json=body | {"stream_options": {"continuous_usage_stats": True}})
         assert '"usage"' not in alone.text
+
+
+async def test_a_suffix_where_the_model_can_fill_in(run_server, small_plan, tokenizer_folder, tmp_path) -> None:
+    """Three of the demo tokenizer's own special tokens get the names of StarCoder's."""
+    text = (tokenizer_folder / "tokenizer.json").read_text()
+    names = {"<repo_name>": "<fim_prefix>", "<file_sep>": "<fim_suffix>", "<gh_stars>": "<fim_middle>"}
+    for old, new in names.items():
+        text = text.replace(f'"{old}"', f'"{new}"')
+    (tmp_path / "tokenizer.json").write_text(text)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    seen: list[GenerationRequest] = []
+
+    def reply(request: GenerationRequest, index: int):
+        seen.append(request)
+        yield from tokenizer.encode("    return")
+
+    async with run_server(FakeEngine(small_plan(), reply=reply), tokenizer=tokenizer) as server:
+        body = {"prompt": "def f(x):", "suffix": "\n# end", "max_tokens": 8}
+        answer = (await server.complete(**body, echo=True)).json()
+        assert answer["choices"][0]["text"] == "def f(x):    return"
+        asked = tuple(tokenizer.encode("<fim_prefix>def f(x):<fim_suffix>\n# end<fim_middle>"))
+        assert seen[0].prompt_token_ids == asked
+        assert answer["usage"]["prompt_tokens"] == len(asked)
+        refused = await server.complete(**body | {"prompt": [1, 2]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")

@@ -27,6 +27,7 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions. Ranges as in OpenAI's API reference."""
 
     prompt: str | Texts | TokenIds | TokenIdLists
+    suffix: str | None = Field(None, description="what comes after the answer, for models that fill in")
     max_tokens: int | None = Field(None, ge=0, description="0 only with echo: the prompt's own logprobs")
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)

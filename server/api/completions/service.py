@@ -158,6 +158,10 @@ class CompletionService(OpenAIEvents):
                 param="logprobs",
             )
         state.check_ready()
+        if request.suffix and scored:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, "suffix cannot be used with echo and logprobs", param="suffix"
+            )
         prompts = await self._tokens(request)
         max_tokens = generator.max_tokens(
             1 if scoring else request.max_tokens,
@@ -198,11 +202,33 @@ class CompletionService(OpenAIEvents):
                 await self._generator.encode(item, add_special_tokens=special)
                 if isinstance(item, str)
                 else tuple(item)
-                for item in _as_list(request.prompt)
+                for item in self._filled_in(request)
             ]
         )
         self._generator.check_token_ids(prompts, "prompt")
         return prompts
+
+    def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
+        """The prompts, with the suffix as the model wants to see it."""
+        items = _as_list(request.prompt)
+        if not request.suffix:
+            return items
+        texts: list[str] = []
+        for item in items:
+            if not isinstance(item, str):
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE, "suffix needs a prompt of text, not of token ids", param="suffix"
+                )
+            text = self._state.tokenizer.between(item, request.suffix)
+            if text is None:
+                raise ApiError(
+                    ErrorCode.UNSUPPORTED_PARAMETER,
+                    "suffix is not supported: the model has no fill-in-the-middle tokens this server knows; "
+                    "leave it out",
+                    param="suffix",
+                )
+            texts.append(text)
+        return texts
 
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
