@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.host import host_memory
 from tonnage.planner.plan import Plan
 from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
@@ -70,8 +71,10 @@ def resolved(settings: Settings, file: TextIO) -> Settings:
 def planned(settings: Settings, file: TextIO) -> Plan:
     """The plan of what is about to be loaded, printed to ``file`` first.
 
-    Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded.
+    Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded, and
+    DeploymentError for more memory than the machine or its container has.
     """
+    _check_host(settings)
     plan = make_plan(settings.model, settings.deployment())
     if plan.fits and settings.model == "demo":
         from tonnage.server.demo_model import ensure_demo
@@ -83,6 +86,19 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     return plan
+
+
+def _check_host(settings: Settings) -> None:
+    """A plan may be made for any machine; what is loaded is loaded on this one."""
+    if settings.device != "cpu" or settings.device_memory is None or settings.backend == "fake":
+        return
+    here = host_memory()
+    if settings.device_memory > here:
+        raise DeploymentError(
+            f"{settings.device_memory} bytes are more than this machine, or its container, has ({here})",
+            field="device_memory",
+            hint="leave it out: the limit of the container is read",
+        )
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:

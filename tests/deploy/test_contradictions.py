@@ -1,0 +1,72 @@
+"""What contradicts the plan in compose's variables or the unit's environment ends the start, with the reason.
+
+Compose and systemd fill in text and compare nothing; the server plans with what they pass and exits with 2
+before anything is loaded, the status that the unit does not restart after. (The chart refuses when it is
+rendered: deploy/check.py.)
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tonnage.server.cli import main
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def compose(variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of compose's service, its variables filled in as Compose does."""
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tonnage"]
+
+    def filled(text: str) -> str:
+        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or m[2], text)
+
+    return [filled(word) for word in service["command"]], {
+        k: filled(v) for k, v in service["environment"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"MEMORY": "300MiB"}, ["300.0 MiB", "nothing is left for the KV cache"]),
+        ({"POOL": "4GiB"}, ["more than 2.00 GiB", "the largest --kv-cache-memory-bytes that fits"]),
+        ({"MEMORY": "100TiB"}, ["device_memory", "this machine, or its container, has"]),
+        ({"CONTEXT": "1000000"}, ["--max-model-len", "at most 8192"]),
+        ({"SEQUENCES": "many"}, ["max_num_seqs", "many"]),
+        ({"UTILIZATION": "1.5"}, ["gpu_memory_utilization", "1.5"]),
+        ({"BACKEND": "sglang"}, ["backend", "sglang"]),
+    ],
+)
+def test_compose_variables(variables, words, monkeypatch, capsys) -> None:
+    command, environment = compose(variables)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(command) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0, error
+    assert all(word.lower() in error.lower() for word in words), error
+
+
+def test_every_variable_of_a_plan_is_read() -> None:
+    """What `tonnage plan --emit compose-env` writes reaches the server."""
+    text = (DEPLOY / "compose.yaml").read_text()
+    names = set(re.findall(r"\$\{(\w+):-", text))
+    _, environment = compose(dict.fromkeys(names, "7"))
+    assert {"TONNAGE_DEVICE_MEMORY", "TONNAGE_KV_CACHE_MEMORY_BYTES", "TONNAGE_MAX_MODEL_LEN"} <= {
+        name for name, value in environment.items() if value == "7"
+    }
+
+
+def test_unit_is_not_started_again_after_a_refusal(monkeypatch, capsys) -> None:
+    unit = (DEPLOY / "systemd" / "tonnage.service").read_text()
+    assert "RestartPreventExitStatus=2\n" in unit
+    assert "ExecStart=/opt/tonnage/bin/tonnage serve\n" in unit
+    for line in ("TONNAGE_MODEL=demo", "TONNAGE_DEVICE_MEMORY=300MiB", "TONNAGE_KV_CACHE_MEMORY_BYTES=512MiB"):
+        monkeypatch.setenv(*line.split("="))
+    assert main(["serve"]) == 2
+    assert "nothing is left for the KV cache" in capsys.readouterr().err
