@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.deployment import Resolved
-from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
 from tonnage.planner.runtime.estimate import Estimate, scaled
 from tonnage.planner.units import MiB
 
@@ -21,6 +21,8 @@ HF_INTERVAL = (0.85, 1.25)
 # adds a few for 16 rows at a time (server/engines/hf/sampling.py). benchmarks/memory_terms.py compares.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
+
+_GATHERED = 16384  # server/engines/hf/gather.py
 
 
 def framework_bytes() -> Estimate:
@@ -49,9 +51,27 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
     residual = 2 * tokens * hidden * size
     logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
-    value = max(attention, mlp) + residual + logits
+    gathered = _gathered_bytes(architecture, chosen)
+    value = max(attention + gathered, mlp) + residual + logits
     formula = (
-        f"max(attention {attention:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
+        f"max(attention {attention + gathered:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
         f"+ logits {seqs:,} x {architecture.vocab_size:,} x 4 x {LOGITS_COPIES} = {logits:,}"
     )
     return scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
+
+
+def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """K and V that the reference attention copies out of the pool, which only bfloat16 on a CPU is spared:
+    one sequence of max_model_len tokens, or _GATHERED tokens of several. The chunk's mask: a byte, and the same
+    in the model's dtype, for each query of each head of a group and each token it may see."""
+    flags = chosen.flags
+    if flags.dtype == "bfloat16" and flags.kv_cache_dtype == "bfloat16":
+        return 0
+    size = DTYPE_BYTES[flags.dtype]
+    tokens = max(chosen.max_model_len, min(_GATHERED, chosen.max_num_seqs * chosen.max_model_len))
+    narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
+    copies = 2 * size + (8 if narrow else 0)  # and a float32 copy between
+    groups = architecture.heads // architecture.kv_heads
+    queries = min(chosen.max_num_batched_tokens, chosen.max_model_len)
+    mask = queries * groups * chosen.max_model_len * (1 + size)
+    return tokens * architecture.kv_heads * architecture.head_size * copies + mask

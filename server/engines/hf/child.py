@@ -26,9 +26,9 @@ from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
 
-# Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out waits
-# for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same tokens a
-# second (benchmarks/metrics_scrape.py).
+# Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
+# waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
+# tokens a second (benchmarks/metrics_scrape.py).
 BEHIND_THE_API = 5
 
 
@@ -73,6 +73,7 @@ class EngineLoop:
         transformers.utils.logging.disable_progress_bar()
 
         from tonnage.server.engines.hf.grammar import Grammars
+        from tonnage.server.engines.hf.profile import profile
         from tonnage.server.engines.hf.runner import ModelRunner
         from tonnage.server.engines.hf.sampling import sample
         from tonnage.server.engines.hf.selfcheck import self_check
@@ -85,6 +86,7 @@ class EngineLoop:
         matcher = Grammars(plan.model.path, self.runner.vocab_size).matcher
         self.scheduler = Scheduler(plan, matcher, policy)
         self.self_check_error = self_check(self.runner)
+        self.activation_bytes = profile(self.runner)
         self._sample = sample
 
     def ready(self) -> Ready:
@@ -92,6 +94,7 @@ class EngineLoop:
             num_blocks=self.runner.pool.tensor.shape[0],
             weights_bytes=self.runner.weights_bytes,
             kv_pool_bytes=self.runner.pool.nbytes,
+            activation_bytes=self.activation_bytes,
             self_check_error=self.self_check_error,
             stats=self.scheduler.stats(),
         )

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
 from tonnage.cache.state import EVICTION_CAUSES
-from tonnage.planner.errors import ModelNotFound, TonnageError
+from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
     BASIC_PARAMS,
@@ -33,6 +34,7 @@ from tonnage.server.engines.base import (
     QueueFull,
     limits_of,
 )
+from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.support import require_supported
 from tonnage.server.memory import PeakSampler
@@ -118,6 +120,8 @@ class HFEngine:
                 f"no config.json in {self._plan.model.path!r}: the hf backend loads a folder", field="model"
             )
         require_supported(json.loads(config.read_text())["model_type"])
+        if self._plan.deployment.device == "cpu":
+            require_available(self._plan, available_memory())
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tonnage.server.engines.hf.child"]
@@ -141,6 +145,11 @@ class HFEngine:
             raise
         self._framework = self._sampler.sample() - self._ready.weights_bytes - self._ready.kv_pool_bytes
         self._stats = self._ready.stats
+        try:
+            require_fits(self._plan, self.capacity().plan)
+        except DoesNotFit:
+            await self.stop()
+            raise
 
     def _write(self) -> None:
         assert self._connection is not None
@@ -158,9 +167,21 @@ class HFEngine:
                 loop.call_soon_threadsafe(self._receive, message, started)
         except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
             pass
-        dead = EngineDead("the engine process ended", hint="see its output; restart the server")
+        dead: TonnageError = EngineDead("the engine process ended", hint="see its output; restart the server")
+        if not started.done() and self._killed():
+            dead = DoesNotFit(
+                "the engine process was killed while loading, as the kernel does when memory runs out: the "
+                f"plan needs {gib(self._plan.rank.used_bytes)}, available now {gib(available_memory())}",
+                hint=SMALLER,
+            )
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._die, dead, started)
+
+    def _killed(self) -> bool:
+        try:
+            return self._process is not None and self._process.wait(1.0) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            return False
 
     def _receive(self, message: Ready | Failed | Step, started: asyncio.Future[Ready]) -> None:
         if isinstance(message, Step):
@@ -246,6 +267,7 @@ class HFEngine:
             self._plan.rank,
             weights_bytes=ready.weights_bytes,
             kv_pool_bytes=ready.kv_pool_bytes,
+            activation_bytes=ready.activation_bytes,
             framework_bytes=self._framework,
         )
         return Capacity(

@@ -17,6 +17,10 @@ from torch.nn import functional as F
 from tonnage.server.engines.hf.batch import Batch, Int64
 from tonnage.server.engines.hf.pool import PagedPool
 
+# Tokens gathered at a time for decodes: their contexts are padded to the longest, so that a long one among many
+# short ones would cost its length for each. planner/runtime/hf.py counts with the same number.
+GATHERED = 16384
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -91,7 +95,11 @@ class GatherAttention:
         while at < batch.sequences:
             last = at + 1
             if lengths[at] == 1:  # neighbouring decodes form one padded batch
+                longest = int(batch.kv_len[at])
                 while last < batch.sequences and lengths[last] == 1:
+                    longest = max(longest, int(batch.kv_len[last]))
+                    if (last + 1 - at) * longest > GATHERED:
+                        break
                     last += 1
             start = int(batch.query_start[at])
             spans.append(self._span(start, table[at:last], batch.kv_len[at:last], int(lengths[at]), window))

@@ -35,11 +35,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Loaded and self-checked. Bytes are measured storages; ``num_blocks`` the pool's real first dimension."""
+    """Loaded, self-checked and profiled. Bytes are measured storages, ``activation_bytes`` what one full step
+    took beside them (:mod:`.profile`); ``num_blocks`` the pool's real first dimension."""
 
     num_blocks: int
     weights_bytes: int
     kv_pool_bytes: int
+    activation_bytes: int
     self_check_error: float
     stats: EngineStats
 

@@ -1,0 +1,53 @@
+"""Plan against machine: before the load what is available, after it what was measured. Imports no torch."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import DoesNotFit
+from tonnage.planner.plan import Plan
+
+SMALLER = "lower --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens"
+
+
+def gib(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
+
+
+def available_memory() -> int:
+    """Bytes the kernel could give now without swapping (MemAvailable, proc_meminfo(5))."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise DoesNotFit("/proc/meminfo has no MemAvailable", field="device", hint="Linux 3.14 or newer")
+
+
+def require_available(plan: Plan, available: int) -> None:
+    """Raise DoesNotFit where the plan, right for this machine, is more than other programs leave of it now."""
+    needed = plan.rank.used_bytes
+    if needed > available:
+        raise DoesNotFit(
+            f"the plan needs {gib(needed)}; other programs leave {gib(available)} of this machine's memory",
+            field="device_memory",
+            hint=f"end some of them, or {SMALLER}",
+        )
+
+
+def require_fits(foretold: Plan, measured: Plan) -> None:
+    """Raise DoesNotFit where the plan as corrected by the profile run is more than the device has."""
+    rank, before = measured.rank, foretold.rank
+    if rank.used_bytes <= rank.total_bytes:
+        return
+    terms = ", ".join(
+        f"{name} {gib(value)} (planned {gib(planned)})"
+        for name, value, planned in (
+            ("weights", rank.weights_bytes, before.weights_bytes),
+            ("KV pool", rank.kv_pool_bytes, before.kv_pool_bytes),
+            ("activations", rank.activation_bytes, before.activation_bytes),
+            ("framework", rank.framework_bytes, before.framework_bytes),
+        )
+    )
+    raise DoesNotFit(
+        f"measured after the load: {terms}; together {gib(rank.used_bytes)} of {gib(rank.total_bytes)}",
+        field="device_memory",
+        hint=SMALLER,
+    )
