@@ -247,6 +247,8 @@ def _run(args: argparse.Namespace) -> int:
             print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
         for line in render.trick_lines(rows) if rows else ():
             print(line)
+        if plan.fits is False and not rows:
+            print("--tricks ranks what would make it fit.")
     return DOES_NOT_FIT if plan.fits is False else FITS
 
 

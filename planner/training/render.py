@@ -122,9 +122,7 @@ def verdict(plan: TrainingPlan) -> list[str]:
     if plan.fits is None:
         return ["No device was named: --gpu or --device-memory answers whether it fits."]
     if not plan.fits:
-        return [f"Does not fit: {reason}" for reason in plan.reasons] + [
-            "--tricks ranks what would make it fit."
-        ]
+        return [f"Does not fit: {reason}" for reason in plan.reasons]
     memory, high = plan.setup.device_memory, plan.bounds()[1]
     if memory is not None and high > memory:
         return [f"Fits, but the upper end of the intervals, {gib(high)}, does not."]

@@ -58,7 +58,9 @@ def test_plain_output_names_the_convention_and_the_batch(folder, capsys):
 
 def test_does_not_fit_is_exit_1_and_says_why(folder, capsys):
     assert run([folder, "--gpu", "rtx-4090"]) == 1
-    assert "Does not fit: gpu:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Does not fit: gpu:" in out
+    assert out.endswith("--tricks ranks what would make it fit.\n")
 
 
 @pytest.mark.parametrize(
