@@ -21,6 +21,7 @@ EXTRA = {
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "gpt_neo": {"num_layers": 4, "num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4},
+    "gemma3n_text": {"num_hidden_layers": 12, "num_kv_shared_layers": 2, "intermediate_size": 96},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16, "num_attention_heads": 4, "num_hidden_layers": 3},
 }
 LEFT_OUT = {
@@ -33,8 +34,6 @@ LEFT_OUT = {
     "musicgen_decoder": "has no automatic class",
     "mllama_text_model": "is built below mllama",
     "bert": "its automatic class is another one (BertLMHeadModel)",
-    "gemma4_text": "per-layer inputs are not planned, and its class switches them on",
-    "gemma4": "per-layer inputs are not planned, and its class switches them on",
     "deepseek_v4": "its class derives compress_ratios from another field",
 }
 
