@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     target = parse_seconds(arguments.wait_target)
 
     def tried(replicas: int, wait: float) -> None:
-        print(f"{replicas} replicas: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
+        print(f"{_counted(replicas, 'replica')}: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
 
     found = search_engines(trace, setup_of(arguments, plan, trace), target, progress=tried)
     if arguments.json:
@@ -87,9 +87,13 @@ def run(argv: list[str]) -> int:
         )
     else:
         print(
-            f"{found.engines} replicas of plan {plan.plan_id} ({len(plan.ranks)} device(s) each) for "
-            f"{arguments.rate:g} requests a second like {trace.name}: 99 % wait at most "
+            f"{_counted(found.engines, 'replica')} of plan {plan.plan_id} "
+            f"({_counted(len(plan.ranks), 'device')} each) for {arguments.rate:g} requests a second like {trace.name}: 99 % wait at most "
             f"{found.waits[found.engines]:.3f} s. Times follow from the device's peak figures: no engine is "
             "faster, most are slower."
         )
     return NOT_ENOUGH if found.engines is None else ENOUGH
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
