@@ -50,14 +50,13 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
     import torch
 
     transformers: Any = import_module("transformers")
-    config.pop("quantization_config", None)
-    config.pop("model_type")
+    for name in ("quantization_config", "auto_map", "model_type"):
+        config.pop(name, None)
+    _check_counts(config)
     loaded = transformers.AutoConfig.for_model(model_type, **config)
     if getattr(loaded, "is_encoder_decoder", False):
         raise UnsupportedArchitecture("encoder-decoder models need an adapter", field="is_encoder_decoder")
     text = loaded.get_text_config()
-    if _field(text, "num_hidden_layers") > LIMITS["layers"]:
-        raise UnsupportedArchitecture(f"more than {LIMITS['layers']:,} layers", field="num_hidden_layers")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             loaded, dtype=torch.bfloat16, attn_implementation="eager"
@@ -87,6 +86,16 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
         position_field="max_position_embeddings",
         via="meta",
     )
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    """Layers and experts are Python objects, even on the meta device: a million of them would hang."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        counts = ("layer" in name or "expert" in name) and "size" not in name
+        if counts and isinstance(value, int) and value > LIMITS["layers"]:
+            raise UnsupportedArchitecture(f"{shown(value)} is more than {LIMITS['layers']:,}", field=name)
 
 
 def _field(config: Any, name: str) -> int:
