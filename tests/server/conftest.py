@@ -128,7 +128,8 @@ async def _run(
     ):
         running = Running(url, app, engine, app.state.tonnage, http, sdk)
         if ready:
-            await running.until(lambda: running.state.started)
+            # The first engine on a machine compiles the block manager, for half a minute and more.
+            await running.until(lambda: running.state.started, 300)
         try:
             yield running
         finally:

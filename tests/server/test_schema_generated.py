@@ -16,18 +16,20 @@ KEY = "a-key-of-the-generated-tests"
 
 
 async def schemathesis(url: str, tmp_path: Path, *more: str) -> tuple[int, str]:
-    """(exit code, output); every check but the one our own stands in for."""
+    """(exit code, output); every check, one of them on some operations in our own form (schemathesis.toml)."""
+    here = Path(__file__)
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.executable).with_name("schemathesis")),
-        *("run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "--max-examples", "10"),
-        *("--exclude-checks", "positive_data_acceptance", "--seed", "1", "--no-color", "--no-shrink"),
-        *("--continue-on-failure", "--max-time", "60", "--generation-database", "none", *more),
+        *("--config-file", str(here.with_name("schemathesis.toml"))),
+        *("run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "--max-examples", "25"),
+        *("--seed", "1", "--no-color", "--no-shrink"),
+        *("--continue-on-failure", "--generation-database", "none", *more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=tmp_path,
-        env=os.environ | {"SCHEMATHESIS_HOOKS": str(Path(__file__).with_name("schemathesis_checks.py"))},
+        env=os.environ | {"SCHEMATHESIS_HOOKS": str(here.with_name("schemathesis_checks.py"))},
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 120)
+    out, _ = await asyncio.wait_for(process.communicate(), 500)
     return process.returncode or 0, out.decode()
 
 
@@ -41,6 +43,6 @@ async def test_no_generated_request_breaks_the_contract(run_server, small_plan, 
         assert code == 0, out[-6000:]
         cases = re.search(r"(\d+) generated", out)
         assert cases is not None, out[-2000:]
-        assert int(cases[1]) > 200
+        assert int(cases[1]) > 2000
         # The server is as it was: nothing runs, nothing is held, and it still answers.
         assert (await server.complete(max_tokens=2)).status_code == 200
