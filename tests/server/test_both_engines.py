@@ -18,10 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import instructor
+import openai
 import psutil
+import pydantic
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -294,6 +297,32 @@ async def test_an_overload_is_conserved(served: Served, overload: Any) -> None:
     assert outcomes["server_overloaded"] > 0
     assert outcomes.get("request_timeout", 0) + outcomes.get("queue_timeout", 0) > 0
     assert served.metric("tonnage_preemptions_total{") == 0
+
+
+# -- a client that wants JSON ---------------------------------------------------------------------------------
+
+
+class City(pydantic.BaseModel):
+    """What instructor asks for. Short, so that a small model gets to the end."""
+
+    name: Literal["Paris", "Rome"]
+    capital: bool
+
+
+async def test_instructor_gets_the_model_it_asks_for(served: Served) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, http_client=served.client()
+    ) as sdk:
+        client = instructor.from_openai(sdk, mode=instructor.Mode.JSON_SCHEMA)
+        city = await client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Name a capital as JSON."}],
+            response_model=City,
+            max_retries=0,
+            max_tokens=60,
+            temperature=0,
+        )
+    assert isinstance(city, City)
 
 
 # -- GPTQ behind vLLM ----------------------------------------------------------------------------------------

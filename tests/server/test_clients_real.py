@@ -1,5 +1,5 @@
 """Real clients, as their users call them: openai (sync, async, streams, retries, typed errors),
-langchain-openai and litellm. instructor wants another openai than vLLM: its own target (make clients)."""
+langchain-openai and litellm. instructor needs an engine with grammars: test_both_engines."""
 
 from __future__ import annotations
 
