@@ -121,7 +121,7 @@ class WaitingQueue:
 
 
 class DrainEstimate:
-    """Seconds until so many blocks have been given back, from what was given back lately.
+    """Seconds until so many blocks (or tokens) are given back, from the last ``window`` ends.
 
     For ``Retry-After``: the promises of the requests that ended are what made room, so their rate is the rate
     at which a queue of promises drains.

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from tonnage.cache.queue import DrainEstimate
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.security.tenants import ANYBODY, Tenant
 
@@ -66,22 +67,26 @@ class Accounts:
         self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
-        self._finished: deque[float] = deque(maxlen=32)  # times of the last completions, for the drain estimate
+        self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
+        self._promised = 0  # tokens that the requests in flight may need, prompt and completion
+        self._drain = DrainEstimate()
 
     def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANYBODY) -> Ticket:
         """Count a request in; it must be finished exactly once."""
+        if not self.in_flight:
+            self._drain = DrainEstimate()  # nothing was given back while nobody was here: that is no rate
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
         return Ticket(self, endpoint, request_id, tenant)
 
-    def drain_seconds(self, waiting: int) -> float:
-        """Seconds until ``waiting`` requests are through at the rate of the last completions; 1 to 60.
-
-        Without two completions there is no rate: 1, the smallest value Retry-After can say.
+    def retry_after(self) -> float:
+        """Seconds until what all requests in flight were promised is given back, at the rate at which promises
+        were given back lately; 1 to 60. Without two completions there is no rate: 1, the smallest value
+        Retry-After can say.
         """
-        rate = self.completion_rate()
-        return 1.0 if rate is None else min(60.0, max(1.0, waiting / rate))
+        seconds = self._drain.seconds(self._promised, time.monotonic())
+        return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
 
     def completion_rate(self) -> float | None:
         """Completions a second over the last (at most 32) ones until now; None before two of them."""
@@ -100,6 +105,9 @@ class Accounts:
         if not self.in_flight:
             self.idle.set()
         self.outcomes[outcome] += 1
+        if ticket.promised:
+            self._promised -= ticket.promised
+            self._drain.ended(ticket.promised, time.monotonic())
         if outcome in ("stop", "length"):
             self.request_duration.observe(ticket.seconds)
             self._finished.append(time.monotonic())
@@ -122,6 +130,7 @@ class Ticket:
         "error",
         "first_token_seconds",
         "outcome",
+        "promised",
         "request_id",
         "seconds",
         "submission",
@@ -141,9 +150,13 @@ class Ticket:
         self.error: ApiError | None = None
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
+        self.promised = 0  # tokens it may need, from when it goes to the engine
 
     def submitted(self) -> None:
         """It goes to the engine."""
+        if self.submission is not None:
+            self.promised = self.submission.most_tokens
+            self._accounts._promised += self.promised
         for listener in self._accounts.on_submit:
             listener(self)
 
@@ -170,7 +183,7 @@ class Ticket:
             return ApiError(
                 ErrorCode.QUEUE_TIMEOUT,
                 f"the request waited {seconds:g} s without its turn (request_timeout)",
-                retry_after_seconds=self._accounts.drain_seconds(self._accounts.in_flight),
+                retry_after_seconds=self._accounts.retry_after(),
             )
         return ApiError(
             ErrorCode.REQUEST_TIMEOUT,

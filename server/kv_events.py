@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from tonnage.cache.events import AllBlocksCleared, BlockStored, KVEvent
+from tonnage.server.sharing import KVEventsConfig
 
 END = (-1).to_bytes(8, "big", signed=True)
 MEDIUM = "GPU"  # vLLM's word for the pool that the model reads from, whatever the device
@@ -44,8 +45,8 @@ class KVEventPublisher:
     """Sends batches from a thread of its own; `publish` never waits for a subscriber.
 
     ``endpoint`` and ``replay_endpoint`` are bound (``tcp://*:5557``); ``buffer_steps`` batches are kept for
-    replays; beyond ``max_queue_size`` waiting batches `publish` drops and counts. Raises zmq.ZMQError when an
-    endpoint cannot be bound.
+    replays; ``hwm`` is ZeroMQ's limit of messages to a slow subscriber; beyond ``max_queue_size`` waiting
+    batches `publish` drops and counts. Raises zmq.ZMQError when an endpoint cannot be bound.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class KVEventPublisher:
         rank: int | None = None,
         buffer_steps: int = 10_000,
         max_queue_size: int = 100_000,
+        hwm: int = 100_000,
     ) -> None:
         self.dropped = 0
         self._topic, self._rank = topic.encode(), rank
@@ -65,6 +67,7 @@ class KVEventPublisher:
         self._context = zmq.Context()
         try:
             self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.set_hwm(hwm)
             self._publisher.bind(endpoint)
             self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
             self._replay: zmq.Socket[bytes] | None = None
@@ -78,6 +81,18 @@ class KVEventPublisher:
             raise
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def of(cls, config: KVEventsConfig) -> KVEventPublisher:
+        """The publisher of the settings."""
+        return cls(
+            config.endpoint,
+            config.replay_endpoint,
+            topic=config.topic,
+            buffer_steps=config.buffer_steps,
+            max_queue_size=config.max_queue_size,
+            hwm=config.hwm,
+        )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Queue one batch; a subscriber of `KVCacheManager.subscribe`."""

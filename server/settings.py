@@ -5,6 +5,7 @@ Field names are vLLM's flags where vLLM has one. ``tonnage serve`` makes its com
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,6 +22,7 @@ from pydantic_settings import (
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
 from tonnage.planner.units import parse_size
+from tonnage.server.sharing import KVEventsConfig, events_config
 
 
 def _size(value: Any, info: ValidationInfo) -> Any:
@@ -31,6 +33,13 @@ def _size(value: Any, info: ValidationInfo) -> Any:
 def _words(value: Any) -> Any:
     """``a,b`` from the environment or a flag; a list from code or a file."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _events(value: Any) -> Any:
+    """The flag's JSON; a table from the file."""
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    return events_config(value) if isinstance(value, str) else value
 
 
 Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1)]
@@ -80,6 +89,13 @@ class Settings(BaseSettings):
     )
     watermark: float | None = Field(
         None, ge=0, lt=1, description="share of the pool admission leaves free (default: the mode's own)"
+    )
+
+    kv_events_config: Annotated[KVEventsConfig | None, NoDecode, BeforeValidator(_events)] = Field(
+        None, description="publish KV events over ZeroMQ: JSON with vLLM's fields, enable_kv_cache_events (hf)"
+    )
+    shared_system_prompt: Words = Field(
+        (), description="text files, comma-separated: system prompts whose blocks all tenants share (hf)"
     )
 
     # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is
@@ -169,7 +185,7 @@ API_SETTINGS = (
     "lenient", "max_request_body_bytes", "body_timeout", "request_timeout", "sse_keep_alive", "drain_seconds",
     "api_key", "api_key_file", "metrics_public", "allowed_origins", "ssl_certfile", "ssl_keyfile",
     "max_engine_restarts", "log_format", "log_level", "access_log", "request_log", "metrics_compat",
-    "otlp_traces_endpoint",
+    "otlp_traces_endpoint", "kv_events_config", "shared_system_prompt",
 )  # fmt: skip
 
 

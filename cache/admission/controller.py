@@ -76,6 +76,8 @@ class Admission:
         ``exact`` is called where the bound on shared blocks does not suffice. Modes that preempt serve first
         come first served while blocks are available.
         """
+        if self._groups == 0:  # windows: all they can hold is set aside
+            return np.asarray(wanted, dtype=np.int64)
         if not self.policy.safe:
             return _in_order(np.asarray(wanted, dtype=np.int64), snapshot.available, self._groups)
         granted = grant(snapshot, entries, wanted, multiple=self._groups)

@@ -179,8 +179,10 @@ def _blocks_short(
     capacity = snapshot.capacity - sliding - margin
     block_size, groups = limits.layout.block_size, full_groups(limits)
     prompt_blocks = -(-new.request.prompt_tokens // block_size) * groups
-    if head is not None and policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT):
+    if head is not None and (groups == 0 or policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT)):
         return 1  # first come first served
+    if groups == 0:  # a window stops growing: what all can hold is set aside, and the sum is the peak
+        return -capacity
     if policy.mode is AdmissionMode.NO_EVICT:
         return int(snapshot.promised.sum()) + full - capacity
     unallocated = -(-snapshot.prompt_left.astype(np.int64) // block_size)
@@ -249,6 +251,8 @@ def head_start(
     there is beside it, so it is found by bisection.
     """
     block_size, groups = limits.layout.block_size, full_groups(limits)
+    if groups == 0:  # nobody passes it
+        return Head(new.request, new.output_left, 0)
     _, sliding = split_promise(new.request, limits)
     capacity = snapshot.capacity - sliding - int(policy.reserve * limits.usable_blocks)
     growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)

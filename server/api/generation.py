@@ -167,7 +167,7 @@ class Generator:
                 f"the server's queue holds at most {limit} (max_num_queued_reqs): send fewer prompts at once",
                 param="prompt" if len(submission.prompts) > 1 else "n",
             )
-        drain = accounts.drain_seconds(accounts.in_flight)
+        drain = accounts.retry_after()
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
             raise ApiError(

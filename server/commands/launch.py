@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, UnionType
 from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 
@@ -20,6 +21,7 @@ from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
 from tonnage.server.settings import Settings, load_settings
+from tonnage.server.sharing import Sharing, shared_prefix
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,6 +115,11 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field=field,
             hint="leave it out, or take --backend hf",
         )
+    for field in ("kv_events_config", "shared_system_prompt"):
+        if settings.backend != "hf" and getattr(settings, field):
+            raise DeploymentError(
+                f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
+            )
     if settings.backend == "vllm":
         from tonnage.server.engines.vllm import VLLMEngine
 
@@ -124,7 +131,17 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     from tonnage.server.engines.hf import HFEngine
 
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
-    return HFEngine(plan, policy=policy)
+    return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
+
+
+def _sharing(settings: Settings, plan: Plan) -> Sharing:
+    if not settings.shared_system_prompt:
+        return Sharing(settings.kv_events_config)
+    from tonnage.server.gguf_tokenizer import model_files
+
+    folder, size = model_files(plan.model.path), plan.kv_cache.layout.block_size
+    prefixes = tuple(shared_prefix(Path(file), folder, size) for file in settings.shared_system_prompt)
+    return Sharing(settings.kv_events_config, prefixes)
 
 
 @contextmanager

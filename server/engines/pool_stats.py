@@ -7,7 +7,9 @@ import logging
 from tonnage.cache.admission.peak import growth_of, peak_of
 from tonnage.cache.admission.policy import full_groups
 from tonnage.cache.manager import KVCacheManager
+from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.base import PoolStats
+from tonnage.server.sharing import Sharing
 
 log = logging.getLogger("tonnage.server")
 
@@ -19,6 +21,26 @@ def sample_laws(manager: KVCacheManager, step: int) -> None:
     """Every so many steps, look whether the block manager's laws hold; a broken one is logged and counted."""
     if step % LAWS_EVERY == 0 and (law := manager.sample_invariants()) is not None:
         log.error("the block manager broke its law of %s; restart this engine and report it", law)
+
+
+def share(manager: KVCacheManager, sharing: Sharing) -> None:
+    """Let the manager publish and share what the settings say. Raises DeploymentError for an endpoint that
+    cannot be bound."""
+    for prefix in sharing.prefixes:
+        manager.allow_prefix(prefix)
+    if sharing.events is not None:
+        import zmq  # of the server's extra, and only where somebody listens
+
+        from tonnage.server.kv_events import KVEventPublisher
+
+        try:
+            publisher = KVEventPublisher.of(sharing.events)
+        except zmq.ZMQError as error:
+            raise DeploymentError(
+                f"cannot bind {sharing.events.endpoint} or its replay endpoint: {error}",
+                field="kv_events_config",
+            ) from None
+        manager.subscribe(publisher.publish)
 
 
 def pool_stats(manager: KVCacheManager) -> PoolStats:
@@ -45,12 +67,13 @@ def _committed(manager: KVCacheManager) -> int | None:
 
     None where admission counts the sum of promises: requests that end at different times never hold all of it.
     """
-    if manager.admission is None:
+    groups = full_groups(manager.limits)
+    if manager.admission is None or groups == 0:
         return None
     snapshot, limits = manager.running(), manager.limits
     if not len(snapshot):
         return 0
-    block_size, groups = limits.layout.block_size, full_groups(limits)
+    block_size = limits.layout.block_size
     growth = growth_of(snapshot, snapshot.output_left, block_size, limits.max_num_batched_tokens, groups)
     shared = snapshot.used - int(snapshot.private.sum())
     return min(limits.usable_blocks, snapshot.reserved + shared + groups * peak_of(growth, block_size))

@@ -25,6 +25,7 @@ from tonnage.server.engines.hf.adjust import adjust, logprobs
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+from tonnage.server.sharing import Sharing
 
 # Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
 # waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
@@ -40,7 +41,7 @@ def main(descriptor: int, threads: int) -> None:
     if load.plan.deployment.device == "cpu":
         os.nice(BEHIND_THE_API)
     try:
-        engine = EngineLoop(load.plan, connection, threads, load.policy)
+        engine = EngineLoop(load.plan, connection, threads, load.policy, load.sharing)
     except TonnageError as error:
         connection.send(Failed(error))
         return
@@ -65,7 +66,14 @@ def set_threads(count: int) -> None:
 class EngineLoop:
     """Scheduler, runner and sampler of one rank, driven by messages."""
 
-    def __init__(self, plan: Plan, connection: Connection, threads: int, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        connection: Connection,
+        threads: int,
+        policy: Policy | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
         import transformers
 
         set_threads(threads)
@@ -84,7 +92,7 @@ class EngineLoop:
         prepare(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         self.runner = ModelRunner(plan)
         matcher = Grammars(plan.model.path, self.runner.vocab_size).matcher
-        self.scheduler = Scheduler(plan, matcher, policy)
+        self.scheduler = Scheduler(plan, matcher, policy, sharing)
         self.self_check_error = self_check(self.runner)
         self.activation_bytes = profile(self.runner)
         self._sample = sample

@@ -38,6 +38,7 @@ from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, r
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.support import require_supported
 from tonnage.server.memory import PeakSampler
+from tonnage.server.sharing import Sharing
 
 # Environment of the engine process; what the user has set wins.
 # OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another
@@ -77,9 +78,17 @@ class HFEngine:
     ``threads`` is the number of compute threads (default: :func:`default_threads`).
     """
 
-    def __init__(self, plan: Plan, *, policy: Policy | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        policy: Policy | None = None,
+        threads: int | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
         self._plan = plan
         self._policy = policy or Policy()
+        self._sharing = sharing or Sharing()
         self._threads = threads or default_threads()
         self._limits = limits_of(plan)
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
@@ -137,7 +146,7 @@ class HFEngine:
         started: asyncio.Future[Ready] = loop.create_future()
         threading.Thread(target=self._read, args=(loop, started), name="hf-reader", daemon=True).start()
         threading.Thread(target=self._write, name="hf-writer", daemon=True).start()
-        self._outbox.put(Load(self._plan, self._policy))
+        self._outbox.put(Load(self._plan, self._policy, self._sharing))
         try:
             self._ready = await started
         except BaseException:

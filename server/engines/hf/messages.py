@@ -8,6 +8,7 @@ from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest
+from tonnage.server.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Load:
 
     plan: Plan
     policy: Policy
+    sharing: Sharing
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from tonnage.server.engines.base import (
 )
 from tonnage.server.engines.hf.adjust import Matcher
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.pool_stats import pool_stats, sample_laws
+from tonnage.server.engines.pool_stats import pool_stats, sample_laws, share
+from tonnage.server.sharing import Sharing
 
 
 @dataclass(slots=True)
@@ -126,12 +127,18 @@ class Counters:
 class Scheduler:
     """State of all requests on this rank. One step: ``schedule`` -> forward -> ``finish``."""
 
-    def __init__(self, plan: Plan, matcher: MakeMatcher | None = None, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        matcher: MakeMatcher | None = None,
+        policy: Policy | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
         limits = limits_of(plan)
         self.plan = plan
         self.budget = limits.max_num_batched_tokens
         self.most_logits = limits.max_num_seqs
-        full = any(group.window is None for group in plan.kv_cache.layout.groups)
+        policy = policy or Policy()
         self.manager = KVCacheManager(
             plan.kv_cache.layout,
             plan.kv_cache.num_blocks,
@@ -139,11 +146,12 @@ class Scheduler:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=plan.deployment.enable_prefix_caching,
-            # Without a full group a sequence's blocks stop growing at its window: the sum of promises is exact.
-            policy=(policy or Policy()) if full else None,
+            policy=policy,
+            kv_events=sharing is not None and sharing.events is not None,
         )
-        # Nobody passes a waiting head where no start can be foretold for it.
-        self.queue = WaitingQueue() if full else WaitingQueue(lookahead=0)
+        if sharing is not None:
+            share(self.manager, sharing)
+        self.queue = WaitingQueue(lookahead=policy.lookahead)
         self.entries: dict[int, Entry] = {}  # of the queue, by the id their sequence will have
         self.running: dict[int, Sequence] = {}
         self._ids = itertools.count()

@@ -1,0 +1,158 @@
+"""What settings let others see and share: KV events, a system prompt among tenants; and Retry-After."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server import accounts as accounts_module
+from tonnage.server.accounts import Accounts
+from tonnage.server.api.generation import Submission
+from tonnage.server.chat_template import ChatTemplate
+from tonnage.server.commands.launch import make_engine
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import GenerationRequest, SamplingParams
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.settings import load_settings
+from tonnage.server.sharing import Sharing, shared_prefix
+from tonnage.server.text import Tokenizer
+
+SYSTEM = "You answer questions about the harbour: ships, cranes, tides and the price of a berth. " * 4
+
+
+def demo_plan() -> Plan:
+    ensure_demo()
+    return make_plan("demo", Deployment(dtype="float32", max_model_len=512, kv_cache_memory_bytes=64 * 2**20))
+
+
+def run(scheduler: Scheduler, prompt: list[int], salt: str) -> int:
+    """Cached tokens of a request run to its end."""
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    scheduler.add(GenerationRequest(salt, tuple(prompt), params, cache_salt=salt))
+    cached = -1
+    while not scheduler.idle:
+        batch, picked, _ = scheduler.schedule()
+        assert batch is not None
+        drawing = scheduler.fork(picked)
+        for chunk in scheduler.finish(drawing, [7] * len(drawing)):
+            cached = chunk.cached_tokens
+    return cached
+
+
+def test_tenants_share_the_system_prompt_of_the_file_and_nothing_else(tmp_path: Path) -> None:
+    plan, file = demo_plan(), tmp_path / "system.txt"
+    file.write_text(SYSTEM + "\n")
+    folder, size = Path(plan.model.path), plan.kv_cache.layout.block_size
+    prefix = shared_prefix(file, folder, size)
+    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+    assert template is not None
+    text = template.render(
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "berths? " * 40}]
+    )
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    assert tuple(prompt[: len(prefix)]) == prefix
+    for prefixes, shared in (((), 0), ((prefix,), len(prefix) // size * size)):
+        scheduler = Scheduler(plan, sharing=Sharing(prefixes=prefixes))
+        assert run(scheduler, prompt, "one tenant") == 0
+        assert run(scheduler, prompt, "another") == shared
+        assert run(scheduler, prompt, "another") == (len(prompt) - 1) // size * size > shared
+
+
+def test_a_short_or_missing_system_prompt_is_refused(tmp_path: Path) -> None:
+    folder = Path(demo_plan().model.path)
+    with pytest.raises(DeploymentError, match="cannot read"):
+        shared_prefix(tmp_path / "none", folder, 16)
+    (tmp_path / "short").write_text("Hi")
+    with pytest.raises(DeploymentError, match="less than a KV block"):
+        shared_prefix(tmp_path / "short", folder, 256)
+
+
+def test_the_engine_publishes_where_the_setting_says(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    value = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
+    settings = load_settings(model="demo", kv_events_config=value)
+    plan = demo_plan()
+    scheduler = Scheduler(plan, sharing=Sharing(settings.kv_events_config))
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.connect(endpoint)
+        subscriber.subscribe("kv")
+        subscriber.setsockopt(zmq.RCVTIMEO, 200)
+        for attempt in range(100):  # until the subscription has arrived: what was sent before is gone
+            size = plan.kv_cache.layout.block_size
+            run(scheduler, [attempt + 1] * (2 * size + 1), "")
+            try:
+                topic, _, payload = subscriber.recv_multipart()
+                break
+            except zmq.Again:
+                continue
+        else:
+            pytest.fail("no event in 100 requests")
+    _, events, _ = msgspec.msgpack.decode(payload)
+    assert topic == b"kv"
+    assert events[0]["type"] == "BlockStored"
+    assert events[0]["block_size"] == size
+    with pytest.raises(DeploymentError, match="kv_events_config"):
+        Scheduler(
+            plan,
+            sharing=Sharing(
+                load_settings(
+                    model="demo",
+                    kv_events_config=json.dumps({"enable_kv_cache_events": True, "endpoint": "nowhere://x"}),
+                ).kv_events_config
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"port": 1}', "port is none of"),
+        ('{"hwm": "many"}', "hwm: 'many' is no int"),
+        ('{"buffer_steps": 0}', "buffer_steps: 0 is below 1"),
+        ('{"publisher": "kafka"}', "neither zmq nor null"),
+    ],
+)
+def test_a_bad_kv_events_config_is_refused_by_name(value: str, said: str) -> None:
+    with pytest.raises(DeploymentError, match=said):
+        load_settings(model="demo", kv_events_config=value)
+
+
+@pytest.mark.parametrize("field", ["kv_events_config", "shared_system_prompt"])
+def test_backends_without_it_refuse_it(field: str) -> None:
+    value = {"kv_events_config": '{"enable_kv_cache_events": true}', "shared_system_prompt": "a.txt"}[field]
+    settings = load_settings(model="demo", backend="fake", **{field: value})
+    with pytest.raises(DeploymentError, match=field):
+        make_engine(settings, demo_plan())
+
+
+def test_retry_after_is_what_is_promised_over_the_rate_of_giving_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(accounts_module.time, "monotonic", lambda: now[0])
+    accounts = Accounts()
+
+    def submit(tokens: int) -> accounts_module.Ticket:
+        ticket = accounts.receive()
+        ticket.submission = Submission(((1,) * (tokens - 10),), SamplingParams(max_tokens=10))
+        ticket.submitted()
+        return ticket
+
+    assert accounts.retry_after() == 1.0
+    tickets = [submit(100) for _ in range(6)]
+    assert accounts.retry_after() == 1.0  # nothing has ended yet
+    for ticket in tickets[:3]:
+        now[0] += 2.0
+        ticket.finish("stop")
+    assert accounts.retry_after() == pytest.approx(300 / (200 / 4))
+    submit(2000)
+    assert accounts.retry_after() == pytest.approx(2300 / (200 / 4))
+    submit(20_000)
+    assert accounts.retry_after() == 60.0
