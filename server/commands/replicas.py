@@ -88,9 +88,9 @@ def run(argv: list[str]) -> int:
     else:
         print(
             f"{_counted(found.engines, 'replica')} of plan {plan.plan_id} "
-            f"({_counted(len(plan.ranks), 'device')} each) for {arguments.rate:g} requests a second like {trace.name}: 99 % wait at most "
-            f"{found.waits[found.engines]:.3f} s. Times follow from the device's peak figures: no engine is "
-            "faster, most are slower."
+            f"({_counted(len(plan.ranks), 'device')} each) for {arguments.rate:g} requests a second like "
+            f"{trace.name}: 99 % wait at most {found.waits[found.engines]:.3f} s. Times follow from the "
+            "device's peak figures: no engine is faster, most are slower."
         )
     return NOT_ENOUGH if found.engines is None else ENOUGH
 
