@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,30 @@ def compose() -> str:
     return "compose config -q: ok"
 
 
+@contextmanager
+def without_notices() -> Iterator[None]:
+    """Helm's own code tells on standard error of each symbolic link in the chart, dozens of times."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as told:
+        os.dup2(told.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            told.seek(0)
+            for line in told.read().decode(errors="replace").splitlines():
+                if "INFO found symbolic link in path" not in line:
+                    print(line, file=sys.stderr)
+
+
 def chart() -> str:
+    with without_notices():
+        return _chart()
+
+
+def _chart() -> str:
     sets = sorted((CHART / "ci").glob("*-values.yaml"))
     objects = 0
     for path in sets:
