@@ -148,7 +148,7 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
             seen = 0
             async for line in response.aiter_lines():
                 if '"error"' in line:
-                    return "lost: error in the stream"
+                    return f"lost: error in the stream: {line[:300]}"
                 if line == "data: [DONE]":
                     return "answered"
                 seen += line.startswith("data: ")

@@ -27,6 +27,7 @@ from tonnage.server.api.responses.service import ResponseService
 from tonnage.server.api.tokenize import embeddings_router, tokenize_router
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
+from tonnage.server.gguf_tokenizer import model_files
 from tonnage.server.logs import log_access
 from tonnage.server.metrics import Metrics
 from tonnage.server.request_log import RequestLog
@@ -53,11 +54,12 @@ def create_app(
     that fails, ``app.state.tonnage.startup_error`` has the reason and ``on_startup_error`` is called with it;
     the caller ends the server. Several apps may live in one process.
     """
+    files = model_files(engine.plan.model.path)
     state = ServerState(
         settings=settings,
         engine=engine,
-        tokenizer=tokenizer or Tokenizer.from_folder(engine.plan.model.path),
-        chat_template=ChatTemplate.from_folder(engine.plan.model.path),
+        tokenizer=tokenizer or Tokenizer.from_folder(files),
+        chat_template=ChatTemplate.from_folder(files),
         on_startup_error=on_startup_error,
     )
 

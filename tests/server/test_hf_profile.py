@@ -16,6 +16,7 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DoesNotFit
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.base import EngineDead
 from tonnage.server.engines.hf import HFEngine, engine
 from tonnage.server.engines.hf.headroom import available_memory, require_available, require_fits
 from tonnage.server.engines.hf.profile import full_batch, profile
@@ -92,7 +93,7 @@ async def test_revision_1_is_what_was_measured_and_a_death_while_loading_names_t
     while second.pid is None:  # noqa: ASYNC110  (there is no event to wait for)
         await asyncio.sleep(0.01)
     os.kill(second.pid, signal.SIGKILL)
-    with pytest.raises(DoesNotFit, match=f"{plan.rank.used_bytes:,} bytes"):
+    with pytest.raises(EngineDead, match=f"needs {plan.rank.used_bytes:,} bytes"):
         await starting
 
 

@@ -25,6 +25,7 @@ from tonnage.server.engines.hf.adjust import adjust, logprobs
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+from tonnage.server.gguf_tokenizer import model_files
 from tonnage.server.sharing import Sharing
 
 # Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
@@ -91,7 +92,7 @@ class EngineLoop:
         bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
         prepare(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         self.runner = ModelRunner(plan)
-        matcher = Grammars(plan.model.path, self.runner.vocab_size).matcher
+        matcher = Grammars(str(model_files(plan.model.path)), self.runner.vocab_size).matcher
         self.scheduler = Scheduler(plan, matcher, policy, sharing)
         self.self_check_error = self_check(self.runner)
         self.activation_bytes = profile(self.runner)

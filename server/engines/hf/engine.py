@@ -16,11 +16,13 @@ from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
 from tonnage.cache.state import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
+from tonnage.planner.source import resolve_model
 from tonnage.server.engines.base import (
     BASIC_PARAMS,
     Capacity,
@@ -34,6 +36,7 @@ from tonnage.server.engines.base import (
     QueueFull,
     limits_of,
 )
+from tonnage.server.engines.hf.formats import require_loadable
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.support import require_supported
@@ -70,6 +73,17 @@ def default_threads() -> int:
     """OMP_NUM_THREADS where the user has set it (its first number), else every core this process may use."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else len(os.sched_getaffinity(0))
+
+
+def _config(path: str) -> dict[str, Any]:
+    """config.json of a folder, or the same made of a GGUF header. Raises ModelNotFound."""
+    if path.endswith(".gguf"):
+        return resolve_model(path).config
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        raise ModelNotFound(f"no config.json in {path!r}: the hf backend loads a folder", field="model")
+    found: dict[str, Any] = json.loads(config.read_text())
+    return found
 
 
 class HFEngine:
@@ -123,12 +137,9 @@ class HFEngine:
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        config = Path(self._plan.model.path) / "config.json"
-        if not config.is_file():
-            raise ModelNotFound(
-                f"no config.json in {self._plan.model.path!r}: the hf backend loads a folder", field="model"
-            )
-        require_supported(json.loads(config.read_text())["model_type"])
+        config = _config(self._plan.model.path)
+        require_supported(config["model_type"])
+        require_loadable(self._plan, config)
         if self._plan.deployment.device == "cpu":
             require_available(self._plan, available_memory())
         ours, theirs = socket.socketpair()
@@ -176,10 +187,10 @@ class HFEngine:
                 loop.call_soon_threadsafe(self._receive, message, started)
         except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
             pass
-        dead: TonnageError = EngineDead("the engine process ended", hint="see its output; restart the server")
+        dead = EngineDead("the engine process ended", hint="see its output; restart the server")
         if not started.done() and self._killed():
-            dead = DoesNotFit(
-                "the engine process was killed while loading, as the kernel does when memory runs out: the "
+            dead = EngineDead(
+                "the engine process ended: killed while loading, as the kernel does when memory runs out; the "
                 f"plan needs {gib(self._plan.rank.used_bytes)}, available now {gib(available_memory())}",
                 hint=SMALLER,
             )

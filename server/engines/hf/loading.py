@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
-from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.hf.attention import NAME, register
+from tonnage.server.engines.hf.formats import load_options
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -22,19 +22,13 @@ def load_model(plan: Plan) -> torch.nn.Module:
     """The model in evaluation mode, weights in memory of its own (not mapped from the file)."""
     register()
     dtype = DTYPES[plan.deployment.dtype]
-    options: dict[str, Any] = {}
-    quantization = plan.deployment.quantization
-    if quantization in ("int8", "nf4", "nf4-double"):
-        options["quantization_config"] = _bitsandbytes(quantization, dtype)
     model = AutoModelForCausalLM.from_pretrained(
-        plan.model.path,
         dtype=dtype,
         attn_implementation=NAME,
         device_map=plan.deployment.device,
         trust_remote_code=False,
-        use_safetensors=True,
         local_files_only=True,
-        **options,
+        **load_options(plan, dtype),
     )
     model = model.eval().requires_grad_(False)
     _own_memory(model)
@@ -53,23 +47,6 @@ def _own_memory(model: torch.nn.Module) -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only: give freed loading buffers back
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _bitsandbytes(quantization: str, dtype: torch.dtype) -> BitsAndBytesConfig:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise DeploymentError(
-            f"{quantization} needs bitsandbytes", field="--quantization", hint="pip install 'tonnage[bnb]'"
-        ) from None
-    if quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_use_double_quant=quantization == "nf4-double",
-    )
 
 
 def storage_bytes(model: torch.nn.Module) -> int:

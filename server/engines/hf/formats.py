@@ -1,0 +1,115 @@
+"""How a checkpoint's weights get into the model: what transformers is told, and what it cannot do here.
+
+What is refused is refused before anything is loaded, by name and with what to install. No torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.plan import Plan
+
+# scheme of the plan -> (module, what to install). GPTQModel needs newer torch and transformers than vLLM has,
+# and so an environment of its own (7.7.0: torch >= 2.14.1, transformers >= 5.20.2).
+NEEDS = {
+    "int8": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
+    "nf4": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
+    "nf4-double": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
+    "fp4": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
+    "fp4-double": ("bitsandbytes", "pip install 'tonnage[bnb]'"),
+    "gptq": ("gptqmodel", "pip install 'tonnage[gptq]' in an environment without vLLM"),
+    "awq": ("gptqmodel", "pip install 'tonnage[gptq]' in an environment without vLLM"),
+}
+_MADE_BY_FLAG = ("int8", "nf4", "nf4-double", "fp4", "fp4-double")
+
+# quantization_config.quant_method -> why the hf engine does not load it on a CPU (transformers 5.19,
+# quantizers/). A model unpacked behind the plan's back would hold two to four times the planned bytes.
+_NOT_ON_CPU = {
+    "fp8": "transformers has FP8 kernels for GPUs only and would unpack every matrix",
+    "fbgemm_fp8": "transformers refuses FBGEMM's FP8 without a GPU",
+    "compressed-tensors": "transformers unpacks every matrix in the first forward on a CPU",
+    "mxfp4": "transformers runs MXFP4 with Triton kernels from the hub, else it unpacks every expert",
+    "modelopt": "transformers does not read ModelOpt checkpoints",
+    "hqq": "the hqq package is not reviewed yet",
+    "torchao": "the torchao package is not reviewed yet",
+}
+
+
+def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedArchitecture for a format that this engine does not run on this device,
+    DeploymentError for one whose package is missing. ``config``: config.json."""
+    quantization = plan.deployment.quantization
+    stored = (config.get("quantization_config") or {}).get("quant_method")
+    if plan.deployment.device == "cpu" and stored in _NOT_ON_CPU:
+        raise UnsupportedArchitecture(
+            f"{stored!r} is not served by the hf backend on a CPU: {_NOT_ON_CPU[stored]}",
+            field="quantization_config.quant_method",
+            hint="use --backend vllm, or the unquantized checkpoint with --quantization int8",
+        )
+    if quantization is None:
+        return
+    if quantization not in NEEDS:
+        raise DeploymentError(
+            f"{quantization} is a format the planner knows and the hf backend does not make",
+            field="--quantization",
+            hint=f"one of {', '.join(_MADE_BY_FLAG)}, or a checkpoint quantized by gptq or awq",
+        )
+    if stored is None and quantization not in _MADE_BY_FLAG:
+        raise DeploymentError(
+            f"{quantization} is made by a calibration, not while loading",
+            field="--quantization",
+            hint="give a checkpoint that is quantized, and leave the flag out",
+        )
+    module, install = NEEDS[quantization]
+    if find_spec(module) is None:
+        raise DeploymentError(f"{quantization} needs {module}", field="--quantization", hint=install)
+    if quantization in ("gptq", "awq") and find_spec("optimum") is None:
+        raise DeploymentError(f"{quantization} needs optimum", field="--quantization", hint=install)
+
+
+def require_gguf(path: str) -> None:
+    if find_spec("gguf") is None:
+        raise DeploymentError(f"{Path(path).name} needs gguf", field="model", hint="pip install gguf")
+
+
+def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
+    """Arguments of from_pretrained: where the weights are, what becomes of them. ``dtype``: a torch.dtype."""
+    path = plan.model.path
+    if path.endswith(".gguf"):
+        from transformers import GgufConfig
+
+        require_gguf(path)
+        # Packed, transformers needs the `kernels` package and has no kernel for CPUs (integrations/gguf).
+        return {
+            "pretrained_model_name_or_path": str(Path(path).parent),
+            "gguf_file": Path(path).name,
+            "quantization_config": GgufConfig(dequantize=True),
+        }
+    options: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
+    quantization = plan.deployment.quantization
+    if quantization in _MADE_BY_FLAG and not _stored(path):
+        options["quantization_config"] = _bitsandbytes(quantization, dtype)
+    return options
+
+
+def _stored(path: str) -> bool:
+    """The checkpoint is quantized already and says how."""
+    return bool(json.loads((Path(path) / "config.json").read_text()).get("quantization_config"))
+
+
+def _bitsandbytes(quantization: str, dtype: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.removesuffix("-double"),
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=quantization.endswith("-double"),
+    )
