@@ -65,7 +65,8 @@ def storages(model: torch.nn.Module) -> int:
     return sum(seen.values())
 
 
-def test_the_three_figures(tmp_path: Path, said) -> None:
+def test_the_three_figures(tmp_path: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # GPTQModel writes its logs where it stands
     from gptqmodel import GPTQModel, QuantizeConfig
     from transformers import AutoModelForCausalLM
 
