@@ -8,13 +8,13 @@ block: tokens, parent and salt are compared before it is served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
 
 from tonnage.cache.compiled import compiled
-from tonnage.cache.state import Int32Array
+from tonnage.cache.state import Int32Array, State
 
 # (bytes of one block's int32 tokens, hash of the parent or of the salt) -> unsigned 64-bit hash
 HashBlock = Callable[[memoryview, int], int]
@@ -85,3 +85,17 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
     value = (value ^ (value >> np.uint64(33))) * _P2
     value = (value ^ (value >> np.uint64(29))) * _P3
     return value ^ (value >> np.uint64(32))
+
+
+def hash_rows(state: State, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
+    """`tonnage.cache.prefix.hash_row` of rows with another hash function, slow: for tests."""
+    rows, seeds = state.rows, state.index.seeds
+    for row in batch:
+        tokens, hashes = rows.tokens[row], rows.hashes[row]
+        shared, own = int(rows.shared[row]), int(seeds[rows.salt[row]])
+        for at in range(int(rows.hashed[row]), int(rows.length[row]) // size):
+            parent = int(hashes[at - 1]) if at else (int(seeds[0]) if shared else own)
+            if at and at == shared:
+                parent ^= own
+            hashes[at] = hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
+            rows.hashed[row] = at + 1

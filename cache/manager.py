@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tonnage.cache import hits, laws, steps
+from tonnage.cache import hits, laws, refusals, steps
 from tonnage.cache.admission import (
     Admission,
     AdmissionRequest,
@@ -40,22 +39,23 @@ from tonnage.cache.admission import (
     refusal,
     split_promise,
 )
+from tonnage.cache.answers import Admitted, BlockCopy, CacheStats
 from tonnage.cache.errors import (
     CacheBusy,
     CacheConfigError,
     DoubleFree,
     InvalidRequest,
-    NoFreeBlocks,
     OutOfOrder,
     PromiseExceeded,
     SequenceExists,
 )
 from tonnage.cache.events import AllBlocksCleared, EventLog, Subscriber
 from tonnage.cache.eviction import RULES, Eviction
-from tonnage.cache.hashing import HashBlock, seed_of
+from tonnage.cache.hashing import HashBlock, hash_rows, seed_of
 from tonnage.cache.invariants import check_invariants
 from tonnage.cache.pool import BlockPool, check_num_blocks
 from tonnage.cache.prefix import PrefixIndex
+from tonnage.cache.promises import Promises
 from tonnage.cache.salts import Salts
 from tonnage.cache.snapshot import RunningSnapshot
 from tonnage.cache.state import (
@@ -66,53 +66,10 @@ from tonnage.cache.state import (
     Int64Array,
     new_state,
 )
-from tonnage.cache.tables import Family, Sequences, TokenIds, token_array
+from tonnage.cache.tables import Sequences, TokenIds, token_array
 from tonnage.planner.layout import KVLayout
 
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks;
-    ``shared_tokens`` of them come from blocks that any salt may read."""
-
-    row: int
-    cached_tokens: int
-    shared_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the whole block ``src`` to ``dst`` (all layer slots, K and V) before the step writes anything."""
-
-    src: int
-    dst: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Blocks by state: used + cached + free = usable, used <= promised <= usable. Counters since the start.
-
-    ``evictions_by_cause`` are in the order of `EVICTION_CAUSES`.
-    ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
-    ``shared_hit_tokens`` the part of them from blocks that any salt may read, ``merged`` the duplicate blocks
-    given back when a sequence had computed what another one had published, ``violations`` the calls of
-    `sample_invariants` that found a broken law.
-    """
-
-    num_blocks: int
-    usable: int
-    used: int
-    cached: int
-    free: int
-    promised: int
-    sequences: int
-    evictions: int
-    evictions_by_cause: tuple[int, ...]
-    query_tokens: int
-    hit_tokens: int
-    shared_hit_tokens: int
-    merged: int
-    violations: int
+__all__ = ["Admitted", "BlockCopy", "CacheStats", "KVCacheManager"]
 
 
 class KVCacheManager:
@@ -165,13 +122,9 @@ class KVCacheManager:
         self.salts = Salts(key)
         self._hash_block = hash_block
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)
-        self._requests: dict[int, Family] = {}  # by slot, in order of admission
-        self._unused_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.promises = Promises(self.state, self.limits)
         # Without a policy the sum of all promises fits: no call of `grant` is needed then.
         self.admission = None if policy is None else Admission(policy, self.limits)
-        self._promised = 0
-        self._reserved = 0
-        self._running = 0
         self._query_tokens = 0
         self._hit_tokens = 0
         self._shared_hit_tokens = 0
@@ -181,29 +134,11 @@ class KVCacheManager:
 
     def snapshot(self) -> Snapshot:
         """What is promised now."""
-        return Snapshot(self._promised, self._running)
+        return Snapshot(self.promises.promised, self.promises.sequences)
 
     def running(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies, in order of admission."""
-        order = np.fromiter(self._requests, dtype=np.int32, count=len(self._requests))
-        place = np.zeros(self.limits.max_num_seqs, np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
-        lengths = np.zeros((3, len(order)), np.int32)
-        steps.summarize(self.core, place, lengths)
-        requests = self.state.requests
-        return RunningSnapshot(
-            usable=self.pool.usable,
-            used=self.pool.used_full,
-            reserved=self._reserved,
-            held=requests.held[order],
-            private=requests.private[order],
-            promised=requests.promised[order],
-            prompt=requests.prompt[order],
-            prompt_left=lengths[0],
-            output=lengths[1],
-            output_left=lengths[2],
-            sequences=requests.live[order] + requests.forks_left[order],
-        )
+        return self.promises.snapshot(self.pool.usable, self.pool.used_full)
 
     def decide(self, request: AdmissionRequest) -> Decision:
         """`admission.decide` against the current state; changes nothing."""
@@ -257,7 +192,7 @@ class KVCacheManager:
     def start_of(self, request: AdmissionRequest) -> Head:
         """When a waiting request begins if all ends as foretold: what `admit` wants as ``head``."""
         assert self.admission is not None
-        return self.admission.start_of(request, self.running(), self._running_requests())
+        return self.admission.start_of(request, self.running(), self.promises.requests())
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
         """How far each sequence may be extended in this step, int64; changes nothing.
@@ -268,8 +203,8 @@ class KVCacheManager:
         others `Admission.victim` says whom to preempt then.
         """
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
-        if self.admission is None:
-            return ends
+        if self.admission is None or self.promises.promised <= self.pool.usable:
+            return ends  # all that was ever promised fits at once: nobody can be in another's way
         wanted = np.zeros(len(batch), np.int64)
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
@@ -290,25 +225,34 @@ class KVCacheManager:
         never = refusal(request, self.limits)
         if never is not None:
             return never
-        short = self._running + request.n - self.limits.max_num_seqs
+        short = self.promises.sequences + request.n - self.limits.max_num_seqs
         return Wait(WaitReason.SEQUENCES, 0, short) if short > 0 else None
 
     def _decide_with_hit(
         self, admission: Admission, request: AdmissionRequest, row: int, count: int, head: Head | None
     ) -> Decision:
+        policy = admission.policy
+        if head is None and policy.tenant_blocks is None:
+            promise, margin = sum(split_promise(request, self.limits)), policy.reserve * self.pool.usable
+            if self.promises.promised + promise + margin <= self.pool.usable:
+                return Admit(promise)  # so do all promises together: no schedule can go wrong
         lost = np.zeros(self.limits.max_num_seqs, np.int32)
         used, cached = hits.count_hit(self.core, row, count, lost)
-        order = np.fromiter(self._requests, dtype=np.int32, count=len(self._requests))
+        order = self.promises.order()
         return admission.decide(
             request,
             self.running(),
-            self._running_requests(),
+            self.promises.requests(),
             hit_used=used,
             hit_cached=cached,
             private_lost=lost[order] if used else None,
             tenant_promised=self._tenant_promised(request.tenant),
             head=head,
         )
+
+    def _tenant_promised(self, tenant: str) -> int:
+        quota = self.admission is not None and self.admission.policy.tenant_blocks is not None
+        return self.promises.of_tenant(tenant) if quota else 0
 
     def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         rows = self.rows
@@ -327,32 +271,15 @@ class KVCacheManager:
         hits.drop_hit(self.core, row, count)
 
     def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
-        full, sliding = split_promise(request, self.limits)
-        slot = self._unused_slots.pop()
-        family = Family(request, salt, slot, full + sliding, sliding, live=1, forks_left=request.n - 1)
+        family = self.promises.promise(request, salt)
         row = self.sequences.open(sequence_id, family)
-        self._requests[slot] = family
-        self._promised += family.promise
-        self._reserved += sliding
-        self._running += request.n
-        rows, requests = self.rows, self.state.requests
-        requests.promised[slot], requests.prompt[slot] = full, request.prompt_tokens
-        requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
-        rows.limit[row] = request.total_tokens
-        rows.request[row] = slot
-
-    def _running_requests(self) -> list[AdmissionRequest]:
-        return [family.request for family in self._requests.values()]
-
-    def _tenant_promised(self, tenant: str) -> int:
-        if self.admission is None or self.admission.policy.tenant_blocks is None:
-            return 0
-        return sum(f.promise for f in self._requests.values() if f.request.tenant == tenant)
+        self.rows.limit[row] = request.total_tokens
+        self.rows.request[row] = family.slot
 
     def leaving(self) -> Leaving:
         """In which order the running requests can finish, and what each gives back; walks all tables."""
         tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        place = {slot: entry for entry, slot in enumerate(self._requests)}
+        place = {slot: entry for entry, slot in enumerate(self.promises.families)}
         for row in self.sequences.row_of.values():
             held = int(self.rows.room[row]) // self.block_size
             for table, window in zip(self.tables, self.windows, strict=True):
@@ -393,7 +320,7 @@ class KVCacheManager:
         code, at = steps.extend(self.core, batch, ends, self._copies)
         self._flush_events()
         if code != steps.OK:
-            raise self._extend_error(code, sequence_ids[at], int(batch[at]), int(ends[at]))
+            raise refusals.extend_error(self.state, code, sequence_ids[at], int(batch[at]), int(ends[at]))
         return self._block_copies(at)
 
     def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
@@ -405,9 +332,7 @@ class KVCacheManager:
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
         """Index of each sequence's request in the arrays of `running`; int64."""
-        place = np.zeros(self.limits.max_num_seqs, np.int64)
-        place[np.fromiter(self._requests, dtype=np.int64)] = np.arange(len(self._requests))
-        return place[self.rows.request[self.sequences.rows(sequence_ids)]]
+        return self.promises.entries(self.sequences.rows(sequence_ids))
 
     def append_tokens(self, sequence_id: int, token_ids: TokenIds) -> None:
         """Tokens the model produced. Raises PromiseExceeded beyond prompt + max_tokens."""
@@ -415,16 +340,20 @@ class KVCacheManager:
         tokens = token_array(token_ids)
         start = int(self.rows.length[row])
         if start + len(tokens) > self.rows.limit[row]:
-            raise self._too_long(sequence_id, row, start + len(tokens))
+            raise refusals.too_long(self.state, sequence_id, row, start + len(tokens))
         self.rows.tokens[row, start : start + len(tokens)] = tokens
         self.rows.length[row] = start + len(tokens)
 
     def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
-        """One token for each of the distinct sequences."""
-        batch, tokens = self._batch_tokens(sequence_ids, token_ids)
-        code, at = steps.append(self.core, batch, tokens)
+        """One token for each of the distinct sequences; as an array [sequences, count], so many for each."""
+        count = 1
+        if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
+            count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
+        batch, tokens = self._batch_tokens(sequence_ids, token_ids, count)
+        code, at = steps.append(self.core, batch, tokens.reshape(len(batch), count))
         if code != steps.OK:
-            raise self._token_error(code, sequence_ids[at], int(batch[at]), int(tokens[at]))
+            token = int(tokens[at * count : (at + 1) * count].min())
+            raise refusals.token_error(self.state, code, sequence_ids[at], int(batch[at]), token, count)
 
     def commit(self, sequence_id: int, num_computed: int) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
@@ -441,9 +370,9 @@ class KVCacheManager:
         code, at = steps.commit(self.core, batch, ends)
         self._flush_events()
         if code == steps.TWICE:
-            raise self._twice(sequence_ids[at])
+            raise refusals.twice(sequence_ids[at])
         if code != steps.OK:
-            raise self._out_of_order(sequence_ids[at], int(batch[at]), int(ends[at]))
+            raise refusals.out_of_order(self.state, sequence_ids[at], int(batch[at]), int(ends[at]))
 
     def decode_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
@@ -459,10 +388,10 @@ class KVCacheManager:
             return self._block_copies(at)
         sequence_id, row = sequence_ids[at], int(batch[at])
         if code == steps.NEGATIVE:
-            raise self._token_error(code, sequence_id, row, int(tokens[at]))
+            raise refusals.token_error(self.state, code, sequence_id, row, int(tokens[at]))
         if code == steps.OUT_OF_ORDER:
-            raise self._out_of_order(sequence_id, row, int(self.rows.length[row]))
-        raise self._extend_error(code, sequence_id, row, int(self.rows.length[row]) + 1)
+            raise refusals.out_of_order(self.state, sequence_id, row, int(self.rows.length[row]))
+        raise refusals.extend_error(self.state, code, sequence_id, row, int(self.rows.length[row]) + 1)
 
     # -- fork and free -----------------------------------------------------------------------------------
 
@@ -492,10 +421,7 @@ class KVCacheManager:
                 hint="commit the whole prompt, then fork",
             )
         child = self.sequences.open(child_id, family)
-        family.forks_left -= 1
-        family.live += 1
-        requests = self.state.requests
-        requests.live[family.slot], requests.forks_left[family.slot] = family.live, family.forks_left
+        self.promises.fork(family)
         steps.share(self.core, parent, child)
         self.salts.share(self.state, child)
         return child
@@ -510,22 +436,7 @@ class KVCacheManager:
         self.salts.leave(self.state, row)
         steps.leave(self.core, row)
         self.sequences.close(sequence_id)
-        before, promise, sliding = family.sequences, family.promise, family.sliding
-        requests, slot = self.state.requests, family.slot
-        family.live -= 1
-        if family.live == 0:  # nobody is left to fork from
-            family.forks_left = family.promise = family.sliding = 0
-            requests.prompt[slot] = 0
-            del self._requests[slot]
-            self._unused_slots.append(slot)
-        else:
-            full, family.sliding = split_promise(replace(family.request, n=family.sequences), self.limits)
-            family.promise = full + family.sliding
-        requests.promised[slot] = family.promise - family.sliding
-        requests.forks_left[slot] = family.forks_left
-        self._promised -= promise - family.promise
-        self._reserved -= sliding - family.sliding
-        self._running -= before - family.sequences
+        self.promises.give_back(family)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -562,7 +473,7 @@ class KVCacheManager:
             used=pool.used,
             cached=pool.cached,
             free=pool.free,
-            promised=self._promised,
+            promised=self.promises.promised,
             sequences=len(self.sequences),
             evictions=int(counters[EVICTIONS:].sum()),
             evictions_by_cause=tuple(counters[EVICTIONS:].tolist()),
@@ -630,9 +541,11 @@ class KVCacheManager:
             raise InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
         return batch, numbers
 
-    def _batch_tokens(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[Int64Array, Int32Array]:
+    def _batch_tokens(
+        self, sequence_ids: Sequence[int], token_ids: TokenIds, count: int = 1
+    ) -> tuple[Int64Array, Int32Array]:
         batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids, signed=True)
-        if tokens.shape != batch.shape:
+        if tokens.size != batch.size * count:
             raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
         return batch, tokens
 
@@ -643,64 +556,5 @@ class KVCacheManager:
 
     def _hash(self, batch: Iterable[int]) -> None:
         """With a hash function of the tests' own: what the compiled loop does otherwise."""
-        if self._hash_block is None or not self.prefix_caching:
-            return
-        rows, size = self.rows, self.block_size
-        for row in batch:
-            tokens, hashes = rows.tokens[row], rows.hashes[row]
-            shared, own = int(rows.shared[row]), int(self.state.index.seeds[rows.salt[row]])
-            for at in range(int(rows.hashed[row]), int(rows.length[row]) // size):
-                parent = int(hashes[at - 1]) if at else (int(self.state.index.seeds[0]) if shared else own)
-                if at and at == shared:
-                    parent ^= own
-                hashes[at] = self._hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
-                rows.hashed[row] = at + 1
-
-    def _twice(self, sequence_id: int) -> InvalidRequest:
-        return InvalidRequest(f"sequence {sequence_id} is named twice", field="sequence_ids")
-
-    def _token_error(self, code: int, sequence_id: int, row: int, token: int) -> Exception:
-        if code == steps.TWICE:
-            return self._twice(sequence_id)
-        if code == steps.NEGATIVE:
-            return InvalidRequest(f"token id {token} is negative", field="token_ids")
-        return self._too_long(sequence_id, row, int(self.rows.length[row]) + 1)
-
-    def _extend_error(self, code: int, sequence_id: int, row: int, num_tokens: int) -> Exception:
-        if code == steps.TWICE:
-            return self._twice(sequence_id)
-        if code == steps.NEGATIVE:
-            return InvalidRequest(f"{num_tokens} is negative", field="num_tokens")
-        if code == steps.TOO_LONG:
-            return self._too_long(sequence_id, row, num_tokens)
-        if code == steps.STEP_TOO_LONG:
-            step = num_tokens - int(self.rows.computed[row])
-            return PromiseExceeded(
-                f"sequence {sequence_id} would compute {step} positions in a step, "
-                f"max_num_batched_tokens is {self.limits.max_num_batched_tokens}",
-                field="num_tokens",
-                hint="commit what is computed, or take a smaller chunk",
-            )
-        return NoFreeBlocks(
-            f"sequence {sequence_id} to {num_tokens} tokens: {self.pool.free} blocks are free, "
-            f"{self.pool.cached} cached",
-            field="num_tokens",
-            hint="extend only what admission has granted",
-        )
-
-    def _too_long(self, sequence_id: int, row: int, tokens: int) -> PromiseExceeded:
-        return PromiseExceeded(
-            f"sequence {sequence_id} to {tokens} tokens, promised {self.rows.limit[row]} (prompt + max_tokens)",
-            field="num_tokens",
-            hint="admit it with a larger max_tokens",
-        )
-
-    def _out_of_order(self, sequence_id: int, row: int, num_computed: int) -> OutOfOrder:
-        rows = self.rows
-        computed, slots, length = (int(v[row]) for v in (rows.computed, rows.slots, rows.length))
-        return OutOfOrder(
-            f"sequence {sequence_id} cannot be computed up to {num_computed}: it is computed up to {computed}, "
-            f"has slots up to {slots} and knows {length} tokens",
-            field="num_computed",
-            hint="extend and append_tokens come before commit",
-        )
+        if self._hash_block is not None and self.prefix_caching:
+            hash_rows(self.state, batch, self._hash_block, self.block_size)

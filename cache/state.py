@@ -30,8 +30,8 @@ COLD, HOT, CLASSES = 0, 1, 2
 # Entries of Pool.counters
 FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK = range(5)
 REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING = range(5, 12)
-# ... and from EVICTIONS on the blocks evicted by cause: for K/V of prompts, of answers, for a copy on write, and
-# because everything cached was to be forgotten.
+# ... and from EVICTIONS on the blocks evicted by cause: for K/V of prompts, of answers, for a copy on write,
+# and because everything cached was to be forgotten.
 FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
 EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
 EVICTIONS = 12
@@ -53,8 +53,9 @@ HELD, PRIVATE, PROMISED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
 # Rows of Core.ghosts
 GHOST_NEXT, GHOST_PREV, GHOST_TIME, GHOST_KIND, GHOST_CHAIN, GHOST_FIELDS = range(6)
 
-# Entries of a simulation, at most: the standard error of its hit rate is then a few per cent of it.
-GHOST_ENTRIES = 4096
+# Entries of a simulation, at most: the standard error of its hit rate is then a few per cent of it. Pools of
+# fewer than 131,072 blocks get by with half: at 192 bytes an entry (six rules) 6 bytes a block.
+GHOST_ENTRIES, FEW_GHOSTS, FEWER_BELOW = 4096, 2048, 131_072
 
 # Entries of Constants
 BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, GHOSTS, SAMPLE_SHIFT, CONSTANTS = range(9)
@@ -196,7 +197,8 @@ def new_state(
     constants[MAX_STEP] = limits.max_num_batched_tokens
     constants[CACHING], constants[LOGGED] = caching, logged
     adaptive = caching and len(rules) > 1
-    shift = max(0, (num_blocks // GHOST_ENTRIES).bit_length() - 1) if adaptive else 0
+    most = GHOST_ENTRIES if num_blocks >= FEWER_BELOW else FEW_GHOSTS
+    shift = max(0, (num_blocks // most).bit_length() - 1) if adaptive else 0
     constants[GHOSTS], constants[SAMPLE_SHIFT] = len(rules) if adaptive else 0, shift
     entries = (num_blocks >> shift) + 1 if adaptive else 1
     core = Core(

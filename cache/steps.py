@@ -201,7 +201,7 @@ def _copy_shared_tail(core: Core, row: int, copies: Int32Array, copied: int) -> 
 
 @compiled
 def append(core: Core, batch: Int64Array, tokens: Int32Array) -> tuple[int, int]:
-    """One token for each row."""
+    """``tokens`` [rows of the call, count] for each row."""
     rows, counters = core.rows, core.counters
     counters[CALLS] += 1
     for i in range(batch.size):
@@ -209,14 +209,16 @@ def append(core: Core, batch: Int64Array, tokens: Int32Array) -> tuple[int, int]
         if rows[MARK, row] == counters[CALLS]:
             return TWICE, i
         rows[MARK, row] = counters[CALLS]
-        if tokens[i] < 0:
-            return NEGATIVE, i
-        if rows[LENGTH, row] >= rows[LIMIT, row]:
+        for at in range(tokens.shape[1]):
+            if tokens[i, at] < 0:
+                return NEGATIVE, i
+        if rows[LENGTH, row] + tokens.shape[1] > rows[LIMIT, row]:
             return TOO_LONG, i
     for i in range(batch.size):
         row = batch[i]
-        core.tokens[row, rows[LENGTH, row]] = tokens[i]
-        rows[LENGTH, row] += 1
+        for at in range(tokens.shape[1]):
+            core.tokens[row, rows[LENGTH, row] + at] = tokens[i, at]
+        rows[LENGTH, row] += tokens.shape[1]
     return OK, 0
 
 

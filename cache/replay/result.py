@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tonnage.cache.manager import CacheStats
+from tonnage.cache.pool import BlockPool
 
 _KEPT = 512  # points of the plots
 
@@ -24,9 +24,9 @@ class Samples:
     _every: int = 1
     _count: int = 0
 
-    def add(self, at: float, lasted: float, running: int, stats: CacheStats, waiting: int) -> None:
+    def add(self, at: float, lasted: float, running: int, pool: BlockPool, waiting: int) -> None:
         """One step (or leap) that began at ``at`` and lasted so many seconds."""
-        values = (stats.used / stats.usable, stats.cached / stats.usable, running, waiting)
+        values = (pool.used / pool.usable, pool.cached / pool.usable, running, waiting)
         self._weight += lasted
         for place, value in enumerate(values):
             self._sums[place] += value * lasted

@@ -179,7 +179,7 @@ class Simulator:
                 sequence.first_token = self.now
         self._end(decoding)
         self._check()
-        self.samples.add(before, self.now - before, len(self.running), self.manager.stats(), len(self.queue))
+        self.samples.add(before, self.now - before, len(self.running), self.manager.pool, len(self.queue))
 
     def _decode(self, decoding: list[_Sequence]) -> tuple[int, int]:
         """Give a token to each; returns (steps taken, tokens of one step)."""
@@ -257,11 +257,8 @@ class Simulator:
         manager, ids = self.manager, [s.id for s in decoding]
         ends = np.array([s.computed for s in decoding]) + leap
         manager.extend_many(ids, ends)
-        if leap == 1:
-            manager.append_many(ids, [_UNIQUE + s.id for s in decoding])
-        else:
-            for sequence in decoding:
-                manager.append_tokens(sequence.id, np.full(leap, _UNIQUE + sequence.id, np.int32))
+        own = np.array(ids, np.int32) + np.int32(_UNIQUE)
+        manager.append_many(ids, np.repeat(own, leap).reshape(-1, leap))
         manager.commit_many(ids, ends)
         for sequence in decoding:
             sequence.computed += leap

@@ -215,7 +215,7 @@ def test_a_step_without_room_changes_nothing() -> None:
     manager = make(blocks=9)
     compute(manager, 1, list(range(8)))
     compute(manager, 2, list(range(20, 28)))
-    manager._promised = 0  # as if admission had promised what is not there
+    manager.promises.promised = 0  # as if admission had promised what is not there
     compute(manager, 3, list(range(40, 52)))
     before = [array.copy() for array in manager.core]
     manager.append_many([1, 2, 3], [7, 8, 9])

@@ -193,6 +193,27 @@ def test_extend_many_gives_what_extend_gives() -> None:
     assert one.stats() == many.stats()
 
 
+def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() -> None:
+    one, many = make(FULL, SLIDING), make(FULL, SLIDING)
+    more = np.arange(10, dtype=np.int32).reshape(2, 5)
+    for manager in (one, many):
+        for sequence in (1, 2):
+            start(manager, sequence, [sequence] * 6, 8)
+    for sequence, tokens in zip((1, 2), more, strict=True):
+        one.append_tokens(sequence, tokens)
+    many.append_many([1, 2], more)
+    for manager in (one, many):
+        manager.extend_many([1, 2], [11, 11])
+        manager.commit_many([1, 2], [11, 11])
+        manager.check_invariants()
+    assert (one.rows.tokens == many.rows.tokens).all()
+    assert one.stats() == many.stats()
+    for wrong in (np.zeros((2, 4), np.int32), np.zeros((3, 1), np.int32), np.full((2, 1), -1)):
+        with pytest.raises((PromiseExceeded, InvalidRequest)):
+            many.append_many([1, 2], wrong)
+    assert many.rows.length[[many.row(1), many.row(2)]].tolist() == [11, 11]
+
+
 def test_a_sliding_group_drops_the_blocks_no_query_can_see() -> None:
     manager = make(FULL, SLIDING, budget=8)
     manager.admit(1, list(range(40)), 8)
@@ -441,7 +462,7 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
     "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
     "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
     "a leaked block": ("conservation", lambda m: _set(m.state.pool.counters, FREE, m.pool.free - 1)),
-    "a promise forgotten": ("promise", lambda m: setattr(m, "_promised", m._promised - 1)),
+    "a promise forgotten": ("promise", lambda m: setattr(m.promises, "promised", m.promises.promised - 1)),
     "a promise too small": ("promise", lambda m: setattr(m.sequences.family(m.row(1)), "promise", 1)),
     "a parent that is no node": ("reachability", _orphan),
     "a parent older than its child": ("reachability", _swap),

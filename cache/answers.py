@@ -1,0 +1,50 @@
+"""What the block manager answers with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks;
+    ``shared_tokens`` of them come from blocks that any salt may read."""
+
+    row: int
+    cached_tokens: int
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the whole block ``src`` to ``dst`` (all layer slots, K and V) before the step writes anything."""
+
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Blocks by state: used + cached + free = usable, used <= promised <= usable. Counters since the start.
+
+    ``evictions_by_cause`` are in the order of `EVICTION_CAUSES`.
+    ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
+    ``shared_hit_tokens`` the part of them from blocks that any salt may read, ``merged`` the duplicate blocks
+    given back when a sequence had computed what another one had published, ``violations`` the calls of
+    `sample_invariants` that found a broken law.
+    """
+
+    num_blocks: int
+    usable: int
+    used: int
+    cached: int
+    free: int
+    promised: int
+    sequences: int
+    evictions: int
+    evictions_by_cause: tuple[int, ...]
+    query_tokens: int
+    hit_tokens: int
+    shared_hit_tokens: int
+    merged: int
+    violations: int
