@@ -37,6 +37,10 @@ CASES = [
     ("google__gemma-2-2b", 5, {"sliding_window": 300}, {"max_num_batched_tokens": 256}),
     ("google__gemma-3-1b-it", 7, {}, {}),
     ("google__gemma-3-1b-it", 13, {"sliding_window": 64}, {"max_num_batched_tokens": 128}),
+    ("google__gemma-4-26B-A4B", 12, {
+        "architectures": ["Gemma4ForCausalLM"], "enable_moe_block": False, "num_kv_shared_layers": 4,
+        "hidden_size_per_layer_input": 256, "num_experts": 8,
+    }, {}),
     ("openai__gpt-oss-20b", 4, {"num_local_experts": 4}, {}),
     ("openai__gpt-oss-20b", 6, {"num_local_experts": 4, "sliding_window": 1000}, {"block_size": 64}),
     ("XiaomiMiMo__MiMo-V2-Flash", 8, {"n_routed_experts": 4, "num_experts_per_tok": 2}, {}),
@@ -61,6 +65,7 @@ IDS = [f"{name}-{layers}-{i}" for i, (name, layers, _, _) in enumerate(CASES)]
 def cut(name: str, layers: int, changes: dict) -> dict:
     """The config with fewer layers; lists with one entry a layer are cut too. Quantization is dropped."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = config.get("text_config", config)
     before = config["num_hidden_layers"]
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     for key, value in config.items():
