@@ -12,7 +12,7 @@ except ImportError:
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.deployment import Resolved, complete
-from tonnage.planner.dtypes import config_dtype
+from tonnage.planner.dtypes import KV_SCALE_BYTES, config_dtype
 from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
@@ -282,6 +282,10 @@ def _kv_terms(pool: Pool, num_blocks: int, chosen: Resolved) -> list[Term]:
         formula = (
             f"{layout.layer_slots} layer slots x {layout.slot_bytes:,} bytes (the largest page of a layer)"
         )
+        if (scale := KV_SCALE_BYTES.get(layout.dtype)) and plain:
+            each = f"{layout.head_size} x {layout.dtype_bytes} + a scale of {scale}"
+            rows = f"{layout.layer_slots} layers x 2 (K and V) x {layout.block_size} tokens"
+            formula = f"{rows} x {layout.kv_heads} KV heads x ({each}) bytes"
     terms = [
         Term(
             "kv_cache.bytes_per_block", layout.bytes_per_block, formula,
