@@ -48,8 +48,8 @@ def process_tree_bytes(pid: int) -> int:
     """RssAnon + RssShmem in bytes of a process and its descendants; 0 when it is gone.
 
     Shared memory mapped by several processes of the tree is counted once: where more than one of them has any,
-    and together more than 4 MiB, their proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) is taken instead
-    of RssShmem.
+    and together more than 4 MiB, their proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) stands
+    for RssShmem.
     Anonymous pages are private to their process, except those a forked child has not written yet, which are
     counted for each; engines are spawned, not forked.
     """
