@@ -23,6 +23,7 @@ help:
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
+	@echo "make test-equality  prompts of 1 to 3,000 tokens in one batch against generate (5 minutes)"
 	@echo "make lint       only the first three"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
 	@echo "make soak       10^7 random operations on the block manager, its laws checked after every call"
@@ -36,7 +37,12 @@ serve: $(VENV)/.demo
 
 test: lint
 	bash .ci/prometheus
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/long
+
+# Prompts of 3,000 tokens against generate, twice: five minutes on 2 cores, too long for each change.
+.PHONY: test-equality
+test-equality: $(VENV)/.test
+	$(BIN)/python -m pytest tests/long
 
 # mypy wants the tonnage packages side by side in one folder; the checkout has them at its top.
 lint: $(VENV)/.test
