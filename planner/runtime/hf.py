@@ -11,8 +11,8 @@ from tonnage.planner.units import MiB
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65
 # (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): API process 95 MiB when
 # ready and 103 with 256 clients; engine process, weights and pool taken off, 321 MiB when ready and at most 356
-# under load, of which 30 are the activations below. Some 45 of the engine's and 30 of the API's are numba's
-# compiler. The interval covers other allocators.
+# under load, of which 30 are the activations below. Some 45 of the engine's are
+# numba's compiler. The interval covers other allocators.
 API_PROCESS_BYTES = 104 * MiB
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
@@ -22,7 +22,9 @@ HF_INTERVAL = (0.85, 1.25)
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
-_GATHERED = 16384  # server/engines/hf/gather.py
+# Tokens that the hf engine's reference attention gathers at a time for decodes: contexts are padded to the
+# longest, so that a long one among many short ones would cost its length for each.
+GATHERED_TOKENS = 16384
 
 
 def framework_bytes() -> Estimate:
@@ -62,13 +64,13 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
 
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     """K and V that the reference attention copies out of the pool, which only bfloat16 on a CPU is spared:
-    one sequence of max_model_len tokens, or _GATHERED tokens of several. The chunk's mask: a byte, and the same
+    one sequence of max_model_len tokens, or GATHERED_TOKENS of several. The chunk's mask: a byte, and the same
     in the model's dtype, for each query of each head of a group and each token it may see."""
     flags = chosen.flags
     if flags.dtype == "bfloat16" and flags.kv_cache_dtype == "bfloat16":
         return 0
     size = DTYPE_BYTES[flags.dtype]
-    tokens = max(chosen.max_model_len, min(_GATHERED, chosen.max_num_seqs * chosen.max_model_len))
+    tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
     copies = 2 * size + (8 if narrow else 0)  # and a float32 copy between
     groups = architecture.heads // architecture.kv_heads

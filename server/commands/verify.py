@@ -55,12 +55,10 @@ def run(argv: list[str]) -> int:
         settings = resolved(settings, sys.stderr if arguments.json else sys.stdout)
         plan = planned(settings, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
-        api = create_app(
-            settings, engine
-        )  # never served: the plan counts the API process, so it has to be there
+        # Not served, but there: the plan counts the API process, and so does what is measured.
+        api = create_app(settings, engine)
         try:
-            rows = asyncio.run(_measure(engine, settings))
-            del api
+            rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
         except EngineDead as error:
             print(f"tonnage verify: {error}", file=sys.stderr)
             return OUTSIDE

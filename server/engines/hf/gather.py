@@ -14,12 +14,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from tonnage.planner.runtime.hf import GATHERED_TOKENS
 from tonnage.server.engines.hf.batch import Batch, Int64
 from tonnage.server.engines.hf.pool import PagedPool
-
-# Tokens gathered at a time for decodes: their contexts are padded to the longest, so that a long one among many
-# short ones would cost its length for each. planner/runtime/hf.py counts with the same number.
-GATHERED = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class GatherAttention:
                 longest = int(batch.kv_len[at])
                 while last < batch.sequences and lengths[last] == 1:
                     longest = max(longest, int(batch.kv_len[last]))
-                    if (last + 1 - at) * longest > GATHERED:
+                    if (last + 1 - at) * longest > GATHERED_TOKENS:
                         break
                     last += 1
             start = int(batch.query_start[at])
