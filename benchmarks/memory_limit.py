@@ -147,11 +147,15 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
                 return f"status {response.status_code}"
             seen = 0
             async for line in response.aiter_lines():
-                if '"error"' in line:
-                    return f"lost: error in the stream: {line[:300]}"
                 if line == "data: [DONE]":
                     return "answered"
-                seen += line.startswith("data: ")
+                if not line.startswith("data: "):
+                    continue
+                if "error" in json.loads(
+                    line.removeprefix("data: ")
+                ):  # a key; as a text it is a token like others
+                    return f"lost: error in the stream: {line[:300]}"
+                seen += 1
                 if leave_after is not None and seen >= leave_after:
                     return "hung up by the client"
             return "lost: the stream ended early"
