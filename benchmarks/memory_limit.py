@@ -151,9 +151,8 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
                     return "answered"
                 if not line.startswith("data: "):
                     continue
-                if "error" in json.loads(
-                    line.removeprefix("data: ")
-                ):  # a key; as a text it is a token like others
+                # As a key. In a text, "error" is a token like others: two of 100,000 drawn once counted as lost.
+                if "error" in json.loads(line.removeprefix("data: ")):
                     return f"lost: error in the stream: {line[:300]}"
                 seen += 1
                 if leave_after is not None and seen >= leave_after:
