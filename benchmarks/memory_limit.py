@@ -151,7 +151,7 @@ async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any], leave_aft
                     return "answered"
                 if not line.startswith("data: "):
                     continue
-                # As a key. In a text, "error" is a token like others: two of 100,000 drawn once counted as lost.
+                # As a key. In a text, "error" is a token like others: two of 100,000 once counted as lost.
                 if "error" in json.loads(line.removeprefix("data: ")):
                     return f"lost: error in the stream: {line[:300]}"
                 seen += 1
