@@ -43,13 +43,38 @@ class Inputs:
         )
 
 
-def read_tsv(path: Path) -> list[dict[str, str]]:
+def read_tsv(path: Path, *required: str) -> list[dict[str, str]]:
+    """Rows of a table; a column it does not have reads as empty. Ends the program where one of ``required``
+    is missing."""
     with path.open(newline="") as file:
-        return list(csv.DictReader(file, delimiter="\t"))
+        table = csv.DictReader(file, delimiter="\t", restval="")
+        missing = [name for name in required if name not in (table.fieldnames or ())]
+        if missing:
+            raise SystemExit(f"{path}: no column {', '.join(missing)}")
+        return [Record(row, absent="") for row in table]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    """Reports, one a line; a field that one does not have reads as null."""
+    rows = []
+    for line in path.read_text().splitlines():
+        if line.strip():
+            row = Record(json.loads(line), absent=None)
+            row["observed"] = Record(row["observed"] or {}, absent=None)
+            row["engine"], row["model"] = row["engine"] or "", row["model"] or "a model without a name"
+            rows.append(row)
+    return rows
+
+
+class Record(dict[str, Any]):
+    """A row whose missing fields read as ``absent``."""
+
+    def __init__(self, row: dict[str, Any], *, absent: Any) -> None:
+        super().__init__(row)
+        self.absent = absent
+
+    def __missing__(self, key: str) -> Any:
+        return self.absent
 
 
 @dataclass

@@ -23,7 +23,7 @@ def score(inputs: Inputs) -> Section | None:
     left_out = []
     within = 0
     names = inputs.names()
-    for row in read_tsv(inputs.receipts):
+    for row in read_tsv(inputs.receipts, "model", "engine", "quantity", "value"):
         shape = re.search(r"(bf16|fp16|fp32) b=(\d+) s=(\d+) (sdpa|eager)\s*$", row["quantity"])
         if "(inference)" not in row["engine"] or shape is None:
             continue

@@ -29,6 +29,9 @@ def score(inputs: Inputs) -> Section | None:
         if config is None:
             left_out.append(f"{label(index, row)}: no config")
             continue
+        if row["max_model_len"] is None:
+            left_out.append(f"{label(index, row)}: the context's length is not given")
+            continue
         _row(section, label(index, row), row, config)
     return section
 

@@ -99,7 +99,7 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
 
     return Row(
         name=label(index, report),
-        source=report["source"].split(" ::")[0],
+        source=str(report["source"] or f"row {index}").split(" ::")[0],
         architecture=architecture,
         chosen=chosen,
         weights=weights[0],

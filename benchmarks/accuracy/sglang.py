@@ -23,6 +23,9 @@ def score(inputs: Inputs) -> Section | None:
         if config is None:
             left_out.append(f"{label(index, row)}: no config")
             continue
+        if not row["observed"]["kv_pools"] and not row["observed"]["available_kv_gib"]:
+            left_out.append(f"{label(index, row)}: the pool's size is not given")
+            continue
         within += _row(section, label(index, row), row, config)
     section.extra |= {"within_1_percent": within, "left_out": left_out}
     return section
@@ -60,4 +63,4 @@ def _pool_bytes(seen: dict[str, Any], pools: int) -> int:
     listed = (seen.get("kv_pools") or [])[:pools]
     if listed and len(listed) == pools:
         return int(sum(pool["k_gib"] + pool["v_gib"] for pool in listed) * GIB)
-    return int(seen["available_kv_gib"] * GIB)
+    return int((seen["available_kv_gib"] or sum(p["k_gib"] + p["v_gib"] for p in seen["kv_pools"])) * GIB)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from accuracy.common import Inputs, Section, read_tsv
 
 NAME = "vllm_blocks"
@@ -22,7 +20,7 @@ def score(inputs: Inputs) -> Section | None:
         engine="vllm", engine_version="0.32.0", gpu="cpu", device_memory=1 << 50,
         kv_cache_memory_bytes=8 << 30, max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
-    for row in read_tsv(Path(inputs.vllm)):
+    for row in read_tsv(inputs.vllm, "config", "num_blocks", "tokens", "max_concurrency"):
         name = row["config"]
         config = inputs.config(name)
         if config is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accuracy.common import Inputs, Section, read_tsv
 
 NAME = "weights"
@@ -12,10 +14,10 @@ def score(inputs: Inputs) -> Section | None:
         return None
     section = Section()
     if inputs.truth is not None:
-        for row in read_tsv(inputs.truth):
+        for row in read_tsv(inputs.truth, "model", "params_unique"):
             _parameters(inputs, section, row)
     if inputs.checkpoints is not None:
-        for row in read_tsv(inputs.checkpoints):
+        for row in read_tsv(inputs.checkpoints, "model", "total_size_bytes"):
             _checkpoint(inputs, section, row)
     section.extra["via"] = "adapter"
     return section
@@ -48,7 +50,7 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
     try:
         architecture = build_architecture(config)
         quantization = read_quantization(config, None)
-        dtype = row["torch_dtype"] if row["torch_dtype"] != "None" else "bfloat16"
+        dtype = _dtype(row, config)
         size = checkpoint_size(architecture, quantization, config, dtype)
     except TonnageError as error:
         section.refuse(f"{row['model']} checkpoint", error)
@@ -64,3 +66,12 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
     )
     if inside:
         section.covered = (section.covered or 0) + 1
+
+
+def _dtype(row: dict[str, str], config: dict[str, Any]) -> str:
+    """As the row says, else the config, else bfloat16."""
+    from tonnage.planner.dtypes import config_dtype
+
+    if row["torch_dtype"] not in ("None", ""):
+        return row["torch_dtype"]
+    return config_dtype(config.get("dtype", config.get("torch_dtype"))) or "bfloat16"
