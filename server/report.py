@@ -54,6 +54,7 @@ def memory_report(state: ServerState) -> dict[str, Any]:
         "plan": plan_to_dict(plan),
         "measured": {
             **{f"{name}_bytes": measured.get(name) for name in planned if name != "cuda_graphs"},
+            "warm_weights_bytes": memory.warm_weights,
             "process_bytes": memory.process,
             "process_peak_bytes": process,
         },

@@ -145,7 +145,8 @@ class MeasuredMemory:
 
     ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
     storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
-    RssAnon + RssShmem of all processes now, ``process_peak`` its maximum.
+    RssAnon + RssShmem of all processes now, ``process_peak`` its maximum. ``warm_weights``: the weights
+    once more after the first full step, in which a kernel may repack what it uses.
     """
 
     weights: int | None = None
@@ -153,6 +154,7 @@ class MeasuredMemory:
     framework: int | None = None
     process: int | None = None
     process_peak: int | None = None
+    warm_weights: int | None = None
 
     @property
     def activations(self) -> int | None:

@@ -23,6 +23,7 @@ from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
 from tonnage.server.engines.hf.adjust import adjust, logprobs
 from tonnage.server.engines.hf.compile import prepare
+from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
 from tonnage.server.gguf_tokenizer import model_files
@@ -47,6 +48,9 @@ def main(descriptor: int, threads: int) -> None:
         connection.send(Failed(error))
         return
     except Exception as error:
+        if is_out_of_memory(error):
+            connection.send(Failed(out_of_memory(load.plan, error)))
+            return
         traceback.print_exc()
         connection.send(Failed(TonnageError(f"the engine failed to start: {type(error).__name__}: {error}")))
         return
@@ -82,6 +86,7 @@ class EngineLoop:
         transformers.utils.logging.disable_progress_bar()
 
         from tonnage.server.engines.hf.grammar import Grammars
+        from tonnage.server.engines.hf.loading import storage_bytes
         from tonnage.server.engines.hf.profile import profile
         from tonnage.server.engines.hf.runner import ModelRunner
         from tonnage.server.engines.hf.sampling import sample
@@ -96,12 +101,14 @@ class EngineLoop:
         self.scheduler = Scheduler(plan, matcher, policy, sharing)
         self.self_check_error = self_check(self.runner)
         self.activation_bytes = profile(self.runner)
+        self.warm_weights_bytes = storage_bytes(self.runner.model)
         self._sample = sample
 
     def ready(self) -> Ready:
         return Ready(
             num_blocks=self.runner.pool.tensor.shape[0],
             weights_bytes=self.runner.weights_bytes,
+            warm_weights_bytes=self.warm_weights_bytes,
             kv_pool_bytes=self.runner.pool.nbytes,
             activation_bytes=self.activation_bytes,
             self_check_error=self.self_check_error,

@@ -268,6 +268,7 @@ class HFEngine:
             self._stats,
             memory=MeasuredMemory(
                 weights=ready.weights_bytes if ready else None,
+                warm_weights=ready.warm_weights_bytes if ready else None,
                 kv_pool=ready.kv_pool_bytes if ready else None,
                 framework=self._framework,
                 process=self._sampler.current,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.plan import Plan
 
 # scheme of the plan -> (module, what to install). GPTQModel needs newer torch and transformers than vLLM has,
@@ -42,7 +42,9 @@ _NOT_ON_CPU = {
 
 def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedArchitecture for a format that this engine does not run on this device,
-    DeploymentError for one whose package is missing. ``config``: config.json."""
+    DeploymentError for one whose package is missing, CheckpointError for weights that are not safetensors.
+    ``config``: config.json."""
+    require_weights(plan.model.path)
     quantization = plan.deployment.quantization
     stored = (config.get("quantization_config") or {}).get("quant_method")
     if plan.deployment.device == "cpu" and stored in _NOT_ON_CPU:
@@ -70,6 +72,29 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         raise DeploymentError(f"{quantization} needs {module}", field="--quantization", hint=install)
     if quantization in ("gptq", "awq") and find_spec("optimum") is None:
         raise DeploymentError(f"{quantization} needs optimum", field="--quantization", hint=install)
+
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # transformers 5.19, utils/__init__.py
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+
+
+def require_weights(path: str) -> None:
+    """Raise CheckpointError for a folder without safetensors, and say so where pickles are all it has."""
+    folder = Path(path)
+    if not folder.is_dir() or any((folder / name).is_file() for name in _WEIGHTS):
+        return
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder.name} has its weights in {pickles[0]} only: reading a pickle runs the code in it",
+            field="model",
+            hint="convert it where that does no harm: save_pretrained of transformers writes safetensors",
+        )
+    raise CheckpointError(
+        f"{folder.name} has no weights: neither {_WEIGHTS[0]} nor its index",
+        field="model",
+        hint="download them",
+    )
 
 
 def require_gguf(path: str) -> None:

@@ -32,6 +32,30 @@ def require_available(plan: Plan, available: int) -> None:
         )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """The allocator's refusal: MemoryError, torch.OutOfMemoryError, or a RuntimeError of torch's CPU allocator
+    ("DefaultCPUAllocator: can't allocate memory", c10/core/impl/alloc_cpu.cpp, torch 2.13)."""
+    said = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (
+            isinstance(error, RuntimeError | OSError) and ("allocate memory" in said or "out of memory" in said)
+        )
+    )
+
+
+def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
+    """What to say where memory ran out while the model was loaded: plan against available."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return DoesNotFit(
+        f"out of memory while loading ({first[:200]}); the plan needs {gib(plan.rank.used_bytes)} of "
+        f"{gib(plan.rank.total_bytes)}, available now {gib(available_memory())}",
+        field="device_memory",
+        hint=f"end other programs, lift the limit of this process, or {SMALLER}",
+    )
+
+
 def require_fits(foretold: Plan, measured: Plan) -> None:
     """Raise DoesNotFit where the plan as corrected by the profile run is more than the device has."""
     rank, before = measured.rank, foretold.rank

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from tonnage.planner.errors import CheckpointError, DeploymentError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.hf.attention import NAME, register
 from tonnage.server.engines.hf.formats import load_options
@@ -19,20 +21,63 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def load_model(plan: Plan) -> torch.nn.Module:
-    """The model in evaluation mode, weights in memory of its own (not mapped from the file)."""
+    """The model in evaluation mode, weights in memory of its own (not mapped from the file).
+
+    Raises DeploymentError for a dtype the device does not compute in, CheckpointError for a checkpoint that is
+    not exactly this model: transformers draws missing weights at random and drops those it has no use for.
+    """
     register()
     dtype = DTYPES[plan.deployment.dtype]
-    model = AutoModelForCausalLM.from_pretrained(
+    require_computed(dtype, plan.deployment.device)
+    model, info = AutoModelForCausalLM.from_pretrained(
         dtype=dtype,
         attn_implementation=NAME,
         device_map=plan.deployment.device,
         trust_remote_code=False,
         local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported with the others, not raised one at a time
         **load_options(plan, dtype),
     )
+    _require_complete(info)
     model = model.eval().requires_grad_(False)
     _own_memory(model)
     return model
+
+
+def require_computed(dtype: torch.dtype, device: str) -> None:
+    """Raise DeploymentError unless the device has the arithmetic of a decoder layer in ``dtype``."""
+    try:
+        x = torch.ones((1, 1, 2, 16), dtype=dtype, device=device)
+        x = F.scaled_dot_product_attention(x, x, x)
+        x = F.linear(F.silu(F.layer_norm(x, (16,))), x[0, 0])
+        torch.softmax(x, dim=-1)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        name = str(dtype).removeprefix("torch.")
+        raise DeploymentError(
+            f"torch {torch.__version__} does not compute in {name} on this {device}: "
+            f"{str(error).splitlines()[0][:200]}",
+            field="--dtype",
+            hint="bfloat16 and float32 are computed on every CPU",
+        ) from None
+
+
+def _require_complete(info: dict[str, Any]) -> None:
+    """``info``: what from_pretrained reports beside the model, by transformers' own rules about keys that a
+    family may leave out or carry along."""
+    for what, keys in (
+        ("lacks", info["missing_keys"]),
+        ("has in another shape than config.json gives", [name for name, *_ in info["mismatched_keys"]]),
+        ("has, beside what this model uses,", info["unexpected_keys"]),
+    ):
+        if keys:
+            first = ", ".join(sorted(keys)[:3])
+            more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint {what} {len(keys):,} tensors: {first}{more}",
+                field="safetensors",
+                hint="config.json and the weights do not belong together",
+            )
 
 
 def _own_memory(model: torch.nn.Module) -> None:

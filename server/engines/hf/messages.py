@@ -38,10 +38,12 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Loaded, self-checked and profiled. Bytes are measured storages, ``activation_bytes`` what one full step
-    took beside them (:mod:`.profile`); ``num_blocks`` the pool's real first dimension."""
+    took beside them (:mod:`.profile`); ``num_blocks`` the pool's real first dimension. ``warm_weights_bytes``:
+    the weights once more after that step, where a kernel may have repacked what it used."""
 
     num_blocks: int
     weights_bytes: int
+    warm_weights_bytes: int
     kv_pool_bytes: int
     activation_bytes: int
     self_check_error: float

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tonnage.planner.errors import DoesNotFit
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.hf.attention import PagedBatch, choose_backend
 from tonnage.server.engines.hf.batch import Batch
@@ -21,18 +20,9 @@ class ModelRunner:
         self.plan = plan
         layout = plan.kv_cache.layout
         self.device = torch.device(plan.deployment.device)
-        try:
-            self.model = load_model(plan)
-            self.weights_bytes = storage_bytes(self.model)
-            self.pool = PagedPool(layout, plan.kv_cache.num_blocks, self.device)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if "memory" not in str(error).lower():
-                raise
-            raise DoesNotFit(
-                f"out of memory while loading: the plan needs {plan.rank.used_bytes} bytes of "
-                f"{plan.rank.total_bytes}",
-                hint="lower --kv-cache-memory-bytes or --max-num-seqs",
-            ) from error
+        self.model = load_model(plan)
+        self.weights_bytes = storage_bytes(self.model)
+        self.pool = PagedPool(layout, plan.kv_cache.num_blocks, self.device)
         self.fused = fuse(self.model)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         query_heads: int = self.model.config.get_text_config().num_attention_heads
