@@ -74,7 +74,7 @@ def _require_complete(info: dict[str, Any]) -> None:
             first = ", ".join(sorted(keys)[:3])
             more = f" and {len(keys) - 3:,} more" if len(keys) > 3 else ""
             raise CheckpointError(
-                f"the checkpoint {what} {len(keys):,} tensors: {first}{more}",
+                f"the checkpoint {what} {len(keys):,} tensor{'s' * (len(keys) > 1)}: {first}{more}",
                 field="safetensors",
                 hint="config.json and the weights do not belong together",
             )

@@ -1,0 +1,119 @@
+"""Checkpoints, dtypes and machines that the Hugging Face engine cannot work with: refused by name, early."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import CheckpointError, DeploymentError
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.engines.hf import HFEngine
+from tonnage.server.engines.hf.loading import require_computed
+from tonnage.server.engines.hf.runner import ModelRunner
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random Llama of two layers."""
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def plan_for(folder: Path) -> Plan:
+    small = Deployment(dtype="float32", kv_cache_memory_bytes=4 << 20, max_model_len=256, max_num_seqs=8)
+    return make_plan(str(folder), small)
+
+
+def change(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> None:
+    """Rewrite the checkpoint; dots in names are written as double underscores."""
+    path = folder / "model.safetensors"
+    held = {name: tensor for name, tensor in load_file(path).items() if name != drop}
+    held |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(held, path, {"format": "pt"})
+
+
+def test_a_tensor_that_is_missing_is_never_drawn_at_random(folder: Path) -> None:
+    plan = plan_for(folder)
+    change(folder, drop="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.1\.mlp\.up_proj\.weight"):
+        ModelRunner(plan)
+    with pytest.raises(CheckpointError, match="up_proj"):  # the planner saw it without loading anything
+        plan_for(folder)
+
+
+def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
+    plan = plan_for(folder)
+    change(folder, model__norm__weight=torch.ones(32))
+    with pytest.raises(CheckpointError, match=r"another shape .*: model\.norm\.weight"):
+        ModelRunner(plan)
+
+
+async def test_surplus_tensors_end_the_start_with_their_names(folder: Path) -> None:
+    """A config of fewer layers than the file holds would be another model without anybody noticing."""
+    change(folder, model__layers__2__mlp__up_proj__weight=torch.ones(96, 64))
+    engine = HFEngine(plan_for(folder))
+    with pytest.raises(CheckpointError, match=r"beside what this model uses, 1 tensor: model\.layers\.2\.mlp"):
+        await engine.start()
+
+
+async def test_pickles_and_empty_folders_start_no_process(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    empty = HFEngine(plan_for(folder))
+    with pytest.raises(CheckpointError, match="has no weights"):
+        await empty.start()
+    torch.save({}, folder / "pytorch_model.bin")
+    pickled = HFEngine(plan_for(folder))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin only: reading a pickle runs the code in it"):
+        await pickled.start()
+    assert (empty.pid, pickled.pid) == (None, None)
+
+
+def test_a_dtype_without_arithmetic_is_refused_by_name() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        require_computed(dtype, "cpu")
+    with pytest.raises(DeploymentError, match="does not compute in float8_e4m3fn on this cpu") as refused:
+        require_computed(torch.float8_e4m3fn, "cpu")
+    assert refused.value.field == "--dtype"
+    assert "bfloat16" in (refused.value.hint or "")
+
+
+@pytest.mark.timeout(300)
+def test_memory_that_runs_out_while_loading_ends_with_plan_against_available() -> None:
+    ensure_demo()
+    plan = make_plan("demo", Deployment(kv_cache_memory_bytes=32 << 20, max_model_len=512))
+    limit = plan.rank.used_bytes - plan.rank.weights_bytes
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--kv-cache-memory-bytes", "32MiB", "--max-model-len", "512"],
+        preexec_fn=limited,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "out of memory while loading" in ended.stderr
+    assert f"the plan needs {plan.rank.used_bytes:,} bytes" in ended.stderr
+    assert "available now" in ended.stderr
+    assert "Traceback" not in ended.stderr
