@@ -6,7 +6,7 @@ from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_DTYPE_BYTES, check_dtype
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.host import host_memory
+from tonnage.planner.host import cpu_features_of, host_memory
 from tonnage.planner.plan import Deployment
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB
@@ -68,7 +68,6 @@ class Resolved:
     max_num_batched_tokens: int
     block_size: int
     given_block_size: int | None = None
-    given_prefix_caching: bool | None = None
 
     @property
     def limit(self) -> int:
@@ -95,9 +94,10 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     memory = _device_memory(deployment)
     max_model_len = _model_len(deployment, architecture)
     seqs, tokens = _batch(deployment, max_model_len, memory, version)
+    if takes_whole_prompts(deployment, architecture):
+        deployment, tokens = replace(deployment, enable_prefix_caching=False), max(max_model_len, 2048)
     chosen = _dtype(deployment, architecture, dtype)
     block_size = _block_size(deployment, any(layer.kind == "mla" for layer in architecture.cache_layers))
-    caching = deployment.enable_prefix_caching
     flags = replace(
         deployment,
         engine_version=name,
@@ -117,7 +117,21 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     )
     _check_numbers(flags)
     given = deployment.block_size
-    return Resolved(flags, version, memory, max_model_len, seqs, tokens, block_size, given, caching)
+    return Resolved(flags, version, memory, max_model_len, seqs, tokens, block_size, given)
+
+
+def takes_whole_prompts(deployment: Deployment, architecture: Architecture) -> bool:
+    """Latent attention on a CPU without AMX: vLLM turns chunked prefill and prefix caching off and lets a step
+    take max(max_model_len, 2048) tokens, whatever was asked (platforms/cpu.py 0.32.0)."""
+    from tonnage.planner.engines.vllm import EXPANDED_MLA
+
+    return (
+        deployment.engine == "vllm"
+        and deployment.device == "cpu"
+        and any(layer.kind == "mla" for layer in architecture.cache_layers)
+        and architecture.model_type not in EXPANDED_MLA
+        and "amx_tile" not in cpu_features_of(deployment.device, deployment.gpu)
+    )
 
 
 def _positive(value: int | None, flag: str, limit: int = _MAX_COUNT) -> int | None:

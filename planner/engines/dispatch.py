@@ -7,7 +7,7 @@ from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
 from tonnage.planner.engines.pool import Capacity, Pool
 from tonnage.planner.engines.vllm import Request
-from tonnage.planner.host import cpu_features
+from tonnage.planner.host import cpu_features_of
 
 __all__ = ["Capacity", "Pool", "build_pool", "capacity"]
 
@@ -45,8 +45,7 @@ def capacity(pool: Pool, chosen: Resolved, num_blocks: int) -> Capacity:
 
 def _vllm_request(chosen: Resolved) -> Request:
     flags = chosen.flags
-    # what this machine's CPU decides; --gpu cpu means any CPU host, without these instructions
-    here = cpu_features() if flags.device == "cpu" and flags.gpu is None else frozenset()
+    here = cpu_features_of(flags.device, flags.gpu)
     return Request(
         device=flags.device,
         version=chosen.version,

@@ -100,3 +100,51 @@ def _equal_groups(pages: list[LayerPages]) -> Groups:
 def block_bytes(groups: Groups) -> int:
     """Bytes of one block: those of the widest group."""
     return max(sum(page.page_bytes for page in group) for group in groups)
+
+
+def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
+    """Pages that need the same token slots together, in the order of their first layer."""
+    buckets: list[list[LayerPages]] = []
+    for page in pages:
+        home = next((bucket for bucket in buckets if _uniform_type([*bucket, page])), None)
+        if home is None:
+            buckets.append([page])
+        else:
+            home.append(page)
+    return buckets
+
+
+def pack_buckets(buckets: list[list[LayerPages]]) -> Groups:
+    """Groups of a block-outermost layout, whose blocks hold pages of different bytes side by side
+    (_get_packed_kv_cache_groups): buckets with as many layers of each page size are cut into groups of about
+    the same number of layers a size, no fewer than the largest bucket with several sizes has; others stay
+    whole."""
+    by_size = [_sizes(bucket) for bucket in buckets]
+    repeats = [len(next(iter(sizes.values()))) if _balanced(sizes) else 0 for sizes in by_size]
+    least = max(n for n, sizes in zip(repeats, by_size, strict=True) if len(sizes) > 1)
+    each = _least_padding([n for n in repeats if n], least)
+    groups: list[tuple[LayerPages, ...]] = []
+    for bucket, sizes, number in zip(buckets, by_size, repeats, strict=True):
+        count = ceil_div(number, each)
+        if count <= 1:
+            groups.append(tuple(bucket))
+            continue
+        pattern = list(zip(*sizes.values(), strict=True))
+        groups += [tuple(page for row in pattern[i::count] for page in row) for i in range(count)]
+    return tuple(groups)
+
+
+def _sizes(bucket: list[LayerPages]) -> dict[int, list[LayerPages]]:
+    out: dict[int, list[LayerPages]] = {}
+    for page in bucket:
+        out.setdefault(page.page_bytes, []).append(page)
+    return out
+
+
+def _balanced(sizes: dict[int, list[LayerPages]]) -> bool:
+    return len({len(own) for own in sizes.values()}) == 1
+
+
+def _least_padding(values: list[int], low: int) -> int:
+    """The largest number from ``low`` on to whose multiples ``values`` are rounded up with least padding."""
+    return min(range(low, max(values) + 1), key=lambda d: (sum(-v % d for v in values), -d))

@@ -28,6 +28,11 @@ DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
 HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
 
+_WHOLE_PROMPTS = (
+    "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
+    "and a step takes up to max(max_model_len, 2048) tokens"
+)
+
 # Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements
 # (v1/attention/backends/mla/indexer.py)
 _INDEX_GROUP = 128
@@ -90,6 +95,8 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
         raise UnsupportedArchitecture(
             f"{architecture.class_name} keeps no KV cache: there is no pool to size", field="model_type"
         )
+    if any(layer.compression > 1 for layer in architecture.cache_layers):
+        return _compressed_pool(architecture, request)
     if architecture.model_type in FLOAT32_STATES:
         request = replace(request, float32_states=True)
     if architecture.model_type in EXPANDED_MLA:
@@ -110,6 +117,26 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
     groups = group_pages(pages)
     sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
     return Pool(_layout(groups, block, request), _demands(groups, request, version), notes, sizes)
+
+
+def _compressed_pool(architecture: Architecture, request: Request) -> Pool:
+    from tonnage.planner.engines.vllm_compressed import BLOCK, compressed_groups
+
+    if request.draft_layers:
+        raise UnsupportedArchitecture(
+            "the draft of a model that compresses tokens is not planned",
+            field="--speculative-model",
+            hint="leave it out",
+        )
+    groups = compressed_groups(architecture, request.version, request.kv_dtype)
+    notes: tuple[str, ...] = ("vLLM keeps this model's cache in its fp8_ds_mla format, whatever the dtype",)
+    if request.device == "cpu" and not request.amx:
+        notes += (_WHOLE_PROMPTS,)
+    if request.block_size not in (None, BLOCK):
+        notes += (f"vLLM has blocks of {BLOCK} tokens for this model only",)
+    layout = _layout(groups, BLOCK, replace(request, kv_dtype="fp8"))
+    sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
+    return Pool(layout, _demands(groups, request, rules(request.version)), notes, sizes)
 
 
 def capacity(pool: Pool, num_blocks: int, max_model_len: int, version: Version) -> Capacity:
@@ -164,10 +191,10 @@ def _block_size(architecture: Architecture, request: Request) -> tuple[int, tupl
     """Tokens per block before hybrids are aligned."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and request.device == "cpu" and not request.amx:
-        note: tuple[str, ...] = ()
+        notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
         if request.block_size not in (None, CPU_MLA_BLOCK):
-            note = (f"vLLM's MLA kernel on a CPU without AMX has blocks of {CPU_MLA_BLOCK} tokens only",)
-        return CPU_MLA_BLOCK, note
+            notes += (f"vLLM's MLA kernel on a CPU without AMX has blocks of {CPU_MLA_BLOCK} tokens only",)
+        return CPU_MLA_BLOCK, notes
     if request.block_size is not None:
         return request.block_size, ()
     if mla and request.device == "cuda":
@@ -207,12 +234,6 @@ def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
     """The specs one layer registers: none when it reads another layer's cache."""
     if layer.shares is not None:
         return []
-    if layer.compression > 1:
-        raise UnsupportedArchitecture(
-            f"layer {layer.layer} compresses {layer.compression} tokens into one entry: vLLM's pool for it "
-            "is not planned",
-            field="compress_ratios",
-        )
     if layer.kind == "state":
         size = sum(_state_bytes(state, request) for state in layer.states)
         shapes = tuple(state.shape for state in layer.states)

@@ -47,6 +47,13 @@ CASES = [
     ("poolside__Laguna-XS.2-FP8", 8, {"num_experts": 8}, {}),
     ("deepseek-ai__DeepSeek-V3", 2, {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}, {}),
     ("zai-org__GLM-4.7-Flash", 2, {"n_routed_experts": 8}, {}),
+    ("deepseek-ai__DeepSeek-V4-Flash", 7, {
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 4], "n_routed_experts": 8, "num_hash_layers": 1,
+    }, {}),
+    ("deepseek-ai__DeepSeek-V4-Flash", 12, {
+        "compress_ratios": [128, 4, 0, 4, 4, 0, 128, 0, 4, 0, 0, 4], "n_routed_experts": 8,
+        "num_hash_layers": 1, "sliding_window": 256, "hidden_size": 512,
+    }, {"max_model_len": 777}),
     ("openbmb__MiniCPM3-4B", 2, {}, {}),
     ("LiquidAI__LFM2-1.2B", 6, {}, {}),
     ("LiquidAI__LFM2-1.2B", 6, {}, {"enable_prefix_caching": False}),

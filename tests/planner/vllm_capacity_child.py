@@ -24,6 +24,7 @@ def main(folders: list[str]) -> None:
 
     # vLLM starts a process per architecture to look at its class; here this one does
     registry._run_in_subprocess = lambda look: look()
+    torch.cuda.Event = object  # as vLLM's CPU worker does before it builds a model (v1/worker/cpu/shm.py)
     ready = False
     for folder in folders:
         try:

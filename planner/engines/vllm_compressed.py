@@ -1,0 +1,90 @@
+"""vLLM's KV pool of DeepSeek-V4: pages of five sizes packed side by side in one block.
+
+Sources, vLLM 0.32.0: models/deepseek_v4/attention.py and compressor.py and
+v1/attention/backends/mla/sparse_swa.py (what each layer registers), v1/core/kv_cache_utils.py
+(_get_packed_kv_cache_groups, _get_kv_cache_bytes_per_block: block-outermost layout). The cache is vLLM's
+fp8_ds_mla format on a CPU and by default on NVIDIA GPUs. tests/planner/test_vllm_groups.py holds groups,
+blocks and tokens against those functions.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture, CacheLayer
+from tonnage.planner.engines.grouping import Groups, LayerPages, bucket_pages, pack_buckets
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+
+SINCE = (0, 32, 0)
+BLOCK = 256  # tokens of a block of compressed entries: the only one the kernels have (sparse_mla.py)
+_WINDOW_BLOCK = 64  # DeepseekV4SWACache
+_STATE_BLOCKS = {4: 4, 128: 8}  # CompressorStateCache, by compress ratio
+_ENTRY = 584  # fp8_ds_mla: 448 fp8, 64 bf16 rotary values, 8 bytes of scales
+_HEAD, _INDEX = 512, 128  # the sizes the kernels and the 584 bytes are made for
+_ALIGNMENT = 576  # bytes a page is rounded up to
+_DTYPES = ("bfloat16", "fp8", "fp8_e4m3")  # vLLM makes fp8_ds_mla of auto and of fp8
+
+
+def compressed_groups(architecture: Architecture, version: tuple[int, ...], kv_dtype: str) -> Groups:
+    """Groups of a model whose layers compress tokens. Raises UnsupportedArchitecture and DeploymentError."""
+    if version < SINCE:
+        raise UnsupportedArchitecture(
+            "layers that compress tokens are planned by the rules of vLLM 0.32, and they have changed since "
+            + ".".join(map(str, version)),
+            field="compress_ratios",
+            hint="--engine-version 0.32.0",
+        )
+    if kv_dtype not in _DTYPES:
+        raise DeploymentError(
+            f"vLLM keeps this model's cache in fp8 (fp8_ds_mla), not in {kv_dtype}",
+            field="--kv-cache-dtype",
+            hint="auto or fp8",
+        )
+    windows = {layer.layer: layer for layer in architecture.cache_layers if layer.kind == "sliding"}
+    latents = {layer.layer: layer for layer in architecture.cache_layers if layer.kind == "mla"}
+    if not any(layer.index_size for layer in latents.values()):
+        raise UnsupportedArchitecture(
+            "vLLM 0.32 cannot lay out a cache without a layer that has an indexer (compress ratio 4): only the "
+            "indexer's backend asks for the layout that packs pages of different sizes",
+            field="compress_ratios",
+        )
+    pages = [page for i, window in windows.items() for page in _layer(window, latents.get(i))]
+    return pack_buckets(bucket_pages(pages))
+
+
+def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
+    """What one layer registers, in vLLM's order."""
+    i, size = window.layer, window.head_size
+    if size != _HEAD or (latent is not None and latent.index_size not in (0, _INDEX)):
+        raise UnsupportedArchitecture(
+            f"vLLM's kernels have heads of {_HEAD} and indexer keys of {_INDEX}",
+            field="head_dim" if size != _HEAD else "index_head_dim",
+        )
+    own = [
+        LayerPages(
+            i, "sliding", _WINDOW_BLOCK, _aligned(_WINDOW_BLOCK * _ENTRY), (1, size, "window"), window.window
+        )
+    ]
+    if latent is None:
+        return own
+    ratio = latent.compression
+    entries, span = BLOCK // ratio, _STATE_BLOCKS[ratio]
+    overlap = 2 if ratio == 4 else 1  # entries of 4 tokens gather twice as many
+    first = []
+    if latent.index_size:
+        # fp8 keys, and one fp32 scale for each 128 elements
+        key = latent.index_size + 4 * (latent.index_size // 128)
+        first = [
+            LayerPages(i, "mla", BLOCK, _aligned(entries * key), (1, latent.index_size, "indexer")),
+            _state(i, ratio, span, overlap, latent.index_size),
+        ]
+    own.append(LayerPages(i, "mla", BLOCK, _aligned(entries * _ENTRY), (1, size, "entries", ratio)))
+    return [*first, *own, _state(i, ratio, span, overlap, size)]
+
+
+def _state(layer: int, ratio: int, span: int, overlap: int, size: int) -> LayerPages:
+    """Keys and scores, fp32, of the tokens the next entry is made of: a window of its own."""
+    page = _aligned(span * 2 * overlap * size * 4)
+    return LayerPages(layer, "sliding", span, page, (1, size, "state"), overlap * ratio)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
