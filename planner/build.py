@@ -308,7 +308,7 @@ def _kv_terms(pool: Pool, num_blocks: int, chosen: Resolved) -> list[Term]:
         terms.append(
             Term(
                 f"kv_cache.groups[{i}].blocks_per_sequence", demand.blocks(tokens),
-                f"{group.kind}, {len(group.layers)} layers: {how}", source,
+                f"{group.kind}, {len(set(group.layers))} layers: {how}", source,
             )
         )  # fmt: skip
     given = chosen.flags.kv_cache_memory_bytes is not None

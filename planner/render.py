@@ -152,7 +152,7 @@ def capacity_lines(plan: Plan) -> list[str]:
     if len(layout.groups) > 1 or _slides(plan):
         for i, group in enumerate(layout.groups):
             window = f", window {group.window:,}" if group.window else ""
-            lines.append(f"  group {i}: {group.kind}, {len(group.layers)} layers{window}")
+            lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
     return lines
 
 
