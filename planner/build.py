@@ -19,7 +19,7 @@ from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.extras import environment_notes, lora_bytes, other_terms
+from tonnage.planner.extras import environment_notes, lora_bytes, other_terms, quantized_terms
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.fit import judge
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
@@ -101,6 +101,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     terms = [*loaded.terms]
     terms += [Term(name, e.value, e.formula, e.source) for name, e in estimates.items() if e.high]
     terms += other_terms(rank, flags)
+    terms += quantized_terms(architecture, quantization, source.config, flags)
     if unsplit[worst]:
         terms.append(
             Term(

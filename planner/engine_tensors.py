@@ -27,7 +27,8 @@ def _position_factor(architecture: Architecture, deployment: Deployment) -> int:
 
 
 def tensors_of(architecture: Architecture, deployment: Deployment) -> tuple[TensorSpec, ...]:
-    """hf: as transformers. vllm: vocabulary rows padded to 64, one cos/sin table instead of frequencies."""
+    """hf: as transformers. vllm: vocabulary rows padded to 64, one cos/sin table instead of frequencies, four
+    scales in each attention layer."""
     if deployment.engine == "hf":
         return architecture.tensors
     out = []
@@ -46,4 +47,11 @@ def tensors_of(architecture: Architecture, deployment: Deployment) -> tuple[Tens
         )
         for i in range(architecture.rotary.tables):
             out.append(TensorSpec(f"rotary_emb.{i}.cos_sin_cache", shape, "buffer", "RotaryEmbedding"))
+    if deployment.engine == "vllm":
+        # of queries, keys, values and probabilities, whatever the cache's dtype (set_default_quant_scales in
+        # model_executor/layers/attention/attention.py)
+        for layer in architecture.cache_layers:
+            if layer.kind != "state":
+                name = f"model.layers.{layer.layer}.{layer.kind}.quant_scales"
+                out.append(TensorSpec(name, (4,), "buffer", "Attention", layer.layer, dtype="float32"))
     return tuple(out)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.engine_tensors import tensors_of
 from tonnage.planner.plan import Deployment, RankPlan, Term
+from tonnage.planner.quantization import Quantization
 from tonnage.planner.units import gib
 
 # vLLM allocates lora_a and lora_b of every linear layer of the language model for max_loras slots at
@@ -52,6 +57,36 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
                 "offloaded_bytes", rank.offloaded_bytes, "weights kept in the host's memory", "--cpu-offload-gb"
             )
         )
+    return terms
+
+
+# Kernels that repack on the first forward, by engine, device and format (quantization_formats.py after_warmup)
+_KERNELS = {
+    ("hf", "cpu", "nf4"): "bitsandbytes-cpu-avx512",
+    ("hf", "cpu", "gptq"): "gptqmodel-cpu-avx512",
+    ("vllm", "cpu", "gptq"): "vllm-cpu-wna16",
+}
+
+
+def quantized_terms(
+    architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
+) -> list[Term]:
+    """Of a quantized model: what its files hold, and what a kernel makes of the loaded weights when it first
+    runs. All ranks together."""
+    if quantization.linear is None:
+        return []
+    size = checkpoint_size(architecture, quantization, config, flags.dtype)
+    formula = "all tensors, headers left out"
+    if size.high > size.low:
+        formula += f"; up to {size.high:,} by the digits of the offsets"
+    terms = [Term("weights_in_file", size.low, formula, "quantization_config")]
+    kernel = _KERNELS.get((flags.engine, flags.device, quantization.linear.kind))
+    if kernel is not None:
+        warm = sum(
+            quantization.bytes_after_warmup(tensor, flags.dtype, kernel)
+            for tensor in tensors_of(architecture, flags)
+        )
+        terms.append(Term("weights_after_first_forward", warm, f"with the kernel {kernel}", "--engine"))
     return terms
 
 

@@ -135,10 +135,12 @@ class Quantization:
             return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
         return self._bytes(tensor, found)
 
-    def kernel_bytes(self, tensor: TensorSpec, engine: str, device: str) -> int:
-        """Bytes an engine's kernel holds beside the storages of the format from the load on."""
-        found = self.format_of(tensor) if engine == "hf" and device == "cpu" else None
-        return found.shifts_bytes() if found is not None and tensor.tied_to is None else 0
+    def loaded_parts(self, tensor: TensorSpec, engine: str, device: str) -> dict[str, int]:
+        """The storages of one converted weight by name once an engine has loaded it."""
+        found = self.format_of(tensor) or self._default()
+        count, out, into = matrices(tensor)
+        parts = found.loaded_by(engine if device == "cpu" else "", out, into, tensor.module)
+        return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
         """Bytes of the checkpoint's tensors for ``tensor`` (buffers are not stored)."""

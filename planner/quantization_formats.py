@@ -94,8 +94,10 @@ class LinearFormat:
         (bitsandbytes 0.50.2, backends/cpu; measured by tests/planner/test_quantization_real.py).
         ``gptqmodel-cpu-avx512``: scales become fp32, zeros are unpacked to bytes, and the order of the inputs
         is kept beside their groups (gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
-        tests/gptq/test_gptq_real.py).
+        tests/gptq/test_gptq_real.py). ``vllm-cpu-wna16``: nothing more than at the load (:meth:`loaded_by`).
         """
+        if kernel == "vllm-cpu-wna16":
+            return self.loaded_by("vllm", out, into, where)
         parts = self.parts(out, into, where)
         if kernel == "gptqmodel-cpu-avx512" and self.kind == "gptq":
             groups = parts["scales"] // (2 * out)
@@ -114,11 +116,22 @@ class LinearFormat:
             return kept
         return parts
 
+    def loaded_by(self, engine: str, out: int, into: int, where: str = "") -> dict[str, int]:
+        """Storages once an engine has loaded the weight on a CPU, where its kernel changes GPTQ's.
+
+        ``hf``: GPTQModel's kernels keep in each module the shifts that unpack a 32-bit word, int32 (gptqmodel
+        7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero). ``vllm``: its kernel for 4 bits wants neither
+        zero points, which are all the same, nor group indices (0.32.0, auto_gptq.py and
+        kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py).
+        """
+        parts = self.parts(out, into, where)
+        if self.kind == "gptq" and engine == "hf":
+            return {**parts, "wf_unsqueeze": self.shifts_bytes()}
+        if self.kind == "gptq" and engine == "vllm":
+            return {name: parts[name] for name in ("qweight", "scales")}
+        return parts
+
     def shifts_bytes(self) -> int:
-        """What GPTQModel's kernels on a CPU keep in each module to unpack a 32-bit word: the shifts, int32
-        (gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero)."""
-        if self.kind != "gptq":
-            return 0
         return 4 * (36 if self.bits == 3 else 32 // self.bits)
 
     def _nf4(self, n: int) -> dict[str, int]:

@@ -64,8 +64,9 @@ def sum_weights(
     for tensor in tensors_of(architecture, deployment):
         converted = quantization.converts(tensor)
         held = quantization.bytes_after_load(tensor, dtype)
-        if converted:
-            held += quantization.kernel_bytes(tensor, deployment.engine, deployment.device)
+        repacked = converted and quantization.scheme == "gptq" and deployment.device == "cpu"
+        if repacked:
+            held = sum(quantization.loaded_parts(tensor, deployment.engine, "cpu").values())
         total += held
         if held:
             stored = (
@@ -73,7 +74,12 @@ def sum_weights(
             )
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held
-        if deployment.engine == "vllm" and tensor.module_class.endswith("Linear") and len(tensor.shape) == 2:
+        if (
+            deployment.engine == "vllm"
+            and not repacked
+            and tensor.module_class.endswith("Linear")
+            and len(tensor.shape) == 2
+        ):
             slack += _tiled(tensor.shape, held) - held
         pattern = _unnumbered(tensor.name)
         kind = kinds.get((pattern, tensor.shape))
@@ -82,7 +88,7 @@ def sum_weights(
         else:
             kind.count += 1
             kind.value += held
-    terms = tuple(_term(pattern, kind, quantization, dtype) for (pattern, _), kind in kinds.items())
+    terms = tuple(_term(pattern, kind, quantization, deployment) for (pattern, _), kind in kinds.items())
     return Weights(
         total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
     )
@@ -109,15 +115,17 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
     return held * padded // prod(shape)
 
 
-def _term(pattern: str, kind: _Kind, quantization: Quantization, dtype: str) -> Term:
+def _term(pattern: str, kind: _Kind, quantization: Quantization, deployment: Deployment) -> Term:
     first = kind.first
     shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
     if first.tied_to is not None:
         formula = f"tied to {first.tied_to}"
     elif kind.converted:
-        parts = " + ".join(f"{name} {size:,}" for name, size in quantization.parts(first).items())
+        held = quantization.loaded_parts(first, deployment.engine, deployment.device)
+        parts = " + ".join(f"{name} {size:,}" for name, size in held.items())
         formula = f"{kind.count} x ({parts}); {quantization.describe()} of [{shape}]"
     else:
-        kept = first.dtype or dtype
+        kept = first.dtype or deployment.dtype
         formula = f"{kind.count} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
-    return Term(f"weights.{pattern}", kind.value, formula, _FIELDS[first.role])
+    source = "the engine's code" if first.module_class == "Attention" else _FIELDS[first.role]
+    return Term(f"weights.{pattern}", kind.value, formula, source)

@@ -56,7 +56,11 @@ def test_demo_after_the_first_forward(scheme, warm, demo, held_bytes):
     planned = sum(Quantization(scheme).bytes_after_warmup(t, "bfloat16", kernel) for t in architecture.tensors)
     assert held_bytes(model) == planned
     if kernel:
-        assert planned == warm
+        explained = make_plan(
+            "demo", Deployment(quantization=scheme, device="cpu", device_memory=1 << 34)
+        ).terms
+        (term,) = (term for term in explained if term.name == "weights_after_first_forward")
+        assert planned == warm == term.value
 
 
 @pytest.mark.parametrize("double", [False, True])
@@ -93,4 +97,7 @@ def test_file_of_a_saved_quantized_model(demo, tmp_path):
         size = checkpoint_size(build_architecture(source.config), quantization, source.config, "bfloat16")
         real = sum(tensor.nbytes for tensor in source.tensors)
         assert size.low <= real <= size.high
-        assert make_plan(str(folder), Deployment(device_memory=1 << 34)).rank.weights_bytes == MEASURED[name]
+        plan = make_plan(str(folder), Deployment(device_memory=1 << 34))
+        assert plan.rank.weights_bytes == MEASURED[name]
+        (term,) = (term for term in plan.terms if term.name == "weights_in_file")
+        assert term.value == size.low

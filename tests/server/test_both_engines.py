@@ -335,13 +335,12 @@ async def test_pool_and_weights_of_a_gptq_model(vllm: Served, gptq: Path, bare: 
     assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == BLOCKS
     assert bare["blocks"] == BLOCKS
     assert report["difference"]["kv_pool_bytes"] == 0
-    # vLLM's CPU kernel drops zero points and group indices after the load, the plan has what the files have;
-    # its attention layers add four scales each.
+    # of the file's tensors vLLM's CPU kernel drops zero points and group indices
     tensors = load_file(gptq / "model.safetensors")
     dropped = sum(t.nbytes for name, t in tensors.items() if name.endswith(("qzeros", "g_idx")))
-    layers = sum(name.endswith("q_proj.qweight") for name in tensors)
     planned = report["plan"]["ranks"][0]["weights_bytes"]
-    assert report["measured"]["weights_bytes"] == planned - dropped + layers * 4 * 4
+    assert report["measured"]["weights_bytes"] == planned
+    assert dropped > planned // 100
 
 
 @needs_vllm
