@@ -7,13 +7,14 @@ import gc
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
-from tonnage.planner.errors import TonnageError
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server import errors
 from tonnage.server.api.chat.router import chat_router
 from tonnage.server.api.chat.service import ChatService
@@ -29,6 +30,7 @@ from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
 from tonnage.server.gguf_tokenizer import model_files
 from tonnage.server.logs import log_access
+from tonnage.server.lora import lora_modules
 from tonnage.server.metrics import Metrics
 from tonnage.server.request_log import RequestLog
 from tonnage.server.security.keys import KeyRing, load_keys
@@ -36,6 +38,7 @@ from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, Req
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text import Tokenizer
+from tonnage.server.tool_calls import ToolParser
 from tonnage.server.tracing import TraceContext, Tracing
 from tonnage.server.turns import Turns
 
@@ -59,7 +62,9 @@ def create_app(
         settings=settings,
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(files),
-        chat_template=ChatTemplate.from_folder(files),
+        chat_template=ChatTemplate.from_folder(files, settings.chat_template),
+        loras=lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank),
+        load_tool_parser=_tool_parser(settings, files),
         on_startup_error=on_startup_error,
     )
 
@@ -101,6 +106,25 @@ def create_app(
         state.accounts.on_finish.append(log_access)
     _add_middleware(app, settings, keys)
     return app
+
+
+def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] | None:
+    """How to load the parser of ``settings``. Raises DeploymentError for half of the two flags."""
+    name = settings.tool_call_parser
+    if settings.enable_auto_tool_choice != (name is not None):
+        raise DeploymentError(
+            "--enable-auto-tool-choice and --tool-call-parser NAME belong together",
+            field="tool_call_parser" if name is None else "enable_auto_tool_choice",
+        )
+    if name is None:
+        return None
+
+    def load() -> ToolParser:
+        from tonnage.server.tool_parser import load_tool_parser
+
+        return load_tool_parser(name, folder)
+
+    return load
 
 
 def settle_heap() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,9 +31,12 @@ class TemplateRefused(TonnageError):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name."""
+    """A compiled template with the special tokens it may name. ``tool_source``: the one for requests with
+    tools, where the model has two."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -42,13 +46,18 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            with_tools = source if tool_source is None else tool_source
+            self._tool_template = environment.from_string(with_tools)
+            # A template that never looks at ``tools`` would drop them without a word.
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(with_tools))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"line {error.lineno}: {error.message}", field="chat_template") from None
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
-        """chat_template.jinja, or chat_template of tokenizer_config.json; None: the model has none.
+    def from_folder(cls, folder: str | Path, file: Path | None = None) -> ChatTemplate | None:
+        """``file``, or else chat_template.jinja (with additional_chat_templates/tool_use.jinja), or
+        chat_template of tokenizer_config.json; None: the model has none.
 
         Raises ConfigError for a broken file or template.
         """
@@ -62,37 +71,52 @@ class ChatTemplate:
                 raise ConfigError(f"not JSON: {error}", field="tokenizer_config.json") from None
         if not isinstance(config, dict):
             raise ConfigError("not a JSON object", field="tokenizer_config.json")
-        source = config.get("chat_template")
+        source, with_tools = config.get("chat_template"), None
         if isinstance(source, list):  # several, by name
             named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-            source = named.get("default")
+            source, with_tools = named.get("default"), named.get("tool_use")
         if (folder / "chat_template.jinja").is_file():
             source = (folder / "chat_template.jinja").read_text()
+            more = folder / "additional_chat_templates" / "tool_use.jinja"
+            with_tools = more.read_text() if more.is_file() else None
+        if file is not None:
+            source, with_tools = _read(file), None
         if source is None:
             return None
-        if not isinstance(source, str):
+        if not isinstance(source, str) or not isinstance(with_tools, str | None):
             raise ConfigError("is not a text", field="tokenizer_config.json: chat_template")
-        return cls(source, _special_tokens(config))
+        return cls(source, _special_tokens(config), with_tools)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **more: Any,
     ) -> str:
         """The prompt's text. Raises TemplateRefused with the template's own words."""
+        template = self._tool_template if tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 **self._special_tokens,
                 **more,
                 messages=messages,
+                tools=tools or None,  # none, not undefined: templates ask "tools is not none"
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise TemplateRefused(
                 f"the model's chat template does not take these messages: {str(error)[:200]}", field="messages"
             ) from None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", field="chat_template") from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

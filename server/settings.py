@@ -80,6 +80,12 @@ class Settings(BaseSettings):
     pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the layers (vllm)")
     data_parallel_size: int = Field(1, ge=1, description="copies of the model (vllm)")
     enable_expert_parallel: bool = Field(False, description="whole experts on each GPU (vllm)")
+    enable_lora: bool = Field(False, description="hold slots for LoRA adapters (vllm)")
+    max_loras: int = Field(1, ge=1, description="slots: adapters that run in one batch")
+    max_lora_rank: int = Field(16, ge=1, description="rank of each slot: vLLM takes 1, 8, 16, 32, 64 ...")
+    lora_modules: Words = Field(
+        (), description="name=folder, comma-separated: adapters in PEFT's format, asked for by model: name"
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs, no torch.compile (vllm)")
 
     admission_mode: Literal["guaranteed", "predictive", "greedy"] = Field(
@@ -105,6 +111,13 @@ class Settings(BaseSettings):
     default_max_tokens: int = Field(16, ge=1, description="max_tokens of a request without one")
     default_chat_max_tokens: int = Field(
         1024, ge=1, description="max_completion_tokens of a chat request without one, at most"
+    )
+    chat_template: Path | None = Field(None, description="Jinja file (default: the model's own template)")
+    enable_auto_tool_choice: bool = Field(
+        False, description="let the model decide to call a tool (vLLM's parsers: 500 MiB in the API process)"
+    )
+    tool_call_parser: str | None = Field(
+        None, description="parser of the model's tool calls, by vLLM's name: hermes, llama3_json, ..."
     )
     lenient: bool = Field(False, description="ignore unknown request fields and list them in x-ignored-fields")
 
@@ -176,6 +189,9 @@ class Settings(BaseSettings):
             data_parallel_size=self.data_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
             enforce_eager=self.enforce_eager,
+            enable_lora=self.enable_lora,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
         )
 
 
@@ -185,7 +201,8 @@ API_SETTINGS = (
     "lenient", "max_request_body_bytes", "body_timeout", "request_timeout", "sse_keep_alive", "drain_seconds",
     "api_key", "api_key_file", "metrics_public", "allowed_origins", "ssl_certfile", "ssl_keyfile",
     "max_engine_restarts", "log_format", "log_level", "access_log", "request_log", "metrics_compat",
-    "otlp_traces_endpoint", "kv_events_config", "shared_system_prompt",
+    "otlp_traces_endpoint", "kv_events_config", "shared_system_prompt", "chat_template",
+    "enable_auto_tool_choice", "tool_call_parser",
 )  # fmt: skip
 
 

@@ -57,15 +57,20 @@ def events_config(value: str) -> KVEventsConfig | None:
     return config if config.enable_kv_cache_events and config.publisher == "zmq" else None
 
 
-def shared_prefix(path: Path, folder: Path, block_size: int) -> tuple[int, ...]:
-    """Token ids that every chat with the system prompt in ``path`` begins with; without a chat template, those
-    of a completion that begins with the text. Raises DeploymentError where they do not fill a block."""
+def shared_prefix(
+    path: Path, folder: Path, block_size: int, chat_template: Path | None = None
+) -> tuple[int, ...]:
+    """Token ids that every chat with the system prompt in ``path`` begins with; without a chat template (the
+    model's, or the file's), those of a completion that begins with the text.
+
+    Raises DeploymentError where they do not fill a block.
+    """
     field = "shared_system_prompt"
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DeploymentError(f"cannot read {path}: {error}", field=field) from None
-    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder, chat_template)
     prompts = [text, text]
     if template is not None:
         system = {"role": "system", "content": text}

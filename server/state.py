@@ -15,9 +15,11 @@ from tonnage.server.accounts import Accounts
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import BASIC_PARAMS, Engine
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.lora import LoRAModule
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
 from tonnage.server.text import Tokenizer
+from tonnage.server.tool_calls import ToolParser
 
 # A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
 _CUT_OFF_SECONDS = 1.0
@@ -35,6 +37,9 @@ class ServerState:
     accounts: Accounts = field(default_factory=Accounts)
     quotas: Quotas = field(default_factory=Quotas)
     chat_template: ChatTemplate | None = None
+    loras: tuple[LoRAModule, ...] = ()
+    tool_parser: ToolParser | None = None
+    load_tool_parser: Callable[[], ToolParser] | None = None  # called in a thread, before the engine starts
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     started: bool = False
@@ -61,14 +66,24 @@ class ServerState:
         """The fields of SamplingParams the engine acts on."""
         return getattr(self.engine, "honours", BASIC_PARAMS)
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError model_not_found unless ``name`` is the served one."""
-        if name != self.model_name:
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's, and those of its LoRA adapters."""
+        return (self.model_name, *(module.name for module in self.loras))
+
+    def check_model(self, name: str) -> str:
+        """The LoRA adapter that ``name`` asks for; empty for the model itself.
+
+        Raises ApiError model_not_found for any other name.
+        """
+        if name not in self.model_names:
+            has = ", ".join(map(repr, self.model_names))
             raise ApiError(
                 ErrorCode.MODEL_NOT_FOUND,
-                f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
+                f"the model {name[:100]!r} does not exist; this server has {has}",
                 param="model",
             )
+        return "" if name == self.model_name else name
 
     @property
     def max_model_len(self) -> int:
@@ -84,6 +99,8 @@ class ServerState:
 
     async def _start(self) -> None:
         try:
+            if self.load_tool_parser is not None:
+                self.tool_parser = await asyncio.to_thread(self.load_tool_parser)
             await self.engine.start()
         except TonnageError as error:
             self.startup_error = error

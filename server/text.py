@@ -72,6 +72,11 @@ class Tokenizer:
         text: str = self._rust.decode(list(token_ids))
         return text
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """As :meth:`decode`, with the special tokens."""
+        text: str = self._rust.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token alone, special tokens too; part of a character shows as U+FFFD."""
         text: str = self._rust.decode([token_id], skip_special_tokens=False)
@@ -128,8 +133,10 @@ class Detokenizer:
 
     __slots__ = ("_base", "_decode", "_ids", "_joins", "_read", "_shown")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
+    ) -> None:
+        self._decode = tokenizer.decode_all if special_tokens else tokenizer.decode
         self._joins = tokenizer.joins_bytes
         self._ids = _context(tokenizer, prompt_token_ids)
         self._read = len(self._ids)  # tokens of the window whose text is out

@@ -70,7 +70,7 @@ class Endpoint:
     def openapi_extra(self) -> dict[str, Any]:
         """The request body of the OpenAPI document (the handler reads it by hand)."""
         schema = inline_schema(self._service.fields)
-        schema["properties"]["model"]["enum"] = [self._state.model_name]
+        schema["properties"]["model"]["enum"] = list(self._state.model_names)
         return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
     async def __call__(self, request: Request) -> Response:

@@ -30,7 +30,11 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """``n`` completions of each prompt. ``stop``: strings that end a completion and are not shown."""
+    """``n`` completions of each prompt. ``stop``: strings that end a completion and are not shown.
+
+    For parsers of tool calls: ``special_tokens`` are part of the text; with ``all_tokens`` every delta comes,
+    also one whose text is still held back.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
@@ -38,6 +42,9 @@ class Submission:
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
     priority: int | None = None  # None: the tenant's
+    special_tokens: bool = False
+    all_tokens: bool = False
+    lora: str = ""  # the adapter's name
 
     @property
     def sequences(self) -> int:
@@ -53,7 +60,7 @@ class Submission:
 class Delta:
     """New text of choice ``index`` (prompt number times n, plus the number of the sequence).
 
-    ``logprobs``: of the tokens that came; their text may still be held back by a stop string.
+    ``token_ids`` and ``logprobs``: of the tokens that came; their text may still be held back.
     """
 
     index: int
@@ -61,6 +68,7 @@ class Delta:
     finish_reason: Finish | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -196,7 +204,10 @@ class Generator:
         n, monotonic = submission.n, time.monotonic
         try:
             sequences = [
-                _Sequence(Detokenizer(state.tokenizer, prompt), StopStrings(submission.stop))
+                _Sequence(
+                    Detokenizer(state.tokenizer, prompt, special_tokens=submission.special_tokens),
+                    StopStrings(submission.stop),
+                )
                 for prompt in submission.prompts
                 for _ in range(n)
             ]
@@ -218,7 +229,13 @@ class Generator:
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
                     unfinished -= sequence.finished
-                    if delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs:
+                    if (
+                        delta.text
+                        or delta.finish_reason
+                        or delta.logprobs
+                        or delta.prompt_logprobs
+                        or submission.all_tokens
+                    ):
                         yield delta
                     if not unfinished:
                         break
@@ -244,6 +261,7 @@ class Generator:
                 tenant=tenant.name,
                 cache_salt=salt,
                 priority=tenant.priority if submission.priority is None else submission.priority,
+                lora=submission.lora,
             )
             for prompt in submission.prompts
         ]
@@ -298,7 +316,7 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     if not stop.active:
         counts.choices[index] += len(chunk.token_ids)
         text = sequence.detokenizer.push(chunk.token_ids)
-        logprobs = chunk.logprobs
+        logprobs, token_ids = chunk.logprobs, chunk.token_ids
     else:
         text, taken = "", 0
         for token in chunk.token_ids:
@@ -307,17 +325,17 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
             if stop.stopped:
                 break
         counts.choices[index] += taken
-        logprobs = chunk.logprobs[:taken]
+        logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
         if stop.stopped:
             sequence.finished = True
-            return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs)
+            return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason is None:
-        return Delta(index, text, None, logprobs, chunk.prompt_logprobs)
+        return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
     if chunk.finish_reason == "stop":
         counts.choices[index] += 1  # the stop token, which is not among the chunk's
     text += stop.push(sequence.detokenizer.flush())
     sequence.finished = True
     if stop.stopped:
-        return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs)
+        return Delta(index, text, "stop", logprobs, chunk.prompt_logprobs, token_ids)
     finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
-    return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs)
+    return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)

@@ -7,7 +7,6 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 
 
@@ -19,6 +18,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "tonnage"
     max_model_len: int
+    parent: str | None = None  # of a LoRA adapter: the model it belongs to
 
 
 class ModelList(BaseModel):
@@ -29,23 +29,19 @@ class ModelList(BaseModel):
 def models_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    def card() -> ModelCard:
-        return ModelCard(id=state.model_name, created=state.created, max_model_len=state.max_model_len)
+    def card(name: str) -> ModelCard:
+        parent = None if name == state.model_name else state.model_name
+        return ModelCard(id=name, created=state.created, max_model_len=state.max_model_len, parent=parent)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", response_model_exclude_none=True)
     async def list_models() -> ModelList:
-        """The one model this server has."""
-        return ModelList(data=[card()])
+        """The model of this server, and its LoRA adapters."""
+        return ModelList(data=[card(name) for name in state.model_names])
 
-    @router.get("/v1/models/{model_id:path}")  # path: hub ids have a slash
+    @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)  # path: hub ids have a slash
     async def retrieve_model(model_id: str) -> ModelCard:
-        """The model, when ``model_id`` is its name."""
-        if model_id != state.model_name:
-            raise ApiError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"the model {model_id[:100]!r} does not exist; this server has {state.model_name!r}",
-                param="model",
-            )
-        return card()
+        """The model, or the adapter, named ``model_id``."""
+        state.check_model(model_id)
+        return card(model_id)
 
     return router

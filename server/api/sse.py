@@ -82,12 +82,13 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            chunks: Send = scope.get("tonnage.send", send)
             async with asyncio.timeout(self._timeout), aclosing(self._events) as events:
                 async for event in events:
                     if not self._started:
                         await self._start(send)
                     self._sent += 1
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    await chunks({"type": "http.response.body", "body": event, "more_body": True})
         except TimeoutError:
             await self._fail(self._ticket.timed_out(self._timeout), scope, receive, send)
         except Exception as exception:

@@ -20,6 +20,7 @@ from tonnage.planner.plan import Plan
 from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
+from tonnage.server.lora import lora_modules
 from tonnage.server.settings import Settings, load_settings
 from tonnage.server.sharing import Sharing, shared_prefix
 
@@ -115,6 +116,14 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field=field,
             hint="leave it out, or take --backend hf",
         )
+    if settings.lora_modules and not settings.enable_lora:
+        raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
+    if settings.backend != "vllm" and settings.enable_lora:
+        raise DeploymentError(
+            f"the {settings.backend} backend has no LoRA adapters",
+            field="enable_lora",
+            hint="take --backend vllm",
+        )
     for field in ("kv_events_config", "shared_system_prompt"):
         if settings.backend != "hf" and getattr(settings, field):
             raise DeploymentError(
@@ -123,7 +132,8 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     if settings.backend == "vllm":
         from tonnage.server.engines.vllm import VLLMEngine
 
-        return VLLMEngine(plan)
+        loras = lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank)
+        return VLLMEngine(plan, loras={module.name: str(module.path) for module in loras})
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine
 
@@ -140,7 +150,10 @@ def _sharing(settings: Settings, plan: Plan) -> Sharing:
     from tonnage.server.gguf_tokenizer import model_files
 
     folder, size = model_files(plan.model.path), plan.kv_cache.layout.block_size
-    prefixes = tuple(shared_prefix(Path(file), folder, size) for file in settings.shared_system_prompt)
+    prefixes = tuple(
+        shared_prefix(Path(file), folder, size, settings.chat_template)
+        for file in settings.shared_system_prompt
+    )
     return Sharing(settings.kv_events_config, prefixes)
 
 

@@ -38,9 +38,10 @@ class QueueFull(TonnageError):
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the text of an answer must match: ``json_schema`` and ``json_object`` (then ``text`` is empty or
-    a JSON schema), ``regex``, ``choice`` (a JSON array of strings) or ``lark``/EBNF as ``grammar``."""
+    a JSON schema), ``regex``, ``choice`` (a JSON array of strings), ``lark``/EBNF as ``grammar``, or
+    ``structural_tag``: xgrammar's JSON for text with parts in a given form (tool calls)."""
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
     text: str = ""
 
 
@@ -77,7 +78,8 @@ BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p"
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """``n`` sequences from one prompt; ``request_id`` unique among the live ones."""
+    """``n`` sequences from one prompt; ``request_id`` unique among the live ones. ``lora``: name of the
+    adapter, empty for the model itself."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -86,6 +88,7 @@ class GenerationRequest:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    lora: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,9 @@ def random_reply(vocab_size: int) -> Reply:
             draw = random.Random(f"{request.prompt_token_ids} {params.seed} {index}")
         else:
             draw = random.Random()
+        uniform = draw.random  # a third of what randrange costs
         while True:
-            yield draw.randrange(vocab_size)
+            yield int(uniform() * vocab_size)
 
     return reply
 

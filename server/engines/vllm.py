@@ -12,7 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -57,14 +57,18 @@ class VLLMEngine:
     """A vLLM engine in child processes of its own; see :class:`tonnage.server.engines.base.Engine`.
 
     ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
-    takes minutes.
+    takes minutes. ``loras``: name of each LoRA adapter -> its folder; loaded before the engine is ready.
     """
 
-    def __init__(self, plan: Plan, *, enforce_eager: bool | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, enforce_eager: bool | None = None, loras: Mapping[str, str] | None = None
+    ) -> None:
         self._plan = plan
         self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
         if enforce_eager is not None:
             self._eager = enforce_eager
+        self._lora_paths = dict(loras or {})
+        self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each
         self._limits = limits_of(plan)
         self._ledger = PromiseLedger(self._limits)
         self._llm: Any = None
@@ -112,6 +116,7 @@ class VLLMEngine:
             # (v1/engine/core_client.py, 0.32); its null block is among them, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
             await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(),))
+            await self._load_adapters()
             held = await self._llm.collective_rpc("tonnage_memory")
         except TonnageError:
             raise
@@ -127,6 +132,19 @@ class VLLMEngine:
             self._framework = process - self._weights - self._kv_pool
         self._ledger = PromiseLedger(replace(self._limits, usable_blocks=self._num_blocks - 1))
         self._ready = True
+
+    async def _load_adapters(self) -> None:
+        """Each is read and put into a slot once: what does not suit the model is refused now."""
+        from vllm.lora.request import LoRARequest
+
+        for number, (name, path) in enumerate(self._lora_paths.items(), 1):
+            self._loras[name] = LoRARequest(name, number, path)
+            try:
+                await self._llm.add_lora(self._loras[name])
+            except Exception as error:
+                raise DeploymentError(
+                    f"vLLM does not take the adapter {name}: {_last_line(error)}", field="lora_modules"
+                ) from error
 
     def _load(self, arguments: dict[str, Any]) -> Any:
         """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
@@ -196,7 +214,10 @@ class VLLMEngine:
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         outputs: AsyncGenerator[Any, None] = self._llm.generate(
-            prompt, sampling_params(request), request.request_id
+            prompt,
+            sampling_params(request),
+            request.request_id,
+            lora_request=self._loras[request.lora] if request.lora else None,
         )
         return outputs
 
@@ -363,6 +384,9 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
         "pipeline_parallel_size": deployment.pipeline_parallel_size,
         "data_parallel_size": deployment.data_parallel_size,
         "enable_expert_parallel": deployment.enable_expert_parallel,
+        "enable_lora": deployment.enable_lora,
+        "max_loras": deployment.max_loras,
+        "max_lora_rank": deployment.max_lora_rank,
         "trust_remote_code": False,
         # Text lives in the API process, but grammars are compiled against vLLM's own tokenizer.
         "skip_tokenizer_init": False,

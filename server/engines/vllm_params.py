@@ -65,6 +65,8 @@ def _structured(grammar: Grammar | None) -> Any:
         return StructuredOutputsParams(regex=grammar.text)
     if grammar.kind == "choice":
         return StructuredOutputsParams(choice=json.loads(grammar.text))
+    if grammar.kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=grammar.text)
     return StructuredOutputsParams(grammar=grammar.text)
 
 

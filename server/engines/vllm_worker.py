@@ -43,6 +43,14 @@ class WorkerExtension:
         weights = None if packed else _storages([*model.parameters(), *model.buffers()])
         return weights, _storages(self.model_runner.kv_caches)
 
+    def tonnage_lora_memory(self) -> int:
+        """Bytes of the LoRA slots: those of each layer (lora/layers/base_linear.py, 0.32)."""
+        slots: list[Any] = []
+        for module in self.model_runner.model.modules():
+            for name in ("lora_a_stacked", "lora_b_stacked"):
+                slots += getattr(module, name, ())
+        return _storages(slots)
+
 
 def _storages(tensors: list[Any]) -> int:
     found = {}

@@ -116,7 +116,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages.0.content",
     ),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
     ({"logprobs": True}, "unsupported_parameter", "logprobs"),
     ({"modalities": ["audio"]}, "unsupported_parameter", "modalities"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tonnage.server.api.chat.protocol import Message
+from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.errors import ApiError, ErrorCode
@@ -23,6 +24,7 @@ async def chat_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_special_tokens: bool = False,
     param: str = "messages",
 ) -> tuple[int, ...]:
@@ -36,6 +38,7 @@ async def chat_prompt(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_arguments=template_arguments,
+        tools=tools,
     )
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
     generator.check_token_ids([prompt], param)
@@ -60,6 +63,7 @@ def render(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """The text of the prompt."""
     arguments = dict(template_arguments or {})
@@ -75,8 +79,9 @@ def render(
             param="continue_final_message",
         )
     text = template.render(
-        [_for_template(message) for message in messages],
+        [_for_template(message, at) for at, message in enumerate(messages)],
         add_generation_prompt=add_generation_prompt,
+        tools=tools,
         **arguments,
     )
     if not continue_final_message:
@@ -93,7 +98,7 @@ def render(
     return text[: at + len(last)]
 
 
-def _for_template(message: Message) -> dict[str, Any]:
+def _for_template(message: Message, at: int) -> dict[str, Any]:
     """The dict templates are written for; ``developer`` is OpenAI's newer name of ``system``."""
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -102,7 +107,24 @@ def _for_template(message: Message) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_calls:
-        shown["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        shown["tool_calls"] = [_call_for_template(call, at) for call in message.tool_calls]
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     return shown
+
+
+def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
+    """Templates write the arguments as JSON themselves (transformers' guide to chat templates), so they get
+    them as an object, not as OpenAI's string."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"messages.{at}.tool_calls: the arguments of {call.function.name[:64]} are not a JSON object",
+            param=f"messages.{at}.tool_calls",
+        )
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}

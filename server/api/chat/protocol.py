@@ -19,6 +19,9 @@ from tonnage.server.api.sampling import (
 )
 from tonnage.server.engines.base import Grammar
 
+# OpenAI's rule for names of functions.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
 
 class TextPart(BaseModel):
     """The one kind of content part a text model takes."""
@@ -65,6 +68,44 @@ class Message(BaseModel):
         return self.content or ""
 
 
+class FunctionDefinition(BaseModel):
+    """``parameters``: a JSON schema; left out, the function takes none."""
+
+    model_config = STRICT
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A function the model may call."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(BaseModel):
+    model_config = STRICT
+
+    name: FunctionName
+
+
+class NamedTool(BaseModel):
+    """The one function that must be called."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions. Ranges as in OpenAI's API reference."""
 
@@ -78,6 +119,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def grammar(self) -> Grammar | None:
         return grammar_of(self.response_format) or super().grammar()
@@ -85,7 +129,13 @@ class ChatRequest(SamplingFields):
 
 CONTENT_EXPECTED = "a string or a list of text parts (the model takes no images, sounds or files)"
 
-FIELDS = Fields(model=ChatRequest, table=CHAT, expected={"stop": STOP_EXPECTED, "content": CONTENT_EXPECTED})
+CHOICE_EXPECTED = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+
+FIELDS = Fields(
+    model=ChatRequest,
+    table=CHAT,
+    expected={"stop": STOP_EXPECTED, "content": CONTENT_EXPECTED, "tool_choice": CHOICE_EXPECTED},
+)
 
 
 class TopLogprob(BaseModel):
@@ -109,11 +159,20 @@ class AssistantMessage(BaseModel):
     refusal: None = None
 
 
+class ToolCallMessage(BaseModel):
+    """An assistant's message that calls tools; ``tool_calls`` is absent, not null, in one that does not."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: AssistantMessage
+    message: ToolCallMessage | AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(BaseModel):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
+from typing import Any, Literal
 
 from tonnage.server.accounts import Ticket
 from tonnage.server.api.chat.prompt import chat_prompt
@@ -16,15 +19,21 @@ from tonnage.server.api.chat.protocol import (
     ChatCompletion,
     ChatRequest,
     ChoiceLogprobs,
+    FunctionCall,
+    NamedTool,
+    ToolCall,
+    ToolCallMessage,
 )
 from tonnage.server.api.completions.service import outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
 from tonnage.server.api.logprobs import chat_logprobs
 from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.tools import tool_use
 from tonnage.server.engines.base import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
+from tonnage.server.tool_calls import CallDelta, ToolUse, calls_of
 
 
 class ChatService(OpenAIEvents):
@@ -38,34 +47,39 @@ class ChatService(OpenAIEvents):
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
         """The whole answer. Cancelling the call aborts the request."""
-        submission = await self._prepare(request)
+        submission, use = await self._prepare(request)
         counts = TokenCounts()
         texts = [""] * submission.n
+        token_ids: list[list[int]] = [[] for _ in texts]
         tokens: list[list[TokenLogprobs]] = [[] for _ in texts]
         finishes: list[Finish | None] = [None for _ in texts]
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 texts[delta.index] += delta.text
+                token_ids[delta.index] += delta.token_ids
                 tokens[delta.index] += delta.logprobs
                 finishes[delta.index] = delta.finish_reason or finishes[delta.index]
+        messages = [_message(use, text, ids) for text, ids in zip(texts, token_ids, strict=True)]
         ticket.finish(outcome_of_finishes(finishes))
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         completion = ChatCompletion(
             id=f"chatcmpl-{ticket.request_id}",
             created=int(time.time()),
-            model=self._state.model_name,
+            model=request.model,
             choices=[
                 ChatChoice(
                     index=index,
-                    message=AssistantMessage(content=text),
+                    message=message,
                     logprobs=ChoiceLogprobs.model_validate(
                         {"content": chat_logprobs(tokens[index], tokenizer, top)}
                     )
                     if request.logprobs
                     else None,
-                    finish_reason=finishes[index] or "stop",
+                    finish_reason=_shown_finish(
+                        finishes[index] or "stop", isinstance(message, ToolCallMessage)
+                    ),
                 )
-                for index, text in enumerate(texts)
+                for index, message in enumerate(messages)
             ],
             system_fingerprint=self._state.fingerprint,
             usage=usage(counts),
@@ -74,10 +88,12 @@ class ChatService(OpenAIEvents):
 
     async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Events as the text comes; closing the iterator aborts the request."""
-        submission = await self._prepare(request)
+        submission, use = await self._prepare(request)
+        readers = [use.reader() for _ in range(submission.n)] if use.reader else None
+        called: set[int] = set()
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id)
+        events = _Events(self._state, ticket.request_id, request.model)
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
         continuous = request.continuous_usage()
@@ -93,19 +109,30 @@ class ChatService(OpenAIEvents):
                 if request.logprobs:
                     content = chat_logprobs(delta.logprobs, tokenizer, top)
                     lists = json.dumps({"content": content, "refusal": None}).encode()
-                if delta.text or delta.logprobs:
-                    event += events.content(delta.index, delta.text, lists)
+                text = delta.text
+                calls: Sequence[CallDelta] = ()
+                if readers is not None:
+                    text, calls = readers[delta.index].push(
+                        text, delta.token_ids, finished=delta.finish_reason is not None
+                    )
+                if text or delta.logprobs:
+                    event += events.content(delta.index, text, lists)
+                if calls:
+                    called.add(delta.index)
+                    event += events.calls(delta.index, calls)
                 if delta.finish_reason is not None:
                     finishes[delta.index] = delta.finish_reason
-                    event += events.finish(delta.index, delta.finish_reason)
-                yield event
+                    shown = _shown_finish(delta.finish_reason, delta.index in called)
+                    event += events.finish(delta.index, shown)
+                if event:
+                    yield event
         ticket.finish(outcome_of_finishes(list(finishes.values())))
         if request.include_usage():
             yield events.usage(counts)
 
-    async def _prepare(self, request: ChatRequest) -> Submission:
+    async def _prepare(self, request: ChatRequest) -> tuple[Submission, ToolUse]:
         state, generator = self._state, self._generator
-        state.check_model(request.model)
+        lora = state.check_model(request.model)
         check_stream_options(request)
         if request.top_logprobs and not request.logprobs:
             raise ApiError(
@@ -122,6 +149,7 @@ class ChatService(OpenAIEvents):
                 f"max_tokens is {request.max_tokens} and max_completion_tokens {asked}; send one of them",
                 param="max_tokens",
             )
+        use = self._tools(request)
         state.check_ready()
         prompt = await chat_prompt(
             state,
@@ -130,6 +158,7 @@ class ChatService(OpenAIEvents):
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             template_arguments=request.chat_template_kwargs,
+            tools=use.shown,
             add_special_tokens=bool(request.add_special_tokens),
         )
         max_tokens = generator.max_tokens(
@@ -141,23 +170,57 @@ class ChatService(OpenAIEvents):
             state.plan.model.vocab_size,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        return Submission(
+        submission = Submission(
             (prompt,),
-            params,
+            replace(params, grammar=use.grammar),
             request.n or 1,
             request.stop_strings(),
             request.cache_salt or "",
             request.priority,
+            use.special_tokens,
+            use.reader is not None,
+            lora,
         )
+        return submission, use
+
+    def _tools(self, request: ChatRequest) -> ToolUse:
+        choice = request.tool_choice
+        return tool_use(
+            self._state,
+            [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            choice if isinstance(choice, str) else None,
+            function=choice.function.name if isinstance(choice, NamedTool) else None,
+            parallel=request.parallel_tool_calls is not False,
+            messages=[message.model_dump(exclude_none=True) for message in request.messages],
+            grammar=request.grammar(),
+        )
+
+
+def _message(use: ToolUse, text: str, token_ids: Sequence[int]) -> AssistantMessage | ToolCallMessage:
+    if use.reader is None:
+        return AssistantMessage(content=text)
+    content, deltas = use.reader().whole(text, token_ids)
+    if not deltas:
+        return AssistantMessage(content=content)
+    calls = [
+        ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in calls_of(deltas)
+    ]
+    return ToolCallMessage(content=content or None, tool_calls=calls)
+
+
+def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"]:
+    """``tool_calls`` for an answer with calls that ended by itself; one that was cut off says so."""
+    return "tool_calls" if called and finish == "stop" else finish
 
 
 class _Events:
     """Chunks of one stream as bytes: everything that does not change is written once."""
 
-    def __init__(self, state: ServerState, request_id: str) -> None:
+    def __init__(self, state: ServerState, request_id: str, model: str) -> None:
         head = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
-        self._head = f'data: {start},"model":{json.dumps(state.model_name)},"choices":['.encode()
+        self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
         self.told = b""  # the usage so far, where every chunk tells it
 
@@ -165,9 +228,12 @@ class _Events:
         return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')
 
     def content(self, index: int, text: str, logprobs: bytes) -> bytes:
-        return self._choice(index, b'{"content":%b}' % json.dumps(text).encode(), logprobs)
+        return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
 
-    def finish(self, index: int, reason: Finish) -> bytes:
+    def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
+        return self._choice(index, json.dumps({"tool_calls": [_delta(delta) for delta in deltas]}).encode())
+
+    def finish(self, index: int, reason: str) -> bytes:
         return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())
 
     def usage(self, counts: TokenCounts) -> bytes:
@@ -183,3 +249,12 @@ class _Events:
             self._tail,
             self.told,
         )
+
+
+def _delta(delta: CallDelta) -> dict[str, Any]:
+    """OpenAI's ``choices.delta.tool_calls``: id, type and name come once."""
+    function: dict[str, Any] = {"arguments": delta.arguments}
+    if delta.name is None:
+        return {"index": delta.index, "function": function}
+    named = {"name": delta.name} | function
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": named}

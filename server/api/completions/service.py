@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
 
 from tonnage.server.accounts import Outcome, Ticket
 from tonnage.server.api.completions.protocol import (
@@ -67,7 +68,7 @@ class CompletionService(OpenAIEvents):
         completion = Completion(
             id=f"cmpl-{ticket.request_id}",
             created=int(time.time()),
-            model=self._state.model_name,
+            model=request.model,
             choices=[
                 self._choice(request, index, answer, submission.prompts[index // (request.n or 1)])
                 for index, answer in enumerate(kept)
@@ -106,7 +107,7 @@ class CompletionService(OpenAIEvents):
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id)
+        events = _Events(self._state, ticket.request_id, request.model)
         logprobs = (
             [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in echo]
             if request.logprobs is not None
@@ -134,7 +135,7 @@ class CompletionService(OpenAIEvents):
     async def _prepare(self, request: CompletionRequest) -> tuple[Submission, list[str]]:
         """Tokens, limits and sampling parameters; and what each choice echoes of its prompt."""
         state, generator = self._state, self._generator
-        state.check_model(request.model)
+        lora = state.check_model(request.model)
         check_stream_options(request)
         if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
             raise ApiError(
@@ -177,7 +178,13 @@ class CompletionService(OpenAIEvents):
             prompt_logprobs=top if scored else None,
         )
         submission = Submission(
-            prompts, params, ran, request.stop_strings(), request.cache_salt or "", request.priority
+            prompts,
+            params,
+            ran,
+            request.stop_strings(),
+            request.cache_salt or "",
+            request.priority,
+            lora=lora,
         )
         return submission, [text for text in self._echo(request, prompts) for _ in range(ran)]
 
@@ -243,11 +250,10 @@ class CompletionService(OpenAIEvents):
 class _Events:
     """Chunks of one stream as bytes: everything that does not change is written once."""
 
-    def __init__(self, state: ServerState, request_id: str) -> None:
-        self._model = json.dumps(state.model_name)
+    def __init__(self, state: ServerState, request_id: str, model: str) -> None:
         head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
-        self._head = f'data: {start},"model":{self._model},"choices":['.encode()
+        self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
 
     def delta(self, delta: Delta, logprobs: bytes, counts: TokenCounts | None = None) -> bytes:
@@ -256,7 +262,7 @@ class _Events:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
             self._head,
             delta.index,
-            json.dumps(delta.text).encode(),
+            encode_basestring_ascii(delta.text).encode(),
             logprobs,
             finish,
             self._tail,

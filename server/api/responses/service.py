@@ -93,7 +93,7 @@ class ResponseService:
 
     async def _prepare(self, request: ResponseRequest) -> Submission:
         state, generator = self._state, self._generator
-        state.check_model(request.model)
+        lora = state.check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -117,7 +117,7 @@ class ResponseService:
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
         return Submission(
-            (prompt,), params, 1, request.stop_strings(), request.cache_salt or "", request.priority
+            (prompt,), params, 1, request.stop_strings(), request.cache_salt or "", request.priority, lora=lora
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ResponseService:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self._state.model_name,
+            "model": request.model,
             "output": [],
             "parallel_tool_calls": True,
             "previous_response_id": None,

@@ -62,6 +62,8 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
         return compiler.compile_regex(grammar.text)
     if grammar.kind == "choice":
         return compiler.compile_regex("|".join(f"({re.escape(choice)})" for choice in json.loads(grammar.text)))
+    if grammar.kind == "structural_tag":
+        return compiler.compile_structural_tag(grammar.text)
     if "::=" in grammar.text:
         return compiler.compile_grammar(grammar.text)
     return compiler.compile_lark(grammar.text)

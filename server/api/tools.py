@@ -1,0 +1,199 @@
+"""Function tools of a request: what the template shows, what the answer must match, how its calls are read.
+
+A call that is wanted (``tool_choice`` required, or a function by name) is forced by a grammar made of the
+functions' JSON schemas, with any model; one the model decides on (auto) is found by the model's tool parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tonnage.server.engines.base import Grammar
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.state import ServerState
+from tonnage.server.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def tool_use(
+    state: ServerState,
+    tools: Sequence[ToolDict],
+    choice: str | None,
+    *,
+    function: str | None = None,
+    parallel: bool = True,
+    messages: Sequence[Mapping[str, Any]] = (),
+    grammar: Grammar | None = None,
+) -> ToolUse:
+    """``choice``: none, auto or required; ``function``: the one that must be called. ``grammar``: what else the
+    answer must match.
+
+    Raises ApiError for what this server, model or engine cannot do, and for wishes that contradict each other.
+    """
+    if not tools:
+        if function is not None or choice == "required":
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, "tool_choice is only allowed with tools", param="tool_choice"
+            )
+        return ToolUse(grammar=grammar)
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise ApiError(ErrorCode.INVALID_VALUE, "two tools have the same name", param="tools")
+    if function is not None and function not in names:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, f"tool_choice: {function} is not among the tools", param="tool_choice"
+        )
+    if choice == "none":
+        return ToolUse(grammar=grammar)
+    if state.chat_template is None or not state.chat_template.knows_tools:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_PARAMETER,
+            "tools is not supported: the model's chat template does not show tools; leave it out, or start the "
+            "server with --chat-template FILE",
+            param="tools",
+        )
+    if function is not None or choice == "required":
+        return _forced(state, tools, function, parallel, grammar)
+    if state.tool_parser is None:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_PARAMETER,
+            "tools with tool_choice auto is not supported: this server has no tool parser for the model; start "
+            "it with --enable-auto-tool-choice --tool-call-parser NAME, or send tool_choice required, none or "
+            "a function",
+            param="tools",
+        )
+    use = state.tool_parser.use(tools, messages, parallel=parallel)
+    if use.grammar is not None and grammar is not None:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "strict functions, or parallel_tool_calls false, and a format of the answer cannot both be forced",
+            param="tools",
+        )
+    if use.grammar is not None and "grammar" not in state.honours:
+        raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
+    return ToolUse(use.shown, use.grammar or grammar, use.special_tokens, use.reader)
+
+
+def _forced(
+    state: ServerState,
+    tools: Sequence[ToolDict],
+    function: str | None,
+    parallel: bool,
+    grammar: Grammar | None,
+) -> ToolUse:
+    if grammar is not None:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            "tool_choice forces a call; the answer cannot match another format too",
+            param="tool_choice",
+        )
+    if "grammar" not in state.honours:
+        raise _needs_grammar("tool_choice required, or a function by name,", "tool_choice")
+    schema = (
+        _array_schema(tools, parallel)
+        if function is None
+        else next(_parameters(tool) for tool in tools if tool["function"]["name"] == function)
+    )
+    return ToolUse(
+        tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda: ForcedReader(function)
+    )
+
+
+def _needs_grammar(what: str, param: str) -> ApiError:
+    return ApiError(
+        ErrorCode.UNSUPPORTED_PARAMETER,
+        f"{what} is not supported by this server's engine: it cannot hold an answer to a grammar",
+        param=param,
+    )
+
+
+def _parameters(tool: ToolDict) -> dict[str, Any]:
+    return dict(tool["function"].get("parameters") or _NO_PARAMETERS)
+
+
+def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
+    """[{name, parameters}, ...]; the functions' definitions move to the root, where their references point."""
+    shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    items = []
+    for tool in tools:
+        parameters = _parameters(tool)
+        for where, known in shared.items():
+            for name, schema in (parameters.pop(where, None) or {}).items():
+                if known.setdefault(name, schema) != schema:
+                    raise ApiError(
+                        ErrorCode.INVALID_VALUE,
+                        f"tools: {where} has two different schemas named {name[:60]!r}",
+                        param="tools",
+                    )
+        items.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    array = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
+    return array | ({} if parallel else {"maxItems": 1}) | {name: defs for name, defs in shared.items() if defs}
+
+
+_HEAD = re.compile(r'[\s}]*[\[,]\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"parameters"\s*:')
+_DECODER = json.JSONDecoder()
+
+
+class ForcedReader:
+    """Reads what the grammar of a forced call lets through: the arguments of ``function``, or (None) an array
+    of {name, parameters}. Arguments come as they are written, also of a call that was cut off."""
+
+    def __init__(self, function: str | None) -> None:
+        self._function = function
+        self._rest = ""  # not read yet; within a call its arguments from their beginning
+        self._told = 0  # characters of them that are out
+        self._calls = 0
+        self._inside = False
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> tuple[str, Sequence[CallDelta]]:
+        return self.push(text, token_ids, finished=True)
+
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> tuple[str, Sequence[CallDelta]]:
+        self._rest += text
+        deltas: list[CallDelta] = []
+        while self._inside or self._begins(deltas):
+            if not self._told:
+                self._rest = self._rest.lstrip()
+            end = _end_of_value(self._rest) if "}" in text else None
+            if piece := self._rest[self._told : end]:
+                deltas.append(CallDelta(self._calls - 1, piece))
+            if end is None:
+                self._told = len(self._rest)
+                break
+            self._inside, self._told, self._rest = False, 0, self._rest[end:]
+        return "", deltas
+
+    def _begins(self, deltas: list[CallDelta]) -> bool:
+        """Whether another call begins; its name is told."""
+        if self._function is not None:
+            name = self._function
+            if self._calls or not self._rest.strip():
+                return False
+        else:
+            head = _HEAD.match(self._rest)
+            if head is None:
+                return False
+            name, self._rest = head[1], self._rest[head.end() :]
+        deltas.append(CallDelta(self._calls, id=new_call_id(), name=name))
+        self._calls += 1
+        self._inside = True
+        return True
+
+
+def _end_of_value(text: str) -> int | None:
+    """Where the JSON value at the beginning of ``text`` ends; None: it goes on."""
+    try:
+        return _DECODER.raw_decode(text)[1]
+    except ValueError:
+        return None

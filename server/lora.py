@@ -1,0 +1,55 @@
+"""LoRA adapters a server is started with: ``--lora-modules name=path``, vLLM's own flag."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tonnage.planner.errors import DeploymentError
+
+_FIELD = "lora_modules"
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAModule:
+    """An adapter in PEFT's format. ``name``: the ``model`` of requests for it."""
+
+    name: str
+    path: Path
+
+
+def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> tuple[LoRAModule, ...]:
+    """The adapters of ``name=path`` texts.
+
+    Raises DeploymentError for a name used twice, a folder without an adapter and a rank above the slots'.
+    """
+    modules = [_module(text, max_lora_rank) for text in given]
+    names = [model_name, *(module.name for module in modules)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise DeploymentError(f"{min(twice)!r} names two models", field=_FIELD)
+    return tuple(modules)
+
+
+def _module(text: str, max_lora_rank: int) -> LoRAModule:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise DeploymentError(f"{text!r} is not name=path", field=_FIELD)
+    path = Path(folder).absolute()
+    if not (path / "adapter_model.safetensors").is_file():  # never adapter_model.bin: a pickle
+        raise DeploymentError(f"{path} has no adapter_model.safetensors", field=_FIELD)
+    try:
+        config = json.loads((path / "adapter_config.json").read_bytes())
+        rank = config["r"]
+    except (OSError, ValueError, KeyError, TypeError):
+        rank = None
+    if not isinstance(rank, int):
+        raise DeploymentError(
+            f"{path} has no adapter_config.json with a rank r", field=_FIELD, hint="save it with PEFT"
+        )
+    if rank > max_lora_rank:
+        raise DeploymentError(
+            f"{name} has rank {rank}, the slots {max_lora_rank}", field=_FIELD, hint=f"--max-lora-rank {rank}"
+        )
+    return LoRAModule(name, path)

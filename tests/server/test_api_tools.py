@@ -1,0 +1,241 @@
+"""Tools: calls a model writes, found by vLLM's parser of its form; calls that are forced, held by a grammar."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.chat_completion_message import ChatCompletionMessage
+
+from tonnage.planner.errors import ConfigError, DeploymentError
+from tonnage.server.api.tools import ForcedReader
+from tonnage.server.app import create_app
+from tonnage.server.chat_template import ChatTemplate
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.settings import Settings
+from tonnage.server.tool_calls import CallDelta, calls_of
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
+
+# Written for these tests: ChatML with Hermes' form of tools, which Qwen and others share.
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    parameters = {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+WEATHER = function("get_weather", {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2]}})
+CLOCK = function("get_time", {"zone": {"type": "string", "pattern": "^[A-Z]{3}$"}})
+ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
+TEXT = (
+    "I look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Paris", "why": "a } \\"é\\" 日本"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET", "deep": {"a": [1, {}]}}}\n</tool_call>'
+)
+CALLS = [
+    ("get_weather", {"city": "Paris", "why": 'a } "é" 日本'}),
+    ("get_time", {"zone": "CET", "deep": {"a": [1, {}]}}),
+]
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("template") / "tools.jinja"
+    file.write_text(TEMPLATE)
+    return file
+
+
+def told(message: ChatCompletionMessage) -> list[tuple[str, Any]]:
+    """(name, arguments) of the message's calls; their ids are distinct."""
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> tuple[str, list[tuple[str, Any]], str | None]:
+    """Text, calls and finish_reason of a stream, put together as OpenAI's clients do."""
+    text, calls, finish = "", {}, None
+    for chunk in chunks:
+        for choice in (choice for choice in chunk.choices if choice.index == index):
+            text += choice.delta.content or ""
+            finish = choice.finish_reason or finish
+            for call in choice.delta.tool_calls or []:
+                if call.index not in calls:
+                    assert call.id
+                    assert call.type == "function"
+                    calls[call.index] = [call.function.name, ""]
+                else:
+                    assert (call.id, call.function.name) == (None, None)
+                calls[call.index][1] += call.function.arguments or ""
+    assert sorted(calls) == list(range(len(calls)))
+    return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], finish
+
+
+@needs_vllm
+async def test_calls_a_model_writes(run_server, small_plan, tokenizer, template: Path) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids if index == 0 else ids[:3]))
+    flags = {"chat_template": template, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    body: dict[str, Any] = {"model": "demo", "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 400}
+    async with run_server(engine, **flags) as server:
+        create = server.openai.chat.completions.create
+        raw = await server.http.post("/v1/chat/completions", json=body | {"n": 2})
+        answer = ChatCompletion.model_validate_json(raw.content, strict=True)
+        assert told(answer.choices[0].message) == CALLS
+        assert answer.choices[0].message.content.strip() == "I look."
+        assert [choice.finish_reason for choice in answer.choices] == ["tool_calls", "stop"]
+        assert "tool_calls" not in raw.json()["choices"][1]["message"]
+        stream = await create(**body, stream=True, n=2)
+        chunks = [chunk async for chunk in stream]
+        text, calls, finish = joined(chunks)
+        assert (text.strip(), calls, finish) == ("I look.", CALLS, "tool_calls")
+        assert joined(chunks, 1) == (answer.choices[1].message.content, [], "stop")
+        # Cut off within the first call: no promise of a whole one.
+        cut = ids.index(tokenizer.encode("Paris", add_special_tokens=False)[0])
+        stream = await create(**body | {"max_tokens": cut}, stream=True)
+        assert [c.choices[0].finish_reason async for c in stream if c.choices][-1] == "length"
+        # The answers go back with their results; the template gets the arguments as an object.
+        sent = answer.choices[0].message.model_dump(exclude_none=True)
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": "fine"} for c in sent["tool_calls"]]
+        again = await create(**body | {"messages": [*ASK, sent, *results], "max_tokens": 1})
+        more = ChatTemplate(TEMPLATE).render(
+            [
+                *ASK,
+                {
+                    "role": "assistant",
+                    "content": sent["content"],
+                    "tool_calls": [
+                        {"function": {"name": name, "arguments": arguments}} for name, arguments in CALLS
+                    ],
+                },
+                *results,
+            ],
+            tools=[WEATHER, CLOCK],
+        )
+        assert again.usage.prompt_tokens == len(tokenizer.encode(more, add_special_tokens=False))
+        off = await create(**body, tool_choice="none")
+        assert off.choices[0].message.content == TEXT
+        assert off.choices[0].finish_reason == "stop"
+        plain = ChatTemplate(TEMPLATE).render(ASK)
+        assert off.usage.prompt_tokens == len(tokenizer.encode(plain, add_special_tokens=False))
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "unsupported_parameter", "tools"),
+    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": NAMED}, "unsupported_parameter", "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "invalid_value", "tool_choice"),
+    ({"tool_choice": "perhaps"}, "invalid_value", "tool_choice"),
+    ({"tool_choice": "required", "tools": None}, "invalid_value", "tool_choice"),
+    ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
+    ({"tools": [{"type": "custom"}]}, "invalid_value", "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "invalid_value", "tools.0.function.name"),
+    ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
+    (
+        {
+            "tool_choice": "none",
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+                    ],
+                }
+            ],
+        },
+        "invalid_value",
+        "messages.0.tool_calls",
+    ),
+]
+
+
+async def test_what_cannot_be_done_is_refused(run_server, small_plan, template: Path, checked) -> None:
+    async with run_server(FakeEngine(small_plan()), chat_template=template) as server:
+        valid = {"model": "demo", "messages": ASK, "max_tokens": 2, "tools": [WEATHER]}
+        for change, code, param in REFUSED:
+            error = checked(await server.http.post("/v1/chat/completions", json=valid | change))
+            assert (error.code, error.param) == (code, param), (change, error)
+    async with run_server(FakeEngine(small_plan())) as server:  # the demo's own template knows no tools
+        error = checked(await server.http.post("/v1/chat/completions", json=valid | {"tool_choice": NAMED}))
+        assert (error.code, error.param) == ("unsupported_parameter", "tools")
+        assert "--chat-template" in error.message
+
+
+async def test_flags_of_the_parser(small_plan, tokenizer, tmp_path: Path) -> None:
+    for half in ({"enable_auto_tool_choice": True}, {"tool_call_parser": "hermes"}):
+        with pytest.raises(DeploymentError, match="belong together"):
+            create_app(Settings(model="demo", **half), FakeEngine(small_plan()), tokenizer)
+    with pytest.raises(ConfigError, match="chat_template"):
+        settings = Settings(model="demo", chat_template=tmp_path / "none")
+        create_app(settings, FakeEngine(small_plan()), tokenizer)
+
+
+@needs_vllm
+async def test_an_unknown_parser_is_named(run_server, small_plan) -> None:
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermess"}
+    async with run_server(FakeEngine(small_plan()), ready=False, **flags) as server:
+        await server.until(lambda: server.state.startup_error is not None, 120)
+        assert "hermess" in str(server.state.startup_error)
+        assert "hermes," in str(server.state.startup_error)
+
+
+def test_a_models_second_template_is_for_tools(tmp_path: Path) -> None:
+    source = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.knows_tools
+    assert (template.render([]), template.render([], tools=[WEATHER])) == ("plain", "1")
+    assert not ChatTemplate("{{ messages }}").knows_tools
+    # As Llama 3.1's begins: assigned where it is missing, and read later.
+    assert ChatTemplate("{% if tools is not defined %}{% set tools = none %}{% endif %}{{ tools }}").knows_tools
+
+
+def pushed(reader: ForcedReader, text: str) -> Sequence[CallDelta]:
+    content, deltas = reader.push(text, (), finished=False)
+    assert content == ""
+    return deltas
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (" ,\n ", " : ")])
+def test_forced_calls_however_they_are_split(separators: tuple[str, str]) -> None:
+    document = [{"name": name, "parameters": arguments} for name, arguments in CALLS]
+    array = json.dumps(document, separators=separators, ensure_ascii=False)
+    single = json.dumps(CALLS[0][1], separators=separators)
+    for size in range(1, len(array) + 1):
+        reader, one = ForcedReader(None), ForcedReader("get_weather")
+        deltas = [d for at in range(0, len(array), size) for d in pushed(reader, array[at : at + size])]
+        assert [(call.name, json.loads(call.arguments)) for call in calls_of(deltas)] == CALLS
+        deltas = [d for at in range(0, len(single), size) for d in pushed(one, single[at : at + size])]
+        assert [(call.name, json.loads(call.arguments)) for call in calls_of(deltas)] == CALLS[:1]
+    for length in range(len(array)):  # cut off anywhere: what there is of each call
+        calls = calls_of(ForcedReader(None).push(array[:length], (), finished=True)[1])
+        assert all(array.find(call.arguments) >= 0 for call in calls)
+        assert [call.name for call in calls] == [name for name, _ in CALLS[: len(calls)]]
