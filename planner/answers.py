@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tonnage.planner.build import plan_source
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.extras import made_while_loading
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source import ModelSource
@@ -40,8 +41,7 @@ def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, D
     chosen = now.deployment
     longest = now.kv_cache.longest or 0
     if longest and chosen.max_model_len and longest < chosen.max_model_len:
-        rounded = max(1, longest // 256 * 256) if longest >= 256 else longest
-        yield f"--max-model-len {rounded}", replace(flags, max_model_len=rounded)
+        yield f"--max-model-len {longest}", replace(flags, max_model_len=longest)
     if flags.kv_cache_memory_bytes:
         room = now.rank.total_bytes - (now.rank.used_bytes - now.rank.kv_pool_bytes)
         if 0 < room < flags.kv_cache_memory_bytes:
@@ -58,7 +58,8 @@ def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, D
                 f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}",
                 replace(flags, max_num_seqs=seqs, max_num_batched_tokens=tokens),
             )
-    if chosen.gpu_memory_utilization < 0.95:
+    used = chosen.gpu_memory_utilization or 1.0
+    if used < 0.95:
         yield "--gpu-memory-utilization 0.95", replace(flags, gpu_memory_utilization=0.95)
     if chosen.engine in ("vllm", "sglang") and flags.kv_cache_dtype == "auto":
         yield "--kv-cache-dtype fp8", replace(flags, kv_cache_dtype="fp8")
@@ -71,7 +72,7 @@ def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, D
             yield f"--tensor-parallel-size {ranks}", replace(flags, tensor_parallel_size=ranks)
             ranks *= 2
     without_pool = now.rank.used_bytes - now.rank.kv_pool_bytes + now.kv_cache.bytes_per_sequence
-    share = 1.0 if flags.kv_cache_memory_bytes else chosen.gpu_memory_utilization
+    share = 1.0 if flags.kv_cache_memory_bytes else used
     memory = int((without_pool + now.kv_cache.layout.bytes_per_block * 2) / share) + (1 << 20)
     yield f"a device of {gib(memory)}", replace(flags, gpu=None, device=chosen.device, device_memory=memory)
 
@@ -85,6 +86,10 @@ def serve_lines(plan: Plan) -> tuple[str, ...]:
         ours = ["tonnage", "serve", model, "--backend", flags.engine, *_common(plan)]
         if flags.device != "cpu":
             ours += ["--device", flags.device]
+        if flags.tensor_parallel_size > 1:
+            ours += ["--tensor-parallel-size", str(flags.tensor_parallel_size)]
+        if flags.engine == "hf" and flags.quantization in made_while_loading("hf"):
+            ours += ["--quantization", flags.quantization]
         out.append(shlex.join(ours))
     if flags.engine == "vllm":
         out.append(shlex.join(["vllm", "serve", model, *_common(plan), *_vllm_only(plan)]))
@@ -106,7 +111,7 @@ def _common(plan: Plan) -> list[str]:
             "--max-num-batched-tokens", str(flags.max_num_batched_tokens), "--dtype", flags.dtype]  # fmt: skip
     if flags.kv_cache_memory_bytes is not None:
         line += ["--kv-cache-memory-bytes", str(flags.kv_cache_memory_bytes)]
-    elif flags.gpu_memory_utilization != 0.9:
+    else:
         line += ["--gpu-memory-utilization", f"{flags.gpu_memory_utilization:g}"]
     if flags.kv_cache_dtype != flags.dtype:
         line += ["--kv-cache-dtype", flags.kv_cache_dtype]
@@ -130,8 +135,8 @@ def _vllm_only(plan: Plan) -> list[str]:
         line.append("--enforce-eager")
     if flags.num_gpu_blocks_override is not None:
         line += ["--num-gpu-blocks-override", str(flags.num_gpu_blocks_override)]
-    if flags.quantization in ("nf4", "nf4-double"):
-        line += ["--quantization", "bitsandbytes"]
+    if flags.quantization in made_while_loading("vllm"):
+        line += ["--quantization", "bitsandbytes" if flags.quantization == "nf4" else flags.quantization]
     if flags.cpu_offload_bytes:
         line += ["--cpu-offload-gb", f"{flags.cpu_offload_bytes / (1 << 30):g}"]
     if flags.enable_lora:

@@ -19,7 +19,13 @@ from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.extras import environment_notes, lora_bytes, other_terms, quantized_terms
+from tonnage.planner.extras import (
+    environment_notes,
+    lora_bytes,
+    other_terms,
+    quantization_notes,
+    quantized_terms,
+)
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.fit import judge
 from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
@@ -137,7 +143,13 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         intervals=_intervals(loaded, rank, runtime),
         terms=tuple(terms),
         weight_formats=loaded.formats,
-        notes=(*_family_notes(architecture), *pool.notes, *draft_notes, *environment_notes(flags)),
+        notes=(
+            *_family_notes(architecture),
+            *pool.notes,
+            *draft_notes,
+            *environment_notes(flags, deployment.gpu),
+            *quantization_notes(source.config, deployment.quantization, flags.engine),
+        ),
     )
 
 

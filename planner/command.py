@@ -72,7 +72,9 @@ def _engine_flags(p: _Group) -> None:
     p.add_argument("--device", metavar="cpu|cuda", help="default: cpu, or the GPU's")
     p.add_argument("--device-memory", metavar="SIZE", help="for example 79.18GiB (default: the device's own)")
     p.add_argument(
-        "--gpu-memory-utilization", metavar="SHARE", help="share of the device's memory to use (default: 0.9)"
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="share of the device's memory to use (default: 0.9; vllm from 0.21 on 0.92)",
     )
     p.add_argument("--mem-fraction-static", metavar="SHARE", help="sglang: for weights and pool")
     p.add_argument("--swa-full-tokens-ratio", metavar="SHARE", help="sglang (default: 0.8)")
@@ -178,7 +180,7 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         device=args.device or "cpu",
         gpu=args.gpu,
         device_memory=size("device_memory"),
-        gpu_memory_utilization=share("gpu_memory_utilization") or 0.9,
+        gpu_memory_utilization=share("gpu_memory_utilization"),
         dtype=args.dtype,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
@@ -206,6 +208,50 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     )
 
 
+# A flag without the one that gives it a meaning changes nothing: what the user wanted is not what is planned.
+_NEEDS = (
+    ("max_loras", "enable_lora"),
+    ("max_lora_rank", "enable_lora"),
+    ("num_speculative_tokens", "speculative_model"),
+)
+_ENGINES_OWN = {
+    "mem_fraction_static": "sglang",
+    "swa_full_tokens_ratio": "sglang",
+    "num_gpu_blocks_override": "vllm",
+    "decode_context_parallel_size": "vllm",
+}
+
+
+def check_flags(args: argparse.Namespace, deployment: Deployment) -> None:
+    """Raise DeploymentError for flags that contradict each other or need one that was not given."""
+
+    def refuse(name: str, why: str, hint: str | None = None) -> NoReturn:
+        raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
+
+    for name, other in _NEEDS:
+        if getattr(args, name) is not None and not getattr(args, other):
+            refuse(name, f"means nothing without --{other.replace('_', '-')}")
+    for name, engine in _ENGINES_OWN.items():
+        if getattr(args, name) is not None and deployment.engine != engine:
+            refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
+    if args.device is not None and args.gpu is not None:
+        from tonnage.planner.gpus import find_gpu
+
+        gpu = find_gpu(args.gpu)
+        if args.device != gpu.device:
+            refuse(
+                "device", f"{args.device} contradicts --gpu {gpu.name}, which is {gpu.device}", "leave it out"
+            )
+    many = "sweep" if args.sweep else "target_concurrency" if args.target_concurrency is not None else None
+    if args.sweep and args.target_concurrency is not None:
+        refuse(
+            "sweep", "prints all combinations, --target-concurrency the cheapest that hold so many", "give one"
+        )
+    for name in ("explain", "serve_line", "emit"):
+        if many and getattr(args, name):
+            refuse(name, f"is about one plan, --{many.replace('_', '-')} about many", "leave one out")
+
+
 def run(argv: list[str]) -> int:
     """Run ``tonnage plan`` with ``argv`` (without the sub-command's name). Returns the exit code."""
     try:
@@ -223,11 +269,14 @@ def _answer(args: argparse.Namespace) -> int:
     from tonnage.planner.source import resolve_model
 
     deployment = deployment_from(args)
-    if args.sweep or args.target_concurrency:
+    check_flags(args, deployment)
+    if args.sweep or args.target_concurrency is not None:
         from tonnage.planner.sweep_command import run_sweep
 
         target = args.target_concurrency
         wanted = None if target is None else parse_count(target, "--target-concurrency")
+        if wanted is not None and wanted < 1:
+            raise DeploymentError(f"{wanted} is not at least 1", field="--target-concurrency")
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
     from tonnage.planner.build import plan_source
 
@@ -255,6 +304,8 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
         from tonnage.planner.answers import serve_lines
 
         print("\n".join(serve_lines(plan)))
+        for note in plan.notes:
+            print(f"Note: {note}", file=sys.stderr)
     elif args.json:
         import json
 

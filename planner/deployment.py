@@ -35,6 +35,8 @@ _BATCH_DEFAULTS = {
     ("llama.cpp", "cpu"): (1, 512),
     ("llama.cpp", "cuda"): (1, 512),
 }
+# --gpu-memory-utilization when it is not given: vLLM subtracts CUDA graphs from 0.21 on (pull request 38284).
+_UTILIZATION, _UTILIZATION_WITH_GRAPHS, _WITH_GRAPHS_SINCE = 0.9, 0.92, (0, 21, 0)
 # vLLM: 128 on cpu (platforms/cpu.py), 16 on GPUs (config/cache.py). sglang: page_size 1. llama.cpp: one cell.
 _BLOCK_DEFAULTS = {
     ("hf", "cpu"): 16,
@@ -52,6 +54,9 @@ _MAX_COUNT = 1 << 31
 _MAX_BYTES = 1 << 60  # one EiB
 _MAX_RANKS = 4096
 
+# GPUs of compute capability 7: vLLM refuses bfloat16 on them and takes float16 (platforms/cuda.py
+# supported_dtypes, config/model.py _resolve_auto_dtype, 0.32.0)
+_NO_BFLOAT16 = ("t4-", "v100-")
 # vLLM refuses float16 for these (_FLOAT16_NOT_SUPPORTED_MODELS, vllm/config/model.py 0.32.0)
 _NO_FLOAT16 = ("gemma2", "gemma3_text")
 
@@ -67,6 +72,7 @@ class Resolved:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    utilization: float
     given_block_size: int | None = None
 
     @property
@@ -77,7 +83,7 @@ class Resolved:
             return self.device_memory
         if self.flags.engine == "sglang":
             return self.device_memory
-        return int(self.device_memory * self.flags.gpu_memory_utilization)
+        return int(self.device_memory * self.utilization)
 
 
 def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Resolved:
@@ -98,11 +104,12 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
         deployment, tokens = replace(deployment, enable_prefix_caching=False), max(max_model_len, 2048)
     chosen = _dtype(deployment, architecture, dtype)
     block_size = _block_size(deployment, any(layer.kind == "mla" for layer in architecture.cache_layers))
+    share = _utilization(deployment, version)
     flags = replace(
         deployment,
         engine_version=name,
         device_memory=memory,
-        gpu_memory_utilization=_share(deployment.gpu_memory_utilization, "--gpu-memory-utilization"),
+        gpu_memory_utilization=share,
         dtype=chosen,
         kv_cache_dtype=_kv_dtype(deployment, chosen),
         max_model_len=max_model_len,
@@ -116,8 +123,10 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
         ),
     )
     _check_numbers(flags)
+    if flags.enable_expert_parallel and not architecture.experts:
+        raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
     given = deployment.block_size
-    return Resolved(flags, version, memory, max_model_len, seqs, tokens, block_size, given)
+    return Resolved(flags, version, memory, max_model_len, seqs, tokens, block_size, share, given)
 
 
 def takes_whole_prompts(deployment: Deployment, architecture: Architecture) -> bool:
@@ -255,9 +264,23 @@ def _caching(deployment: Deployment, architecture: Architecture, version: Versio
     return True
 
 
+def _utilization(deployment: Deployment, version: Version) -> float:
+    if deployment.gpu_memory_utilization is not None:
+        return _share(deployment.gpu_memory_utilization, "--gpu-memory-utilization")
+    graphs = deployment.engine == "vllm" and version >= _WITH_GRAPHS_SINCE
+    return _UTILIZATION_WITH_GRAPHS if graphs else _UTILIZATION
+
+
 def _dtype(deployment: Deployment, architecture: Architecture, auto: str) -> str:
     check_dtype(deployment.dtype)
     chosen = deployment.dtype
+    if deployment.engine == "vllm" and (deployment.gpu or "").startswith(_NO_BFLOAT16):
+        if chosen == "bfloat16":
+            raise DeploymentError(
+                f"vLLM refuses bfloat16 on {deployment.gpu}", field="--dtype", hint="leave it out, or float16"
+            )
+        if chosen == "auto":
+            return "float32" if architecture.model_type in _NO_FLOAT16 else "float16"
     if deployment.engine == "vllm":
         if chosen == "auto":
             # vLLM loads float32 checkpoints in bfloat16 (_resolve_auto_dtype)

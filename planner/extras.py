@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.dtypes import DTYPE_BYTES
 from tonnage.planner.engine_tensors import tensors_of
 from tonnage.planner.plan import Deployment, RankPlan, Term
@@ -75,6 +74,8 @@ def quantized_terms(
     runs. All ranks together."""
     if quantization.linear is None:
         return []
+    from tonnage.planner.checkpoint import checkpoint_size
+
     size = checkpoint_size(architecture, quantization, config, flags.dtype)
     formula = "all tensors, headers left out"
     if size.high > size.low:
@@ -90,8 +91,25 @@ def quantized_terms(
     return terms
 
 
-def environment_notes(flags: Deployment) -> tuple[str, ...]:
-    """What is set on this machine and would silently win over the plan."""
+# What an engine makes of 16-bit weights while it loads them; any other format is made beforehand.
+_MADE_WHILE_LOADING = {"hf": ("int8", "nf4", "nf4-double"), "vllm": ("nf4", "fp8")}
+
+
+def made_while_loading(engine: str) -> tuple[str, ...]:
+    return _MADE_WHILE_LOADING.get(engine, ())
+
+
+def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
+    """A format that was asked for and that the checkpoint does not have must come from somewhere."""
+    if asked is None or asked in made_while_loading(engine) or config.get("quantization_config"):
+        return ()
+    return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
+
+
+def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
+    """What is set on this machine and would silently win over the plan; what ``--gpu auto`` found."""
+    if gpu == "auto" and flags.device == "cpu":
+        return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     if flags.engine == "vllm" and flags.device == "cpu" and space:
         asked = flags.kv_cache_memory_bytes

@@ -22,7 +22,7 @@ class Deployment:
     device: str = "cpu"
     gpu: str | None = None  # a name of planner/gpus/catalogue.json
     device_memory: int | None = None  # bytes of the device (or of the host for cpu)
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float | None = None  # None: the engine's default
     dtype: str = "auto"  # auto | float32 | float16 | bfloat16
     quantization: str | None = None  # int8 | nf4 | nf4-double | gptq | None (what the checkpoint says)
     kv_cache_dtype: str = "auto"

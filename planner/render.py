@@ -111,7 +111,9 @@ def _engine(plan: Plan) -> str:
 def _device(plan: Plan) -> str:
     flags = plan.deployment
     name = flags.gpu or flags.device
-    return f"{len(plan.ranks)} x {name}" if len(plan.ranks) > 1 else name
+    if len(plan.ranks) > 1:
+        name = f"{len(plan.ranks)} x {name}"
+    return f"{name} ({flags.data_parallel_size} replicas, each so)" if flags.data_parallel_size > 1 else name
 
 
 def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:

@@ -16,6 +16,7 @@ from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
 from tonnage.planner.engines.pool import Pool
 from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.engines.repack import kernel_padding, repacking_class
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.extras import lora_bytes
 from tonnage.planner.families.registry import architecture_of
@@ -74,6 +75,8 @@ class Grid:
         )
 
 
+_PoolKey = tuple[str, str, int, int]  # KV dtype, device, TP, tokens of a step
+_WeightsKey = tuple[str, int, str, str, str | None]  # format, TP, device, dtype, a GPU with the same kernels
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -102,16 +105,17 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     architecture = architecture_of(source.config)
     dtype = auto_dtype(source)
 
-    def weights(key: tuple[str, int, str]) -> int:
-        scheme, ranks, device = key
+    def weights(key: _WeightsKey) -> int:
+        scheme, ranks, device, kind, kernel = key
         asked = None if scheme == "as is" else scheme
-        flags = replace(deployment, tensor_parallel_size=ranks, quantization=asked, device=device)
+        flags = replace(
+            deployment, tensor_parallel_size=ranks, quantization=asked, device=device, dtype=kind, gpu=kernel
+        )
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
-        flags = flags if flags.dtype != "auto" else replace(flags, dtype=dtype)
         mine = part_of(ranks)
         held = sum_weights(mine, quantization, flags).total + allocator_rounding(mine, quantization, flags)
-        return held + lora_bytes(architecture, flags)
+        return held + kernel_padding(mine, quantization.scheme, flags) + lora_bytes(architecture, flags)
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
         place, kv_dtype, ranks = key
@@ -122,7 +126,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         )  # fmt: skip
         return complete(replace(flags, gpu=gpu.name), architecture, dtype)
 
-    def pool(key: tuple[str, int, int, int]) -> Pool:
+    def pool(key: _PoolKey) -> Pool:
         return build_pool(architecture, resolved_for[key])
 
     def runtime(key: tuple[int, int]) -> Runtime:
@@ -133,18 +137,19 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     def part(ranks: int) -> Architecture:
         return rank_architecture(architecture, replace(deployment, tensor_parallel_size=ranks), 0)
 
-    resolved_for: dict[tuple[str, int, int, int], Resolved] = {}
+    resolved_for: dict[_PoolKey, Resolved] = {}
     weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
     pool_of, runtime_of = _Once(pool), _Once(runtime)
     rows = []
     for place, gpu in enumerate(grid.gpus):
+        kernel = repacking_class(gpu.name)
         for ranks in grid.tensor_parallel_sizes:
             price = None if gpu.usd_per_hour is None else gpu.usd_per_hour * ranks
             for kv_dtype in grid.kv_cache_dtypes:
                 refused = ""
                 try:
                     chosen = resolved((place, kv_dtype, ranks))
-                    key = (kv_dtype, ranks, chosen.max_num_batched_tokens, chosen.max_model_len)
+                    key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
                     resolved_for.setdefault(key, chosen)
                     layout, terms = pool_of(key), runtime_of((place, ranks)).total
                 except TonnageError as error:
@@ -152,7 +157,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
                 for scheme in grid.quantizations:
                     if not refused:
                         try:
-                            held = weights_of((scheme, ranks, gpu.device))
+                            held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
                         except TonnageError as error:
                             why = str(error)
                             rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))

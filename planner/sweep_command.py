@@ -7,6 +7,7 @@ import json
 import sys
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.plan import Deployment
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.source import ModelSource
@@ -79,15 +80,19 @@ def _print_rows(rows: list[SweepRow]) -> None:
 
 def _print_offers(source: ModelSource, deployment: Deployment, rows: list[SweepRow], wanted: int) -> None:
     if not rows:
-        print(f"No combination holds {wanted} sequences; fewer tokens (--max-model-len) or more GPUs would.")
+        print(f"No combination holds {wanted:,} sequences; fewer tokens (--max-model-len) or more GPUs would.")
         return
-    print(f"{wanted} sequences of {deployment.max_model_len or 'the longest'} tokens, the cheapest first:")
+    length = deployment.max_model_len or architecture_of(source.config).max_model_len
+    print(f"{wanted:,} sequences of {length:,} tokens at once, the cheapest first:")
+    print(f"{'n':>3}   {'GPU':<20}{'quantization':<13}{'KV':<9}{'sequences':>9}   price")
     for row in rows[:_SHOWN]:
         price = f"{row.usd_per_hour:.2f} USD/h" if row.usd_per_hour is not None else "no list price"
         print(
-            f"  {row.gpus} x {row.gpu:<20}{row.quantization:<13}{row.kv_cache_dtype:<9}"
-            f"{row.max_concurrency:>9.1f} sequences  {price}"
+            f"{row.gpus:>3} x {row.gpu:<20}{row.quantization:<13}{row.kv_cache_dtype:<9}"
+            f"{row.max_concurrency:>9.1f}   {price}"
         )
+    if len(rows) > _SHOWN:
+        print(f"... and {len(rows) - _SHOWN} more (--json lists all)")
     print("To serve the first:")
     for line in _command(source, deployment, rows[0]):
         print(f"  {line}")

@@ -147,7 +147,7 @@ def _flags(report: dict[str, Any], memory: int, gpu: str | None) -> Any:
         device="cuda",
         gpu=gpu,
         device_memory=memory,
-        gpu_memory_utilization=report["gpu_memory_utilization"] or 0.9,
+        gpu_memory_utilization=report["gpu_memory_utilization"],
         dtype="float16" if report["gpu"] == "Tesla T4" else "auto",
         max_model_len=report["max_model_len"],
         max_num_seqs=report["max_num_seqs"],

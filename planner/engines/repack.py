@@ -26,6 +26,11 @@ def mxfp4_kernel(gpu: str | None) -> Kernel:
     return "marlin" if gpu is not None and gpu.startswith(_BEFORE_HOPPER) else "triton"
 
 
+def repacking_class(gpu: str) -> str | None:
+    """A GPU whose kernels pad as this one's; None: none is known."""
+    return _BEFORE_HOPPER[0] if gpu.startswith(_BEFORE_HOPPER) else None
+
+
 def kernel_padding(architecture: Architecture, scheme: str, flags: Deployment) -> int:
     """0 but for MXFP4 experts under vLLM on a GPU. ``architecture``: one rank's share."""
     if scheme != "mxfp4" or flags.engine != "vllm" or flags.device == "cpu":

@@ -106,7 +106,7 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
         device="cuda",
         gpu=args.gpu,
         device_memory=memory,
-        gpu_memory_utilization=float(said.get("gpu_memory_utilization", 0.9)),
+        gpu_memory_utilization=float(share) if (share := said.get("gpu_memory_utilization")) else None,
         dtype=said.get("dtype", "auto"),
         kv_cache_dtype=said.get("kv_cache_dtype", "auto"),
         max_model_len=int(length) if length else count("max_model_len"),

@@ -80,6 +80,12 @@ def test_does_not_fit_is_exit_1(plan):
         (["demo", "--frobnicate"], ["--frobnicate", "--help"]),
         ([], ["MODEL", "--help"]),
         (["demo", "--gpu-memory-utilization", "lots"], ["--gpu-memory-utilization", "lots"]),
+        (["demo", "--gpu", "cpu", "--device", "cuda"], ["--device", "cuda", "--gpu cpu"]),
+        (["demo", "--gpu", "t4", "--dtype", "bfloat16"], ["--dtype", "t4-16g", "float16"]),
+        (["demo", "--gpu", "l4", "--max-loras", "2"], ["--max-loras", "--enable-lora"]),
+        (["demo", "--gpu", "l4", "--mem-fraction-static", "0.8"], ["--mem-fraction-static", "sglang", "vllm"]),
+        (["demo", "--gpu", "l4", "--sweep", "--explain"], ["--explain", "--sweep"]),
+        (["demo", "--gpu", "l4", "--target-concurrency", "0"], ["--target-concurrency", "0"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(plan, arguments, words):

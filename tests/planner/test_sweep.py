@@ -15,7 +15,7 @@ import pytest
 from tonnage.planner.answers import advise, serve_lines
 from tonnage.planner.build import make_plan, plan_source
 from tonnage.planner.command import run
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.gpus import catalogue, find_gpu
 from tonnage.planner.plan import Deployment
 from tonnage.planner.source import resolve_model
@@ -45,6 +45,25 @@ def test_a_row_is_the_plan_of_its_flags(llama):
         assert row.weights_bytes == plan.rank.weights_bytes
         assert (row.kv_pool_bytes, row.tokens) == (plan.rank.kv_pool_bytes, plan.kv_cache.tokens)
         assert row.max_concurrency == plan.kv_cache.max_concurrency
+
+
+@pytest.mark.parametrize(
+    "name", ["openai__gpt-oss-20b", "google__gemma-2-2b", "deepseek-ai__DeepSeek-V4-Flash"]
+)
+def test_a_row_is_the_plan_for_formats_and_kernels_of_a_gpu(name, tmp_path):
+    """MXFP4 padded by kernel, GPUs without bfloat16, configs without a dtype, a cache of its own format."""
+    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    source = resolve_model(str(tmp_path))
+    gpus = (find_gpu("t4"), find_gpu("a100-80g"), find_gpu("h100"))
+    for row in sweep(source, FLAGS, Grid(gpus, ("as is",), ("auto", "fp8"), (1, 8))):
+        flags = replace(FLAGS, gpu=row.gpu, kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.gpus)
+        if row.refused:
+            with pytest.raises(TonnageError):
+                plan_source(source, flags)
+            continue
+        plan = plan_source(source, flags)
+        assert (row.fits, row.weights_bytes) == (plan.fits, plan.rank.weights_bytes)
+        assert (row.kv_pool_bytes, row.tokens) == (plan.rank.kv_pool_bytes, plan.kv_cache.tokens)
 
 
 def test_what_cannot_be_divided_is_refused_in_its_row(llama):
