@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.errors import CheckpointError, DeploymentError
+from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo_model import ensure_demo
 from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.hf.loading import require_computed
 from tonnage.server.engines.hf.runner import ModelRunner
+from tonnage.server.engines.hf.support import require_fixed_rotary
 
 
 @pytest.fixture
@@ -117,3 +118,21 @@ def test_memory_that_runs_out_while_loading_ends_with_plan_against_available() -
     assert f"the plan needs {plan.rank.used_bytes:,} bytes" in ended.stderr
     assert "available now" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("rotary", "longest"),
+    [
+        ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, 4096),
+        ({"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}, 8192),
+    ],
+)
+def test_frequencies_that_depend_on_the_batch_are_refused_beyond_the_original_context(
+    rotary: dict[str, object], longest: int
+) -> None:
+    config = {"max_position_embeddings": 8192, "rope_parameters": rotary}
+    require_fixed_rotary(config, longest)
+    with pytest.raises(UnsupportedArchitecture, match="longest sequence of the batch") as refused:
+        require_fixed_rotary(config, longest + 1)
+    assert refused.value.hint == f"--max-model-len {longest}"
+    require_fixed_rotary({**config, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 1 << 20)

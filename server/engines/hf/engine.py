@@ -39,7 +39,7 @@ from tonnage.server.engines.base import (
 from tonnage.server.engines.hf.formats import require_loadable
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
-from tonnage.server.engines.hf.support import require_supported
+from tonnage.server.engines.hf.support import require_fixed_rotary, require_supported
 from tonnage.server.memory import PeakSampler
 from tonnage.server.sharing import Sharing
 
@@ -139,6 +139,7 @@ class HFEngine:
     async def start(self) -> None:
         config = _config(self._plan.model.path)
         require_supported(config["model_type"])
+        require_fixed_rotary(config, self._limits.max_model_len)
         require_loadable(self._plan, config)
         if self._plan.deployment.device == "cpu":
             require_available(self._plan, available_memory())

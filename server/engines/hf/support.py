@@ -7,6 +7,9 @@ self-check at start (:mod:`.selfcheck`) proves it for the model at hand; the lis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tonnage.planner.errors import UnsupportedArchitecture
 
 ALLOWED = frozenset(
@@ -36,3 +39,31 @@ def require_supported(model_type: str) -> None:
         field="model_type",
         hint=f"use --backend vllm, or one of {', '.join(sorted(ALLOWED))}",
     )
+
+
+def require_fixed_rotary(config: Mapping[str, Any], max_model_len: int) -> None:
+    """Raise UnsupportedArchitecture where rotary frequencies would depend on what else is in the batch.
+
+    transformers takes LongRoPE's and dynamic NTK's frequencies from the largest position of the whole forward
+    (5.19, modeling_rope_utils.py dynamic_rope_update): up to the original context they are the same for all.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name)
+        if not isinstance(found, Mapping):
+            continue
+        tables = [value for value in found.values() if isinstance(value, Mapping)] or [found]
+        for table in tables:
+            kind = table.get("rope_type", table.get("type"))
+            if kind not in ("longrope", "su", "dynamic"):
+                continue
+            original = config.get("max_position_embeddings")
+            if kind != "dynamic":
+                key = "original_max_position_embeddings"
+                original = table.get(key, config.get(key))
+            if not isinstance(original, int) or max_model_len > original:
+                raise UnsupportedArchitecture(
+                    f"{kind!r} picks its frequencies by the longest sequence of the batch: beyond the original "
+                    f"context of {original} tokens answers would depend on other requests",
+                    field=f"{name}.rope_type",
+                    hint=f"--max-model-len {original}" if isinstance(original, int) else "use --backend vllm",
+                )
