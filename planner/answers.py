@@ -99,7 +99,8 @@ def serve_lines(plan: Plan) -> tuple[str, ...]:
         out.append(shlex.join(line))
     if flags.engine == "llama.cpp":
         k, _, v = flags.kv_cache_dtype.partition("/")
-        line = ["llama-server", "-m", model, "-c", str(flags.max_model_len), "-np", str(flags.max_num_seqs),
+        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # n_ctx is of all sequences
+        line = ["llama-server", "-m", model, "-c", str(shared), "-np", str(flags.max_num_seqs),
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v or k]  # fmt: skip
         out.append(shlex.join(line))
     return tuple(out)

@@ -18,11 +18,13 @@ def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
         dtype, width = flags.kv_cache_dtype, KV_DTYPE_BYTES[flags.kv_cache_dtype]
     else:
+        sequences = chosen.max_num_seqs
+        context = chosen.max_model_len * sequences  # n_ctx is what all sequences share
         cache = llama_cpp.size_cache(
-            architecture, chosen.max_model_len, flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
-            ubatch=chosen.max_num_batched_tokens,
+            architecture, context, flags.kv_cache_dtype, sequences=sequences,
+            ubatch=chosen.max_num_batched_tokens, unified=sequences == 1,
         )  # fmt: skip
-        size = ceil_div(cache.bytes, cache.cells)
+        size = ceil_div(cache.bytes, context)
         dtype, width = flags.kv_cache_dtype, 2
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)
     layout = KVLayout(

@@ -16,7 +16,7 @@ from tonnage.planner.fitlog.read import LogFigures, read_log
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source import resolve_model
-from tonnage.planner.units import gib, parse_size
+from tonnage.planner.units import gib, parse_count, parse_size
 
 OK, BAD_INPUT = 0, 2
 _LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
@@ -31,10 +31,11 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One log: (term, planned, logged) where both are known."""
+    """One log: (term, planned, logged) where both are known, and why others are left out."""
 
     name: str
     rows: tuple[tuple[str, float, float], ...]
+    notes: tuple[str, ...] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gpu", help="the GPU it ran on (a name of the catalogue)")
     p.add_argument("--device-memory", metavar="SIZE", help="its memory, where --gpu is not given")
     p.add_argument("--engine-version", metavar="V", help="where the log does not say")
+    p.add_argument("--tensor-parallel-size", metavar="N", help="GPUs, where the log does not say")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
@@ -86,8 +88,20 @@ def compare(found: LogFigures, name: str, args: argparse.Namespace) -> Compariso
         raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
     plan = plan_source(resolve_model(model), deployment_of(found, args))
     planned = planned_figures(plan)
+    notes = []
+    logged = found.flags.get("quantization")
+    if found.engine == "llama.cpp" and plan.model.via != "gguf":
+        planned.pop("weights_bytes", None)
+        notes.append("weights not compared: the log is of a GGUF file, --model names a config (give the .gguf)")
+    elif found.engine == "sglang" and logged not in (None, plan.deployment.quantization):
+        planned.pop("weights_bytes", None)
+        notes.append(f"weights not compared: the log's are {logged}, the config says nothing of it")
+    if args.gpu is None and args.device_memory is None and "device_bytes" not in found.figures:
+        left = [key for key in _FITTED if planned.pop(key, None) and key in found.figures]
+        if left:
+            notes.append(f"{', '.join(left)} not compared: they depend on the GPU (--gpu)")
     rows = [(key, planned[key], found.figures[key]) for key in planned if key in found.figures]
-    return Comparison(name, tuple(rows))
+    return Comparison(name, tuple(rows), tuple(notes))
 
 
 def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
@@ -100,6 +114,10 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
 
     length = found.figures.get("max_model_len")
     memory = parse_size(args.device_memory, "--device-memory") if args.device_memory else None
+    if memory is None and args.gpu is None and "device_bytes" in found.figures:
+        memory = int(found.figures["device_bytes"])
+    ranks = parse_count(args.tensor_parallel_size, "--tensor-parallel-size") if args.tensor_parallel_size else 1
+    ratio = said.get("swa_full_tokens_ratio")
     flags = Deployment(
         engine=found.engine or "vllm",  # type: ignore[arg-type]
         engine_version=args.engine_version or found.version,
@@ -113,14 +131,24 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
         max_num_seqs=count("max_num_seqs"),
         max_num_batched_tokens=count("max_num_batched_tokens"),
         block_size=count("block_size"),
-        tensor_parallel_size=count("tensor_parallel_size") or 1,
+        tensor_parallel_size=count("tensor_parallel_size") or ranks or 1,
         pipeline_parallel_size=count("pipeline_parallel_size") or 1,
         enforce_eager=said.get("enforce_eager") == "True",
+        swa_full_tokens_ratio=float(ratio) if ratio else 0.8,
     )
+    if flags.engine == "llama.cpp":  # allocates the context it was given, whatever the device has
+        if flags.max_model_len is None:
+            raise DeploymentError(
+                "the log says neither n_ctx nor the cells of a cache",
+                field="n_ctx",
+                hint="give all of its start",
+            )
+        return replace(flags, device_memory=memory or 1 << 50)
     if args.gpu is None and memory is None:
-        pool = int(found.figures.get("kv_pool_bytes", 0)) or None
-        if pool is None:
-            raise DeploymentError("needed: the log prints no pool", field="--gpu", hint="or --device-memory")
+        pool = int(found.figures.get("kv_pool_bytes", 0))
+        if pool <= 0:
+            what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
+            raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
         flags = replace(flags, device_memory=1 << 50, kv_cache_memory_bytes=pool)
     return flags
 
@@ -160,13 +188,13 @@ def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float,
 
 def _print(comparison: Comparison) -> None:
     print(f"{comparison.name}:")
-    print(f"  {'term':<18}{'planned':>18}{'logged':>18}{'difference':>12}")
+    if comparison.rows:
+        print(f"  {'term':<18}{'planned':>18}{'logged':>18}{'difference':>12}")
     for name, planned, logged in comparison.rows:
-        shown = [
-            gib(int(v)) if name in _BYTES else f"{v:,.2f}".rstrip("0").rstrip(".") for v in (planned, logged)
-        ]
         share = f"{100 * (planned - logged) / logged:+.2f} %" if logged else ""
-        print(f"  {name:<18}{shown[0]:>18}{shown[1]:>18}{share:>12}")
+        print(f"  {name:<18}{_shown(name, planned):>18}{_shown(name, logged):>18}{share:>12}")
+    for note in comparison.notes:
+        print(f"  {note}")
 
 
 def _shown(name: str, value: float) -> str:

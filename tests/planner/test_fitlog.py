@@ -91,6 +91,25 @@ def test_a_real_log_against_the_plan(tmp_path, model, capsys):
     assert "difference" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("engine", "arguments", "term"),
+    [("SGLang", ["--tensor-parallel-size", "2"], "tokens"), ("llama.cpp", [], "kv_pool_bytes")],
+)
+def test_logs_of_sliding_windows(engine, arguments, term, tmp_path, capsys):
+    """Gemma 4 under SGLang (two pools, their ratio is in the log) and llama.cpp (two caches, two streams); the
+    weights are of another format than the config's, which is said instead of compared."""
+    report = next(r for r in REPORTS if r["engine"] == engine and r["config"] == "google__gemma-4-26B-A4B")
+    shutil.copy(DATA / "configs" / "google__gemma-4-26B-A4B.json", tmp_path / "config.json")
+    (tmp_path / "start.log").write_text(report["quote"])
+    command = [str(tmp_path / "start.log"), "--model", str(tmp_path), *arguments]
+    assert run([*command, "--json"]) == 0
+    (out,) = json.loads(capsys.readouterr().out)["logs"]
+    assert set(out["terms"]) == {term}
+    assert abs(out["terms"][term]["planned"] / out["terms"][term]["logged"] - 1) < 0.001
+    assert run(command) == 0
+    assert "weights not compared" in capsys.readouterr().out
+
+
 def test_refit_leaves_logs_out():
     logs = [Comparison(str(i), (("activation_bytes", 100.0, 150.0 + i),)) for i in range(4)]
     factor, before, after = refit_terms(logs)["activation_bytes"]
