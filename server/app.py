@@ -20,12 +20,14 @@ from tonnage.server.api.chat.router import chat_router
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.router import completions_router
 from tonnage.server.api.completions.service import CompletionService
+from tonnage.server.api.embeddings.router import embeddings_router
+from tonnage.server.api.embeddings.service import EmbeddingService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
 from tonnage.server.api.responses.router import responses_router
 from tonnage.server.api.responses.service import ResponseService
-from tonnage.server.api.tokenize import embeddings_router, tokenize_router
+from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
 from tonnage.server.gguf_tokenizer import model_files
@@ -97,7 +99,7 @@ def create_app(
     app.include_router(responses_router(state, ResponseService(state, generator)))
     app.include_router(models_router(state))
     app.include_router(tokenize_router(state, generator))
-    app.include_router(embeddings_router(state))
+    app.include_router(embeddings_router(state, EmbeddingService(state, generator)))
     app.include_router(operations_router(state, Metrics(state), generator))
     if settings.request_log is not None:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)

@@ -61,6 +61,9 @@ class Settings(BaseSettings):
         "hf", description="engine; auto: vllm where it runs the model, else hf; fake runs no model"
     )
 
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto", description="pooling: embeddings (vllm); auto: by the model's sentence-transformers files"
+    )
     device: str = Field("cpu", description="device the engine runs on")
     device_memory: Bytes | None = Field(None, description="device memory (24GiB, 80GB); default: ask it")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the memory that may be used")

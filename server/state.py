@@ -85,6 +85,17 @@ class ServerState:
             )
         return "" if name == self.model_name else name
 
+    def check_task(self, *, embeds: bool = False) -> None:
+        """Raises ApiError when the model gives text and vectors were asked for, or the reverse."""
+        if embeds != getattr(self.engine, "embeds", False):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_ENDPOINT,
+                f"{self.model_name!r} generates text and gives no embeddings; serve an embedding model for that"
+                if embeds
+                else f"{self.model_name!r} gives embeddings and generates no text; use /v1/embeddings",
+                param="model",
+            )
+
     @property
     def max_model_len(self) -> int:
         """Longest sequence: what the engine has, or the plan until it has loaded."""

@@ -78,6 +78,10 @@ class SupervisedEngine:
     def honours(self) -> frozenset[str]:
         return getattr(self._engine, "honours", BASIC_PARAMS)
 
+    @property
+    def embeds(self) -> bool:
+        return getattr(self._engine, "embeds", False)
+
     def own_metrics(self) -> bytes | None:
         """Metrics of the engine under its own names; None: it has none."""
         own = getattr(self._engine, "own_metrics", None)

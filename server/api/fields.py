@@ -156,8 +156,23 @@ RESPONSES: FieldTable = {
     **_refused(enable_response_messages=(False,), chat_template=()),
 }
 
+EMBEDDING: FieldTable = {
+    **_honoured(
+        "model", "input", "encoding_format", "add_special_tokens", "priority", "cache_salt", "request_id"
+    ),
+    **_honoured("dimensions"),  # by a model trained for it (Matryoshka), else refused by the engine
+    **_ignored("user"),
+    **_refused("an input that is too long is refused", truncate_prompt_tokens=(), truncation_side=()),
+    **_refused("vectors are normalized as the model's own configuration says", use_activation=()),
+    **_refused("32-bit floats only", embed_dtype=("float32",), endianness=("native", "little")),
+    **_refused("send input", messages=()),
+    **_refused("the model takes text only", mm_processor_kwargs=()),
+    **_refused(padding=("do_not_pad",)),
+}
+
 TABLES: dict[str, FieldTable] = {
     "/v1/completions": COMPLETION,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
+    "/v1/embeddings": EMBEDDING,
 }

@@ -69,6 +69,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     token_ids: tuple[int, ...] = ()
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -228,6 +229,8 @@ class Generator:
                         ticket.tokens(len(chunk.token_ids), now, sequence.last)
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
+                    if chunk.embedding:
+                        delta.embedding = chunk.embedding
                     unfinished -= sequence.finished
                     if (
                         delta.text

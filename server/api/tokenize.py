@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes, and POST /v1/embeddings' refusal."""
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -99,20 +99,5 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")
         return Text(prompt=state.tokenizer.decode(body.tokens))
-
-    return router
-
-
-def embeddings_router(state: ServerState) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/embeddings", include_in_schema=False)
-    async def create_embeddings() -> None:
-        """Refused by name: every engine here generates."""
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_ENDPOINT,
-            f"{state.model_name!r} generates text and gives no embeddings; serve an embedding model for that",
-            param="model",
-        )
 
     return router

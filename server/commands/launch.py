@@ -124,6 +124,13 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field="enable_lora",
             hint="take --backend vllm",
         )
+    embeds = settings.runner == "pooling" or (settings.runner == "auto" and _is_embedding_model(plan))
+    if settings.backend != "vllm" and embeds:
+        raise DeploymentError(
+            f"the {settings.backend} backend gives no embeddings",
+            field="runner",
+            hint="take --backend vllm, or --runner generate for text",
+        )
     for field in ("kv_events_config", "shared_system_prompt"):
         if settings.backend != "hf" and getattr(settings, field):
             raise DeploymentError(
@@ -133,7 +140,8 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         from tonnage.server.engines.vllm import VLLMEngine
 
         loras = lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank)
-        return VLLMEngine(plan, loras={module.name: str(module.path) for module in loras})
+        paths = {module.name: str(module.path) for module in loras}
+        return VLLMEngine(plan, loras=paths, embeds=embeds)
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine
 
@@ -142,6 +150,11 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
 
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
+
+
+def _is_embedding_model(plan: Plan) -> bool:
+    """sentence-transformers' list of modules lies beside the weights of the models saved by it."""
+    return (Path(plan.model.path) / "modules.json").is_file()
 
 
 def _sharing(settings: Settings, plan: Plan) -> Sharing:

@@ -46,12 +46,21 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """Asks for the embedding of the prompt. ``dimensions``: the first so many, normalized again, of a model
+    that was trained for it."""
+
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Field meanings as in vLLM's SamplingParams. temperature 0 = greedy; top_k 0 = off.
 
     ``logprobs``: with each token its own log probability and those of this many best ones (before temperature
     and truncation, vLLM's ``raw_logprobs``); ``prompt_logprobs`` the same for the prompt, None: none.
     ``logit_bias``: (token id, added to its logit). ``min_tokens``: no stop token before so many tokens.
+    ``pooling``: a vector instead of tokens, by an engine that ``embeds``.
     What an engine does not honour (:attr:`Engine.honours`) is refused before it gets there.
     """
 
@@ -70,6 +79,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
 
 # The sampling parameters every engine honours; what an engine honours beyond them is in its ``honours``.
@@ -117,6 +127,7 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: tuple[float, ...] = ()  # of the prompt, in the one chunk of a request for it
     queued_seconds: float | None = None  # from submit to admission; None: this engine does not say
 
 

@@ -33,7 +33,13 @@ from tonnage.server.engines.base import (
     limits_of,
 )
 from tonnage.server.engines.ledger import PromiseLedger
-from tonnage.server.engines.vllm_params import HONOURED, prompt_logprobs, sampling_params, token_logprobs
+from tonnage.server.engines.vllm_params import (
+    HONOURED,
+    pooling_params,
+    prompt_logprobs,
+    sampling_params,
+    token_logprobs,
+)
 from tonnage.server.memory import PeakSampler
 
 # What the user has set wins.
@@ -58,11 +64,18 @@ class VLLMEngine:
 
     ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
     takes minutes. ``loras``: name of each LoRA adapter -> its folder; loaded before the engine is ready.
+    ``embeds``: vLLM's pooling runner, which gives a vector for each prompt.
     """
 
     def __init__(
-        self, plan: Plan, *, enforce_eager: bool | None = None, loras: Mapping[str, str] | None = None
+        self,
+        plan: Plan,
+        *,
+        enforce_eager: bool | None = None,
+        loras: Mapping[str, str] | None = None,
+        embeds: bool = False,
     ) -> None:
+        self.embeds = embeds
         self._plan = plan
         self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
         if enforce_eager is not None:
@@ -106,6 +119,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         arguments = engine_arguments(self._plan, enforce_eager=self._eager)
+        arguments["runner"] = "pooling" if self.embeds else "generate"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._sampler.start()
@@ -213,13 +227,25 @@ class VLLMEngine:
         from vllm.inputs.engine import tokens_input
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
-        outputs: AsyncGenerator[Any, None] = self._llm.generate(
-            prompt,
-            sampling_params(request),
-            request.request_id,
-            lora_request=self._loras[request.lora] if request.lora else None,
-        )
+        lora = self._loras[request.lora] if request.lora else None
+        submit = self._llm.encode if self.embeds else self._llm.generate
+        params = pooling_params(request) if self.embeds else sampling_params(request)
+        outputs: AsyncGenerator[Any, None] = submit(prompt, params, request.request_id, lora_request=lora)
         return outputs
+
+    def _vector(self, request: GenerationRequest, output: Any, queued: float) -> Chunk:
+        cached = output.num_cached_tokens or 0
+        self._prefix_hit_tokens += cached
+        self._shared_hit_tokens += 0 if request.cache_salt else cached
+        return Chunk(
+            request.request_id,
+            0,
+            (),
+            "length",
+            cached,
+            embedding=tuple(output.outputs.data.tolist()),
+            queued_seconds=queued,
+        )
 
     async def _chunks(self, request: GenerationRequest, queued: float) -> AsyncGenerator[Chunk, None]:
         from vllm.exceptions import VLLMClientError
@@ -234,6 +260,9 @@ class VLLMEngine:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
             async with contextlib.aclosing(self._submit(request)) as outputs:
                 async for output in outputs:
+                    if self.embeds:
+                        yield self._vector(request, output, queued)
+                        continue
                     prompt: tuple[TokenLogprobs | None, ...] = ()
                     if cached is None:
                         cached = output.num_cached_tokens or 0

@@ -52,6 +52,14 @@ def sampling_params(request: GenerationRequest) -> Any:
     )
 
 
+def pooling_params(request: GenerationRequest) -> Any:
+    """vLLM's PoolingParams for a request of an embedding."""
+    from vllm.pooling_params import PoolingParams
+
+    pooling = request.params.pooling
+    return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
+
+
 def _structured(grammar: Grammar | None) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion_message import ChatCompletionMessage
@@ -192,8 +187,8 @@ async def test_flags_of_the_parser(small_plan, tokenizer, tmp_path: Path) -> Non
     for half in ({"enable_auto_tool_choice": True}, {"tool_call_parser": "hermes"}):
         with pytest.raises(DeploymentError, match="belong together"):
             create_app(Settings(model="demo", **half), FakeEngine(small_plan()), tokenizer)
+    settings = Settings(model="demo", chat_template=tmp_path / "none")
     with pytest.raises(ConfigError, match="chat_template"):
-        settings = Settings(model="demo", chat_template=tmp_path / "none")
         create_app(settings, FakeEngine(small_plan()), tokenizer)
 
 
@@ -207,7 +202,10 @@ async def test_an_unknown_parser_is_named(run_server, small_plan) -> None:
 
 
 def test_a_models_second_template_is_for_tools(tmp_path: Path) -> None:
-    source = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }}"}]
+    source = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }}"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     template = ChatTemplate.from_folder(tmp_path)
     assert template is not None

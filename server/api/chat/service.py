@@ -133,6 +133,7 @@ class ChatService(OpenAIEvents):
     async def _prepare(self, request: ChatRequest) -> tuple[Submission, ToolUse]:
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
+        state.check_task()
         check_stream_options(request)
         if request.top_logprobs and not request.logprobs:
             raise ApiError(

@@ -136,6 +136,7 @@ class CompletionService(OpenAIEvents):
         """Tokens, limits and sampling parameters; and what each choice echoes of its prompt."""
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
+        state.check_task()
         check_stream_options(request)
         if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
             raise ApiError(

@@ -94,6 +94,7 @@ class ResponseService:
     async def _prepare(self, request: ResponseRequest) -> Submission:
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
+        state.check_task()
         if request.stream_options is not None and not request.stream:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,

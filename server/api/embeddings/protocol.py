@@ -1,0 +1,72 @@
+"""Bodies of /v1/embeddings: OpenAI's fields, and those of vLLM that are honoured here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from tonnage.server.api.body import Fields
+from tonnage.server.api.fields import EMBEDDING
+from tonnage.server.api.sampling import STRICT, TokenId
+
+MAX_INPUTS = 2048  # OpenAI's limit (its API reference, "input")
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings."""
+
+    model_config = STRICT
+
+    model: str
+    input: Text | Texts | TokenIds | Lists
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-1000, le=1000, description="lower runs first")
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @property
+    def stream(self) -> bool:
+        return False
+
+    def inputs(self) -> list[str] | list[list[int]]:
+        """The four forms of ``input`` as a list of texts or of token id lists."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if isinstance(self.input[0], int):
+            return [self.input]  # type: ignore[list-item]
+        return self.input  # type: ignore[return-value]
+
+
+INPUT_EXPECTED = f"a string, a list of token ids, or a list of at most {MAX_INPUTS} of either"
+
+FIELDS = Fields(model=EmbeddingRequest, table=EMBEDDING, expected={"input": INPUT_EXPECTED})
+
+
+class Embedding(BaseModel):
+    """``embedding``: floats, or base64 of little-endian 32-bit ones."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    """A whole answer."""
+
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage

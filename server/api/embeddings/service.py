@@ -1,0 +1,81 @@
+"""/v1/embeddings without HTTP. A prompt goes the way of every request, through quota, queue and admission; what
+comes back is one chunk with a vector in it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from tonnage.server.accounts import Ticket
+from tonnage.server.api.embeddings.protocol import (
+    FIELDS,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from tonnage.server.api.endpoint import OpenAIEvents
+from tonnage.server.api.generation import Generator, Submission, TokenCounts
+from tonnage.server.engines.base import Pooling, SamplingParams
+from tonnage.server.state import ServerState
+
+
+class EmbeddingService(OpenAIEvents):
+    """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
+
+    fields = FIELDS
+
+    def __init__(self, state: ServerState, generator: Generator) -> None:
+        self._state = state
+        self._generator = generator
+
+    async def complete(self, request: EmbeddingRequest, ticket: Ticket) -> bytes:
+        """The whole answer. Cancelling the call aborts the request."""
+        submission = await self._prepare(request)
+        counts = TokenCounts()
+        vectors: list[tuple[float, ...]] = [()] * len(submission.prompts)
+        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                vectors[delta.index] = delta.embedding
+        ticket.finish("stop")
+        packed = request.encoding_format == "base64"
+        answer = EmbeddingList(
+            data=[
+                Embedding(index=index, embedding=_base64(vector) if packed else list(vector))
+                for index, vector in enumerate(vectors)
+            ],
+            model=request.model,
+            usage=EmbeddingUsage(prompt_tokens=counts.prompt, total_tokens=counts.prompt),
+        )
+        return answer.model_dump_json().encode()
+
+    def stream(self, request: EmbeddingRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+        raise NotImplementedError  # the body has no field for it
+
+    async def _prepare(self, request: EmbeddingRequest) -> Submission:
+        state, generator = self._state, self._generator
+        lora = state.check_model(request.model)
+        state.check_task(embeds=True)
+        state.check_ready()
+        special = request.add_special_tokens is not False
+        prompts = tuple(
+            [
+                await generator.encode(item, add_special_tokens=special)
+                if isinstance(item, str)
+                else tuple(item)
+                for item in request.inputs()
+            ]
+        )
+        generator.check_token_ids(prompts, "input")
+        # Admission and vLLM's scheduler count a prompt with the token after it.
+        generator.max_tokens(1, max(map(len, prompts)), param="input")
+        params = SamplingParams(1, pooling=Pooling(request.dimensions))
+        return Submission(
+            prompts, params, cache_salt=request.cache_salt or "", priority=request.priority, lora=lora
+        )
+
+
+def _base64(vector: tuple[float, ...]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,125 @@
+"""/v1/embeddings: a decoder behind vLLM's pooling runner; its vectors are transformers' own."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from openai.types import CreateEmbeddingResponse
+from transformers import AutoModel, AutoTokenizer
+
+from tonnage.planner.build import make_plan
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plan import Deployment
+from tonnage.server.commands.launch import make_engine
+from tonnage.server.demo_model import ensure_demo
+from tonnage.server.settings import Settings
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
+
+TEXTS = ["A fox runs over the hill.", "Ein Fuchs.", "def f(x): return x", "The bank raised its rates. " * 9]
+POOL = "256MiB"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    command = [
+        *(sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "0"),
+        *("--runner", "pooling", "--dtype", "float32", "--kv-cache-memory-bytes", POOL),
+        *("--max-model-len", "512", "--max-num-seqs", "8"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
+        assert url is not None, "the server ended before it was ready"
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        with (
+            httpx.Client(trust_env=False, timeout=120) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
+        ):
+            yield made
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+@needs_vllm
+def test_vectors_are_those_of_transformers(client: openai.OpenAI) -> None:
+    """The last token's hidden state, normalized: vLLM's pooling where the model's files say nothing."""
+    folder = ensure_demo()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
+    with torch.inference_mode():
+        states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1] for text in TEXTS]
+    expected = torch.stack([state / state.norm() for state in states])
+    answer = client.embeddings.create(model="demo", input=TEXTS, encoding_format="float")
+    assert [item.index for item in answer.data] == list(range(len(TEXTS)))
+    found = torch.tensor([item.embedding for item in answer.data])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert (expected[0] - expected[1]).abs().max() > 0.01  # the tolerance tells texts apart
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+    for given in (TEXTS[0], ids[0], [ids[0]]):
+        again = client.embeddings.create(model="demo", input=given, encoding_format="float").data[0].embedding
+        torch.testing.assert_close(torch.tensor(again), expected[0], atol=2e-4, rtol=0)
+
+
+@needs_vllm
+def test_answers_follow_the_schema_and_everything_is_freed(client: openai.OpenAI) -> None:
+    url, http = str(client.base_url).removesuffix("/v1/"), client._client
+    body: dict[str, Any] = {"model": "demo", "input": TEXTS[:1]}
+    plain = http.post(f"{url}/v1/embeddings", json=body | {"user": "me"})
+    assert plain.headers["x-ignored-fields"] == "user"
+    CreateEmbeddingResponse.model_validate_json(plain.content, strict=True)
+    packed = http.post(f"{url}/v1/embeddings", json=body | {"encoding_format": "base64"}).json()
+    raw = base64.b64decode(packed["data"][0]["embedding"])
+    floats = torch.tensor(struct.unpack(f"<{len(raw) // 4}f", raw))
+    torch.testing.assert_close(floats, torch.tensor(plain.json()["data"][0]["embedding"]), atol=2e-4, rtol=0)
+    for change, code, param in (
+        ({"input": "word " * 600}, "context_length_exceeded", "input"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": [[]]}, "invalid_value", "input"),
+        ({"input": [10**6]}, "invalid_value", "input"),
+        ({"encoding_format": "int8"}, "invalid_value", "encoding_format"),
+        ({"dimensions": 8}, "invalid_value", None),  # by vLLM: the model was not trained for it
+        ({"model": "other"}, "model_not_found", "model"),
+    ):
+        error = http.post(f"{url}/v1/embeddings", json=body | change).json()["error"]
+        assert (error["code"], error["param"]) == (code, param), (change, error)
+    for path, more in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": []})):
+        refused = http.post(f"{url}/v1/{path}", json={"model": "demo", "max_tokens": 1, **more})
+        assert refused.status_code == 400
+    with ThreadPoolExecutor(8) as pool:  # more at once than fit into a batch
+        answers = list(
+            pool.map(lambda at: client.embeddings.create(model="demo", input=f"{at} " * 50), range(24))
+        )
+    assert all(len(answer.data[0].embedding) == 576 for answer in answers)
+    blocks = http.get(f"{url}/memory").json()["pool"]["blocks"]
+    assert (blocks["used"], blocks["promised"]) == (0, 0)
+    page = http.get(f"{url}/metrics").text.splitlines()
+    counts = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in page if line[:1] != "#"}
+    received = sum(
+        value for name, value in counts.items() if name.startswith("tonnage_requests_received_total")
+    )
+    outcomes = sum(value for name, value in counts.items() if name.startswith("tonnage_requests_total{"))
+    assert received == outcomes > 24
+
+
+def test_only_vllm_embeds(tmp_path: Path) -> None:
+    plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
+    for backend in ("hf", "fake"):
+        with pytest.raises(DeploymentError, match="--backend vllm"):
+            make_engine(Settings(model="demo", backend=backend, runner="pooling"), plan)
