@@ -18,12 +18,13 @@ _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mr
 
 class Tensors:
     """Collects the tensors of a model in order. ``layer`` is the model layer of what is added next;
-    ``role`` replaces every role while it is set (towers and encoders)."""
+    ``role`` replaces every role while it is set (towers and encoders); ``linear_class`` owns linear layers."""
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self.layer: int | None = None
         self.role: Role | None = None
+        self.linear_class = "Linear"
 
     def add(
         self,
@@ -58,10 +59,11 @@ class Tensors:
         bias: bool = False,
         shard: Shard = None,
         kv: tuple[int, int] = (0, 0),
-        module_class: str = "Linear",
+        module_class: str | None = None,
     ) -> None:
         """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
         dim = {"column": 0, "row": 1, None: None}[shard]
+        module_class = module_class or self.linear_class
         self.add(f"{module}.weight", (out, into), role, module_class, shard=dim, kv=kv)
         if bias:
             self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
@@ -226,32 +228,6 @@ class Heads:
     @property
     def value_size(self) -> int:
         return self.head_size if self.value is None else self.value
-
-
-def linear(
-    module: str, out: int, into: int, role: Role, layer: int | None, bias: bool, module_class: str = "Linear"
-) -> Iterator[TensorSpec]:
-    """Weight [out, in] and, if any, bias [out] of a linear layer."""
-    yield TensorSpec(f"{module}.weight", (out, into), role, module_class, layer)
-    if bias:
-        yield TensorSpec(f"{module}.bias", (out,), role, module_class, layer)
-
-
-def rms_norm(module: str, size: int, layer: int | None) -> TensorSpec:
-    return TensorSpec(f"{module}.weight", (size,), "norm", "RMSNorm", layer)
-
-
-def layer_norm(module: str, size: int, layer: int | None) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{module}.weight", (size,), "norm", "LayerNorm", layer)
-    yield TensorSpec(f"{module}.bias", (size,), "norm", "LayerNorm", layer)
-
-
-def embedding(module: str, rows: int, width: int) -> TensorSpec:
-    return TensorSpec(f"{module}.weight", (rows, width), "embedding", "Embedding")
-
-
-def lm_head(vocab: int, width: int, tied_to: str | None, module: str = "lm_head") -> TensorSpec:
-    return TensorSpec(f"{module}.weight", (vocab, width), "head", "Linear", tied_to=tied_to)
 
 
 def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:

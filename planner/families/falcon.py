@@ -6,14 +6,11 @@ bitsandbytes' replacement does not touch (integrations/bitsandbytes.py: ``type(m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, TensorSpec
+from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
-
-_LINEAR = "FalconLinear"
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
@@ -36,49 +33,33 @@ def build(fields: Fields, model_type: str) -> Architecture:
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
     else:
         kv_heads = 1 if multi_query else heads  # num_kv_heads is not read
-    qkv_rows = (heads + 2 * kv_heads) * head_size
     norms = _norms(fields, new, parallel)
-    rotary = Rotary(head_size, 1)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
 
-    def tensors() -> Iterator[TensorSpec]:
-        yield common.embedding("transformer.word_embeddings", vocab, hidden)
-        for i in range(layers):
-            at = f"transformer.h.{i}"
-            attention = (("query_key_value", qkv_rows, hidden), ("dense", hidden, hidden))
-            for name, out, into in attention:
-                module = f"{at}.self_attention.{name}"
-                yield from common.linear(module, out, into, "attention", i, bias, _LINEAR)
-            for name, out, into in (("dense_h_to_4h", inner, hidden), ("dense_4h_to_h", hidden, inner)):
-                yield from common.linear(f"{at}.mlp.{name}", out, into, "mlp", i, bias, _LINEAR)
-            for name in norms:
-                yield from common.layer_norm(f"{at}.{name}", hidden, i)
-        yield from common.layer_norm("transformer.ln_f", hidden, None)
-        yield common.lm_head(vocab, hidden, "transformer.word_embeddings.weight" if tied else None)
-        # built even where alibi takes its place
-        yield from common.rotary_buffers(rotary, ("transformer.rotary_emb.",))
-
-    return Architecture(
-        model_type=model_type,
-        class_name="FalconForCausalLM",
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        vocab_size=vocab,
-        max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
-        tensors=tuple(tensors()),
+    dims = Heads(hidden, heads, kv_heads, head_size)
+    t = Tensors()
+    t.linear_class = "FalconLinear"
+    t.vocabulary("transformer.word_embeddings", vocab, hidden)
+    for i in range(layers):
+        t.layer, at = i, f"transformer.h.{i}"
+        t.fused_attention(
+            f"{at}.self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias
+        )
+        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=bias, names=("dense_h_to_4h", "dense_4h_to_h"))
+        for name in norms:
+            t.norm(f"{at}.{name}", hidden, "layer")
+    t.layer = None
+    t.norm("transformer.ln_f", hidden, "layer")
+    t.head("lm_head", vocab, hidden, "transformer.word_embeddings.weight" if tied else None)
+    t.rotary(head_size, "transformer.rotary_emb.")  # built even where alibi takes its place
+    return common.decoder(
+        fields, model_type, "FalconForCausalLM", t, dims,
         # transformers repeats K and V to all heads before it stores them in the new architecture
-        cache_layers=tuple(
-            CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)
-        ),
-        rotary=None if alibi else rotary,
-        position_field="max_position_embeddings",
-        gated_mlp=False,
-    )
+        tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
+        layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
+        max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
+    )  # fmt: skip
 
 
 def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:

@@ -6,12 +6,12 @@ multimodal Gemma 3 is in multimodal.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from tonnage.planner.architecture import Architecture, Rotary, TensorSpec
+from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import dataclass
 
@@ -86,52 +86,32 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )
     kinds, window = _kinds(fields, model_type, layers)
     prefixes, factor = _rotary(fields, model_type, kinds)
-    rotary = Rotary(head_size, len(prefixes))
     norms = ["input_layernorm", "post_attention_layernorm"]
     if model_type == "vaultgemma":
         norms = ["input_layernorm", "pre_feedforward_layernorm"]
     if variant.four_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
 
-    def tensors() -> Iterator[TensorSpec]:
-        yield common.embedding("model.embed_tokens", vocab, hidden)
-        # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
-        yield TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
-        for i in range(layers):
-            at = f"model.layers.{i}"
-            for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
-                yield from common.linear(
-                    f"{at}.self_attn.{name}", rows * head_size, hidden, "attention", i, bias
-                )
-            yield from common.linear(f"{at}.self_attn.o_proj", hidden, heads * head_size, "attention", i, bias)
-            if variant.qk_norm:
-                yield common.rms_norm(f"{at}.self_attn.q_norm", head_size, i)
-                yield common.rms_norm(f"{at}.self_attn.k_norm", head_size, i)
-            yield from common.linear(f"{at}.mlp.gate_proj", inner, hidden, "mlp", i, False)
-            yield from common.linear(f"{at}.mlp.up_proj", inner, hidden, "mlp", i, False)
-            yield from common.linear(f"{at}.mlp.down_proj", hidden, inner, "mlp", i, False)
-            for name in norms:
-                yield common.rms_norm(f"{at}.{name}", hidden, i)
-        yield common.rms_norm("model.norm", hidden, None)
-        yield common.lm_head(vocab, hidden, "model.embed_tokens.weight" if tied else None)
-        yield from common.rotary_buffers(rotary, prefixes)
-
-    return Architecture(
-        model_type=model_type,
-        class_name=variant.class_name,
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        vocab_size=vocab,
+    dims = Heads(hidden, heads, kv_heads, head_size)
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, hidden)
+    # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
+    t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
+    for i in range(layers):
+        t.layer, at = i, f"model.layers.{i}"
+        qk_norm = "head" if variant.qk_norm else "none"
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm=qk_norm)
+        t.gated_mlp(f"{at}.mlp", hidden, inner)
+        for name in norms:
+            t.norm(f"{at}.{name}", hidden)
+    t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
+    t.rotary(head_size, *prefixes)
+    return common.decoder(
+        fields, model_type, variant.class_name, t, dims,
+        common.cache_layers(kinds, window, kv_heads, head_size),
+        layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
         max_model_len=int(integer("max_position_embeddings", "positions") * factor),
-        tensors=tuple(tensors()),
-        cache_layers=common.cache_layers(kinds, window, kv_heads, head_size),
-        rotary=rotary,
-        position_field="max_position_embeddings",
-    )
+    )  # fmt: skip
 
 
 def _kinds(fields: Fields, model_type: str, layers: int) -> tuple[tuple[str, ...], int | None]:

@@ -3,11 +3,10 @@ models/gpt_bigcode/."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields
 
 
@@ -31,39 +30,23 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "max_sequence_length", "max_batch_size", "pad_key_length", "activation_function",
     )  # fmt: skip
 
-    def tensors() -> Iterator[TensorSpec]:
-        yield common.embedding("transformer.wte", vocab, hidden)
-        yield common.embedding("transformer.wpe", positions, hidden)
-        for i in range(layers):
-            at = f"transformer.h.{i}"
-            yield from common.linear(
-                f"{at}.attn.c_attn", hidden + 2 * kv_heads * head_size, hidden, "attention", i, True
-            )
-            yield from common.linear(f"{at}.attn.c_proj", hidden, hidden, "attention", i, True)
-            yield from common.linear(f"{at}.mlp.c_fc", inner, hidden, "mlp", i, True)
-            yield from common.linear(f"{at}.mlp.c_proj", hidden, inner, "mlp", i, True)
-            yield from common.layer_norm(f"{at}.ln_1", hidden, i)
-            yield from common.layer_norm(f"{at}.ln_2", hidden, i)
-        yield from common.layer_norm("transformer.ln_f", hidden, None)
-        # the causal mask of all positions: 64 MiB for StarCoder's 8,192
-        mask = (positions, positions)
-        yield TensorSpec("transformer.bias", mask, "buffer", "GPTBigCodeModel", dtype="bool")
-        yield common.lm_head(vocab, hidden, "transformer.wte.weight" if tied else None)
-
-    return Architecture(
-        model_type=model_type,
-        class_name="GPTBigCodeForCausalLM",
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        vocab_size=vocab,
-        max_model_len=positions,
-        tensors=tuple(tensors()),
-        cache_layers=common.cache_layers(("full_attention",) * layers, None, kv_heads, head_size),
-        rotary=None,
-        position_field=fields.name("max_position_embeddings"),
-        gated_mlp=False,
-    )
+    dims = Heads(hidden, heads, kv_heads, head_size)
+    t = Tensors()
+    t.vocabulary("transformer.wte", vocab, hidden)
+    t.embedding("transformer.wpe", positions, hidden)
+    for i in range(layers):
+        t.layer, at = i, f"transformer.h.{i}"
+        t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True)
+        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("c_fc", "c_proj"))
+        t.norm(f"{at}.ln_1", hidden, "layer")
+        t.norm(f"{at}.ln_2", hidden, "layer")
+    t.layer = None
+    t.norm("transformer.ln_f", hidden, "layer")
+    # the causal mask of all positions: 64 MiB for StarCoder's 8,192
+    t.buffer("transformer.bias", (positions, positions), "GPTBigCodeModel", "bool")
+    t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
+    return common.decoder(
+        fields, model_type, "GPTBigCodeForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        inner=inner, vocab=vocab, max_model_len=positions,
+        position_field=fields.name("max_position_embeddings"), gated=False,
+    )  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from tonnage.planner.architecture import Architecture, Rotary, TensorSpec
+from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
+from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
 
 
@@ -22,41 +21,24 @@ def build(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("use_parallel_residual", "rotary_emb_base", "is_decoder", "classifier_dropout")
     rotary = Rotary(_rotary_dim(fields, head_size), 1)
-    _, factor = common.read_rope(fields)
 
-    def tensors() -> Iterator[TensorSpec]:
-        yield common.embedding("gpt_neox.embed_in", vocab, hidden)
-        for i in range(layers):
-            at = f"gpt_neox.layers.{i}"
-            yield from common.linear(
-                f"{at}.attention.query_key_value", 3 * hidden, hidden, "attention", i, bias
-            )
-            yield from common.linear(f"{at}.attention.dense", hidden, hidden, "attention", i, bias)
-            yield from common.linear(f"{at}.mlp.dense_h_to_4h", inner, hidden, "mlp", i, True)
-            yield from common.linear(f"{at}.mlp.dense_4h_to_h", hidden, inner, "mlp", i, True)
-            yield from common.layer_norm(f"{at}.input_layernorm", hidden, i)
-            yield from common.layer_norm(f"{at}.post_attention_layernorm", hidden, i)
-        yield from common.layer_norm("gpt_neox.final_layer_norm", hidden, None)
-        yield common.lm_head(vocab, hidden, "gpt_neox.embed_in.weight" if tied else None)
-        yield from common.rotary_buffers(rotary, ("gpt_neox.rotary_emb.",))
-
-    return Architecture(
-        model_type=model_type,
-        class_name="GPTNeoXForCausalLM",
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=heads,
-        head_size=head_size,
-        vocab_size=vocab,
-        max_model_len=int(fields.integer("max_position_embeddings", limit="positions") * factor),
-        tensors=tuple(tensors()),
-        cache_layers=common.cache_layers(("full_attention",) * layers, None, heads, head_size),
-        rotary=rotary,
-        position_field="max_position_embeddings",
-        gated_mlp=False,
-    )
+    dims = Heads(hidden, heads, heads, head_size)
+    t = Tensors()
+    t.vocabulary("gpt_neox.embed_in", vocab, hidden)
+    for i in range(layers):
+        t.layer, at = i, f"gpt_neox.layers.{i}"
+        t.fused_attention(f"{at}.attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias)
+        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
+        t.norm(f"{at}.input_layernorm", hidden, "layer")
+        t.norm(f"{at}.post_attention_layernorm", hidden, "layer")
+    t.layer = None
+    t.norm("gpt_neox.final_layer_norm", hidden, "layer")
+    t.head("lm_head", vocab, hidden, "gpt_neox.embed_in.weight" if tied else None)
+    t.rotary(rotary.dim, "gpt_neox.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "GPTNeoXForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        inner=inner, vocab=vocab, rotary=rotary, gated=False,
+    )  # fmt: skip
 
 
 def _rotary_dim(fields: Fields, head_size: int) -> int:
