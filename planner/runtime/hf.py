@@ -26,6 +26,12 @@ ACTIVATION_INTERVAL = (0.5, 2.0)
 # longest, so that a long one among many short ones would cost its length for each.
 GATHERED_TOKENS = 16384
 
+# What FlashInfer's wrapper is given to keep partial results in: 128 MiB, as its documentation and vLLM's
+# attention backend do (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
+FLASHINFER_WORKSPACE_BYTES = 128 * MiB
+# Queries that a sequence's last tile is filled up to for FlexAttention (server/engines/hf/flex.py).
+FLEX_TILE = 16
+
 
 def framework_bytes() -> Estimate:
     """What the processes hold before weights and pool."""
@@ -53,7 +59,7 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
     residual = 2 * tokens * hidden * size
     logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
-    gathered = _gathered_bytes(architecture, chosen)
+    gathered = _kernel_bytes(architecture, chosen)
     value = max(attention + gathered, mlp) + residual + logits
     formula = (
         f"max(attention {attention + gathered:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
@@ -62,13 +68,31 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     return scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
 
 
-def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """K and V that the reference attention copies out of the pool, which only bfloat16 on a CPU is spared:
-    one sequence of max_model_len tokens, or GATHERED_TOKENS of several. The chunk's mask: a byte, and the same
-    in the model's dtype, for each query of each head of a group and each token it may see."""
+def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """What the attention takes beside its inputs and output. The CPU's bfloat16 kernel: nothing. A GPU's: the
+    most that any of them takes, because which is installed there is not known here. The reference, for all
+    others: what it gathers."""
     flags = chosen.flags
-    if flags.dtype == "bfloat16" and flags.kv_cache_dtype == "bfloat16":
-        return 0
+    if flags.kv_cache_dtype != flags.dtype:
+        return _gathered_bytes(architecture, chosen)
+    if flags.device == "cuda":
+        return max(FLASHINFER_WORKSPACE_BYTES, _flex_bytes(architecture, chosen))
+    return 0 if flags.dtype == "bfloat16" else _gathered_bytes(architecture, chosen)
+
+
+def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """Queries and their output padded to whole tiles, and for each tile (int32) the blocks that it reads."""
+    rows = chosen.max_num_batched_tokens + chosen.max_num_seqs * FLEX_TILE
+    blocks = -(-chosen.max_model_len // chosen.block_size)
+    padded = 2 * rows * architecture.heads * architecture.head_size * DTYPE_BYTES[chosen.flags.dtype]
+    return padded + (rows // FLEX_TILE + chosen.max_num_seqs) * blocks * 4
+
+
+def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """K and V that the reference attention copies out of the pool: one sequence of max_model_len tokens, or
+    GATHERED_TOKENS of several. The chunk's mask: a byte, and the same in the model's dtype, for each query of
+    each head of a group and each token it may see."""
+    flags = chosen.flags
     size = DTYPE_BYTES[flags.dtype]
     tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1

@@ -9,6 +9,7 @@ import platform
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from tonnage.server.api.fields import TABLES, Standing
@@ -31,6 +32,11 @@ PACKAGES = (
 )
 
 
+# dtype, the pool's, block size and head size that the choice of attention is shown for: the defaults of a GPU
+# and the commonest head size.
+_KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="tonnage doctor",
@@ -49,10 +55,12 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Always 0: a missing package is an answer, not a failure. Raises TonnageError for an unknown model."""
     arguments = parser().parse_args(argv)
-    report = {
+    found = devices()
+    report: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "devices": devices(),
+        "devices": found,
+        "attention": _attention(found) if find_spec("torch") else {},
         "backends": _backends(),
     }
     if arguments.model:
@@ -81,8 +89,31 @@ def devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found.append(
-            {"device": f"cuda:{index}", "name": properties.name, "memory_bytes": properties.total_memory}
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "compute_capability": (properties.major, properties.minor),
+            }
         )
+    return found
+
+
+def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By device: the attention that the hf backend would try, in order, and why not others."""
+    from tonnage.server.engines.hf.cuda import KERNELS, Wanted, why_not
+
+    found: dict[str, dict[str, Any]] = {}
+    for device in devices:
+        if device["device"] == "cpu":
+            reasons = {"in place": None if find_spec("numba") else "numba is not installed"}
+        else:
+            wanted = Wanted(*_KV_CACHE)
+            reasons = {name: why_not(name, wanted, device["compute_capability"]) for name in KERNELS}
+        found[device["device"]] = {
+            "usable": [name for name, why in reasons.items() if why is None] + ["gather"],
+            "passed_over": {name: why for name, why in reasons.items() if why is not None},
+        }
     return found
 
 
@@ -132,6 +163,13 @@ def _print(report: dict[str, Any]) -> None:
     for device in report["devices"]:
         what = device.get("name") or f"{device['cores']} cores"
         print(f"  {device['device']:<14} {what}, {device['memory_bytes'] / 2**30:.1f} GiB")
+    if report["attention"]:
+        dtype, _, block, head = _KV_CACHE
+        print(f"Attention of the hf backend ({dtype}, blocks of {block} tokens, head size {head})")
+    for device, one in report["attention"].items():
+        print(f"  {device:<14} {', then '.join(one['usable'])}")
+        for name, why in one["passed_over"].items():
+            print(f"  {'':<14} not {name}: {why}")
     print("Backends")
     for name, state in report["backends"].items():
         print(f"  {name:<14} {state}")

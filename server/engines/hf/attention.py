@@ -1,39 +1,56 @@
 """Attention over the paged pool, registered with transformers under one name.
 
-Two implementations behind one call: :mod:`.in_place` reads bfloat16 blocks where they lie (CPU), :mod:`.gather`
-is plain torch for every device and dtype and the reference of the tests.
+Behind one call: :mod:`.in_place` reads bfloat16 blocks where they lie (CPU), the kernels of :mod:`.cuda` do so
+on a GPU, :mod:`.gather` is plain torch for every device and dtype and the reference of the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tonnage.cache.admission import Limits
+from tonnage.server.engines.hf import cuda
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.gather import GatherAttention
+from tonnage.server.engines.hf.gather import Attention, Backend, GatherAttention
 from tonnage.server.engines.hf.pool import PagedPool
 
 NAME = "tonnage_paged"
 
-# (group, layer slot, query, key, value, scaling, softcap) -> output; see GatherAttention.__call__
-Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]
-Backend = Callable[[Batch], Attention]
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An implementation by name; ``load`` prepares it and gives what makes a step's attention of its batch."""
+
+    name: str
+    load: Callable[[], Backend]
 
 
-def choose_backend(pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype) -> tuple[str, Backend]:
-    """Name of the implementation that serves this pool for a model that computes in ``dtype``, and what makes
-    a step's attention of its batch."""
-    try:
+def candidates(
+    pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype, limits: Limits
+) -> list[Candidate]:
+    """Implementations for this pool of a model that computes in ``dtype``, best first; the reference last."""
+    found = []
+    if pool.tensor.device.type == "cuda":
+        for name in cuda.usable(pool, dtype):
+            found.append(Candidate(name, partial(cuda.load, name, pool, limits)))
+    elif dtype == torch.bfloat16 and find_spec("numba"):
         from tonnage.server.engines.hf import in_place
-    except ImportError:  # numba is not installed
-        in_place = None  # type: ignore[assignment]
-    if in_place is not None and dtype == torch.bfloat16 and in_place.serves(pool):
-        scratch = in_place.Scratch(pool, threads)
-        return "in place", lambda batch: in_place.InPlaceAttention(batch, pool, query_heads, scratch)
-    return "gather", lambda batch: GatherAttention(batch, pool, query_heads)
+
+        if in_place.serves(pool):
+            scratch = in_place.Scratch(pool, threads)
+
+            def attention_in_place(batch: Batch) -> Attention:
+                return in_place.InPlaceAttention(batch, pool, query_heads, scratch)
+
+            found.append(Candidate("in place", lambda: attention_in_place))
+    return [*found, Candidate("gather", lambda: lambda batch: GatherAttention(batch, pool, query_heads))]
 
 
 class PagedBatch:

@@ -90,7 +90,7 @@ class EngineLoop:
         from tonnage.server.engines.hf.profile import profile
         from tonnage.server.engines.hf.runner import ModelRunner
         from tonnage.server.engines.hf.sampling import sample
-        from tonnage.server.engines.hf.selfcheck import self_check
+        from tonnage.server.engines.hf.selfcheck import checked_attention
 
         self.plan = plan
         self.connection = connection
@@ -99,7 +99,7 @@ class EngineLoop:
         self.runner = ModelRunner(plan)
         matcher = Grammars(str(model_files(plan.model.path)), self.runner.vocab_size).matcher
         self.scheduler = Scheduler(plan, matcher, policy, sharing)
-        self.self_check_error = self_check(self.runner)
+        self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
         self.warm_weights_bytes = storage_bytes(self.runner.model)
         self._sample = sample

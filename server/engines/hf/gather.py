@@ -7,6 +7,7 @@ changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,11 @@ from torch.nn import functional as F
 
 from tonnage.planner.runtime.hf import GATHERED_TOKENS
 from tonnage.server.engines.hf.batch import Batch, Int64
-from tonnage.server.engines.hf.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool, on_device
+
+# (group, layer slot, query, key, value, scaling, softcap) -> output; see GatherAttention.__call__
+Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]
+Backend = Callable[[Batch], Attention]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class GatherAttention:
         self._pool = pool
         self._repeat = query_heads // pool.layout.kv_heads
         self._device = pool.tensor.device
-        self._write_rows = [self._tensor(pool.row_index(slots)) for slots in batch.slots]
+        self._write_rows = [self._put(pool.row_index(slots)) for slots in batch.slots]
         self._by_group = [self._spans(batch, number) for number in range(len(batch.slots))]
 
     def __call__(
@@ -80,8 +85,8 @@ class GatherAttention:
             output[span.start : span.start + tokens] = out.reshape(tokens, heads, query.shape[-1])
         return output
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _put(self, array: Any) -> torch.Tensor:
+        return on_device(array, self._device)
 
     def _spans(self, batch: Batch, number: int) -> list[Span]:
         window = self._pool.layout.groups[number].window
@@ -112,14 +117,14 @@ class GatherAttention:
         valid = position < kv_len[:, None]
         safe = np.where(valid, position, first[:, None])
         slots = np.take_along_axis(table, safe // size, axis=1).astype(np.int64) * size + safe % size
-        rows = self._tensor(self._pool.row_index(slots))
+        rows = self._put(self._pool.row_index(slots))
         if queries == 1 and valid.all():
             return Span(start, len(kv_len), 1, rows, None)
         query = first_query[:, None, None] + np.arange(queries)[None, :, None]  # [B, Q, 1]
         see = (position[:, None, :] <= query) & valid[:, None, :]
         if window is not None:
             see &= position[:, None, :] > query - window
-        mask = self._tensor(see)[:, None].repeat(1, 1, self._repeat, 1)
+        mask = self._put(see)[:, None].repeat(1, 1, self._repeat, 1)
         return Span(start, len(kv_len), queries, rows, mask)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tonnage.planner.dtypes import KV_SCALE_BYTES
 from tonnage.planner.layout import KVLayout
@@ -19,6 +23,13 @@ STORED = {
     "int8_per_token_head": torch.int8,
 }
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host array as a tensor there. To a GPU through pinned memory, so that nobody waits for what the GPU
+    computes now; torch keeps the pinned memory until the copy is done."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class PagedPool:
@@ -87,7 +98,7 @@ class PagedPool:
         """Copy whole blocks (copy-on-write), every layer slot at once."""
         if not len(source):
             return
-        to, start = torch.from_numpy(destination), torch.from_numpy(source)
+        to, start = (on_device(array, self.tensor.device) for array in (destination, source))
         blocks = self.rows.view(len(self.tensor), -1)
         blocks[to] = blocks[start]
         if self.scales is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.hf.attention import PagedBatch, choose_backend
+from tonnage.server.engines.base import limits_of
+from tonnage.server.engines.hf.attention import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.fuse import fuse
 from tonnage.server.engines.hf.loading import DTYPES, load_model, storage_bytes
-from tonnage.server.engines.hf.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool, on_device
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -26,9 +31,29 @@ class ModelRunner:
         self.fused = fuse(self.model)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         query_heads: int = self.model.config.get_text_config().num_attention_heads
-        self.attention, self._step = choose_backend(
-            self.pool, query_heads, torch.get_num_threads(), DTYPES[plan.deployment.dtype]
+        self._candidates = candidates(
+            self.pool, query_heads, torch.get_num_threads(), DTYPES[plan.deployment.dtype], limits_of(plan)
         )
+        self.next_attention()
+
+    def next_attention(self, why: str = "") -> bool:
+        """Go on to the next implementation of attention, the first at the start; False when none is left.
+
+        ``why``: what was wrong with the one in use, for the log. One that cannot be loaded is passed over.
+        """
+        while self._candidates:
+            chosen = self._candidates.pop(0)
+            if why:
+                log.warning("attention: %s; going on with %s", why, chosen.name)
+            try:
+                self._step = chosen.load()
+            except Exception as error:
+                # An installation may be broken in any way; the reference, which is last, cannot fail to load.
+                why = f"{chosen.name} does not load ({type(error).__name__}: {error})"
+                continue
+            self.attention = chosen.name
+            return True
+        return False
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -40,10 +65,10 @@ class ModelRunner:
             )
         paged = PagedBatch(self._step(batch), self.pool)
         output = self.model(
-            input_ids=torch.from_numpy(batch.token_ids)[None].to(self.device),
-            position_ids=torch.from_numpy(batch.positions)[None].to(self.device),
+            input_ids=on_device(batch.token_ids, self.device)[None],
+            position_ids=on_device(batch.positions, self.device)[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(batch.logits_at).to(self.device),
+            logits_to_keep=on_device(batch.logits_at, self.device),
             paged_batch=paged,
         )
         self.attention_calls = paged.calls

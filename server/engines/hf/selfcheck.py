@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tonnage.planner.errors import DoesNotFit, UnsupportedArchitecture
+from tonnage.planner.errors import DoesNotFit, TonnageError, UnsupportedArchitecture
 from tonnage.planner.layout import KVLayout
 from tonnage.server.engines.hf.attention import NAME
 from tonnage.server.engines.hf.batch import Batch
@@ -29,8 +29,13 @@ STORED_TOLERANCE = {torch.float16: 0.05, torch.bfloat16: 0.1, torch.float8_e4m3f
 LONGEST_WINDOW = 1024
 
 
+class OtherLogits(UnsupportedArchitecture):
+    """The model says something else through this attention than through its own."""
+
+
 def self_check(runner: ModelRunner) -> float:
-    """Largest relative error of logits; raises UnsupportedArchitecture beyond the tolerance.
+    """Largest relative error of logits. Raises OtherLogits beyond the tolerance, UnsupportedArchitecture where
+    the model calls another attention in some of its layers.
 
     Uses blocks of the pool before any request owns one and leaves them as they are.
     """
@@ -67,13 +72,27 @@ def self_check(runner: ModelRunner) -> float:
     dtype = next(p.dtype for p in runner.model.parameters() if p.is_floating_point())
     tolerance = max(TOLERANCE[dtype], STORED_TOLERANCE.get(runner.pool.dtype, 0.0))
     if not worst <= tolerance:
-        raise UnsupportedArchitecture(
+        raise OtherLogits(
             f"{config.model_type!r} gives other logits through the paged attention than through its own "
             f"(relative error {worst:.3g}, at most {tolerance} allowed)",
             field="model_type",
             hint="use --backend vllm",
         )
     return worst
+
+
+def checked_attention(runner: ModelRunner) -> float:
+    """`self_check` with each implementation of attention in turn until one passes; the log names those that
+    did not. Returns its error; raises as the last one, the reference, does."""
+    while True:
+        try:
+            return self_check(runner)
+        except Exception as error:  # what a kernel raises on a device it was not built for is its own affair
+            if isinstance(error, TonnageError) and not isinstance(error, OtherLogits):
+                raise  # of the model or the plan: no other implementation would change it
+            said = str(getattr(error, "message", error)).strip().splitlines() or [type(error).__name__]
+            if not runner.next_attention(f"{runner.attention} failed the self-check ({said[0][:300]})"):
+                raise
 
 
 def _chunk(length: int, done: int, step: int) -> int:
