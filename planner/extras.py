@@ -17,6 +17,18 @@ from tonnage.planner.units import gib
 # max_lora_rank (lora/layers, 0.32.0); shapes are PEFT's: A [rank, in], B [out, rank].
 _LORA_ROLES = ("attention", "mlp")
 
+# Models whose class in vLLM names its embedding and its head as modules for LoRA (``embedding_modules`` in
+# model_executor/models, 0.32.0): both then have slots over the whole vocabulary on each rank, also where they are
+# one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's names the embedding only.
+_LORA_VOCABULARY = dict.fromkeys(
+    (
+        "apertus", "exaone", "exaone4", "exaone_moe", "falcon_h1", "granite", "granitemoe", "granitemoehybrid",
+        "granitemoeshared", "hyperclovax", "jamba", "lfm2", "lfm2_moe", "llama", "minicpm", "mixtral", "nemotron",
+        "nemotron_h", "phimoe", "qwen3", "qwen3_moe", "solar",
+    ),
+    2,
+) | {"cohere": 1, "cohere2": 1}  # fmt: skip
+
 
 def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
     """Bytes of all LoRA slots of one rank: tensor parallelism divides B (or A) with the layer it belongs to."""
@@ -31,6 +43,9 @@ def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
             elif tensor.shard_dim == 1:
                 into = -(-into // flags.tensor_parallel_size)
             elements += flags.max_lora_rank * (into + out)
+        elif tensor.role == "embedding":
+            layers = _LORA_VOCABULARY.get(architecture.model_type, 0)
+            elements += layers * flags.max_lora_rank * sum(tensor.shape)
     return elements * flags.max_loras * DTYPE_BYTES[flags.dtype]
 
 

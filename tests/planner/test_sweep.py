@@ -170,11 +170,15 @@ def test_bad_flags_are_named(llama, capsys, flags, field):
 
 
 def test_lora_slots_are_pefts_shapes(llama):
-    """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, bf16."""
-    hidden, inner, kv, layers = 4096, 14336, 1024, 32
+    """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, the embedding and the head, bf16.
+
+    That vLLM allocates just these is shown in tests/server/test_vllm_adapters.py.
+    """
+    hidden, inner, kv, layers, vocabulary = 4096, 14336, 1024, 32, 128256
     projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
     projections += [(hidden, inner), (hidden, inner), (inner, hidden)]
     expected = 2 * layers * sum(8 * (into + out) for into, out in projections) * 2
+    expected += 2 * 2 * 8 * (vocabulary + hidden) * 2
     flags = replace(FLAGS, gpu="h100", enable_lora=True, max_loras=2, max_lora_rank=8)
     assert make_plan(llama, flags).rank.lora_bytes == expected
 
