@@ -18,13 +18,13 @@ from tonnage.planner.units import gib
 _LORA_ROLES = ("attention", "mlp")
 
 # Models whose class in vLLM names its embedding and its head as modules for LoRA (``embedding_modules`` in
-# model_executor/models, 0.32.0): both then have slots over the whole vocabulary on each rank, also where they are
-# one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's names the embedding only.
+# model_executor/models, 0.32.0): both then have slots over the whole vocabulary on each rank, also where they
+# are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's names the embedding.
 _LORA_VOCABULARY = dict.fromkeys(
     (
         "apertus", "exaone", "exaone4", "exaone_moe", "falcon_h1", "granite", "granitemoe", "granitemoehybrid",
-        "granitemoeshared", "hyperclovax", "jamba", "lfm2", "lfm2_moe", "llama", "minicpm", "mixtral", "nemotron",
-        "nemotron_h", "phimoe", "qwen3", "qwen3_moe", "solar",
+        "granitemoeshared", "hyperclovax", "jamba", "lfm2", "lfm2_moe", "llama", "minicpm", "mixtral",
+        "nemotron", "nemotron_h", "phimoe", "qwen3", "qwen3_moe", "solar",
     ),
     2,
 ) | {"cohere": 1, "cohere2": 1}  # fmt: skip
