@@ -234,7 +234,9 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """ALiBi, no biases. The attention's own options are in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    inner = fields.integer("expansion_ratio", 4, limit="width") * h
+    inner = 4 * h
+    if fields.integer("expansion_ratio", 4, limit="width") != 4:  # engines read it, transformers does not
+        raise UnsupportedArchitecture("is not 4, which is all transformers knows", field="expansion_ratio")
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
         raise UnsupportedArchitecture("false is not known", field="no_bias")

@@ -92,7 +92,7 @@ _VARIANTS = {
         kv_default=32, window="qwen",
     ),
     "granite": _granite("GraniteForCausalLM"),
-    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
+    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), kv_default=20),
     "smollm3": Variant(
         "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
         window="layer_types", ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
@@ -103,12 +103,12 @@ _VARIANTS = {
     ),
     "glm": Variant(
         "GlmForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
-        head_dim_default=128, rotary_share=0.5,
+        head_dim_default=128, rotary_share=0.5, kv_default=2,
     ),
     "glm4": Variant(
         "Glm4ForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
         norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
-        head_dim_default=128, rotary_share=0.5,
+        head_dim_default=128, rotary_share=0.5, kv_default=2,
     ),
     "ernie4_5": Variant(
         "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
@@ -131,7 +131,7 @@ _VARIANTS = {
         "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp="plain", mlp_names=_PLAIN,
         norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
     ),
-    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_bitnet),
+    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_bitnet, kv_default=5),
     "cohere": Variant(
         "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norms=("input_layernorm",), norm="layer-weight",
         tied=True, ignored=("logit_scale",),
@@ -151,9 +151,11 @@ _VARIANTS = {
     ),
     "starcoder2": Variant(
         "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True), mlp="plain",
-        mlp_names=("c_fc", "c_proj"), norm="layer", tied=True, window="always",
+        mlp_names=("c_fc", "c_proj"), norm="layer", tied=True, window="always", kv_default=2,
     ),
-    "stablelm": Variant("StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25),
+    "stablelm": Variant(
+        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, kv_default=32,
+    ),
     "persimmon": Variant(
         "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense", mlp="plain",
         mlp_names=("dense_h_to_4h", "dense_4h_to_h"), norm="layer", final="model.final_layernorm",
@@ -188,6 +190,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     dims = common.heads_of(
         fields, kv_default=_kv_default(fields, variant), head_default=variant.head_dim_default
     )
+    if model_type == "helium" and dims.heads * dims.head_size != dims.hidden:
+        raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
     if fields.boolean("is_moe", False):
         raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
     fields.ignore(*variant.ignored)

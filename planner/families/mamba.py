@@ -43,6 +43,7 @@ class Mamba2:
     conv_bias: bool
     norm: bool = True
     dtype: str | None = None
+    out_bias: bool | None = None  # None: as proj_bias
 
     @property
     def channels(self) -> int:
@@ -58,7 +59,8 @@ class Mamba2:
         t.linear(f"{at}.in_proj", rows, self.hidden, "mixer", bias=self.proj_bias, shard="column")
         if self.norm:
             t.norm(f"{at}.norm", self.inner)
-        t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=self.proj_bias, shard="row")
+        out_bias = self.proj_bias if self.out_bias is None else self.out_bias
+        t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
     def states(self) -> tuple[StateTensor, ...]:
         return (

@@ -11,6 +11,7 @@ from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
 from tonnage.planner.fields import Fields, shown
+from tonnage.planner.records import replace
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
@@ -115,9 +116,10 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     mlp_bias = fields.boolean("mlp_bias", False)
-    fields.ignore("projectors_bias")
     tied = fields.boolean("tie_word_embeddings", False)
-    mixer = _mamba2_of(fields, dims.hidden, ssm="mamba_d_ssm")
+    mixer = replace(
+        _mamba2_of(fields, dims.hidden, ssm="mamba_d_ssm"), out_bias=fields.boolean("projectors_bias", False)
+    )
     fields.ignore(
         "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier",
         "attention_in_multiplier", "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",

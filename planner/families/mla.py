@@ -42,7 +42,7 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
         return fields.integer(name, default if defaults else None, limit="width")
 
     fields.ignore("num_key_value_heads", "head_dim")  # every head has its own K and V, made from the latent
-    return Latent(
+    d = Latent(
         fields.integer("hidden_size", limit="width"),
         fields.integer("num_attention_heads", limit="heads"),
         fields.optional_integer("q_lora_rank", limit="width"),
@@ -51,6 +51,12 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
         size("qk_rope_head_dim", 64),
         fields.integer("v_head_dim", 128 if defaults else value_default, limit="width"),
     )
+    stated = fields.optional_integer("qk_head_dim", limit="width")
+    if stated not in (None, d.nope + d.rope):
+        raise ConfigError(
+            f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.nope + d.rope}", field="qk_head_dim"
+        )
+    return d
 
 
 def attention(t: Tensors, at: str, d: Latent, bias: bool) -> None:
@@ -124,7 +130,8 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    fields.ignore("num_nextn_predict_layers", "mlp_bias")
+    fields.ignore("num_nextn_predict_layers")
+    mlp_bias = fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"  # the others read it nowhere
     sparse = _sparse(fields, v, layers)
     index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
 
@@ -148,14 +155,14 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
         t.norm(f"{at}.input_layernorm", d.hidden)
         t.norm(f"{at}.post_attention_layernorm", d.hidden)
         if not sparse[i]:
-            t.gated_mlp(f"{at}.mlp", d.hidden, dense)
+            t.gated_mlp(f"{at}.mlp", d.hidden, dense, bias=mlp_bias)
             continue
         t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
         t.router(f"{at}.mlp.gate", count, d.hidden)
         if v.correction:
             t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         if shared:
-            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
+            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared, bias=mlp_bias)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope or d.nope, "model.rotary_emb.")
     index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
@@ -238,7 +245,7 @@ def _longcat(fields: Fields) -> Architecture:
     vocab = fields.integer("vocab_size", limit="vocab")
     dense = fields.integer("ffn_hidden_size", limit="width")
     count = fields.integer("n_routed_experts", limit="width")
-    empty = fields.integer("zero_expert_num", 0, limit="width", minimum=0)
+    empty = fields.integer("zero_expert_num", 256, limit="width", minimum=0)
     inner = fields.integer("expert_ffn_hidden_size", limit="width")
     chosen = fields.integer("moe_topk", limit="width")
     bias = fields.boolean("attention_bias", False)

@@ -211,8 +211,10 @@ def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int
         return fields.integer(v.shared_size, limit="width")
     if model_type == "hunyuan_v1_moe":
         return inner
-    name = "moe_num_shared_experts" if model_type == "ernie4_5_moe" else "n_shared_experts"
-    return inner * (fields.optional_integer(name, 0, limit="width", minimum=0) or 0)
+    ernie = model_type == "ernie4_5_moe"
+    name = "moe_num_shared_experts" if ernie else "n_shared_experts"
+    default = 2 if ernie and name not in fields.config else 0
+    return inner * (fields.optional_integer(name, default, limit="width", minimum=0) or 0)
 
 
 def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:

@@ -63,7 +63,7 @@ def laguna(fields: Fields) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
     kinds = fields.layer_types(layers) or ("full_attention",) * layers
-    sparse = _listed_sparse(fields, layers)
+    sparse = _listed_sparse(fields, layers, first_dense=1)
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(f"{shown(gates)} is not per-head", field="gating")

@@ -170,7 +170,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     text = _text(fields, text_type, config)
     t = Tensors()
     t.role = "vision"
-    towers.qwen(t, "model.visual", _vision(fields), model_type, text.hidden_size)
+    towers.qwen(t, "model.visual", _vision(fields), model_type)
     return _joined(text, model_type, class_name, t)
 
 

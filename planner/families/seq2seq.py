@@ -179,6 +179,8 @@ def t5(fields: Fields, model_type: str) -> Architecture:
     if not isinstance(act, str):
         raise ConfigError(f"{shown(act)} is not a string", field="feed_forward_proj")
     gated = act.startswith("gated-")
+    if fields.boolean("is_gated_act", gated) != gated:
+        raise ConfigError(f"{not gated} contradicts feed_forward_proj = {act}", field="is_gated_act")
     tied = fields.boolean("tie_word_embeddings", True)
     t = Tensors()
     t.vocabulary("shared", vocab, hidden)
@@ -315,6 +317,10 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         common.divisible(heads, kv_heads, f"{side}_num_attention_heads", f"{side}_num_key_value_heads")
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
+    if side_dims["encoder"] != side_dims["decoder"]:  # transformers' classes then give both the encoder's
+        raise UnsupportedArchitecture(
+            "encoder and decoder with unlike heads are not planned", field="decoder_num_attention_heads"
+        )
     t = Tensors()
     t.role = "encoder"
     at = f"{prefix}encoder"

@@ -93,25 +93,25 @@ def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, 
     return hidden
 
 
-_QWEN_NAMES = {"in_channels": "in_chans"}
-
-
-def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_hidden: int) -> None:
-    """Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv, a merger in front of the text."""
+def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> None:
+    """Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv, a merger in front of the text. What a
+    file leaves out is the vision config class's own default."""
     f = Fields(config)
     old = model_type == "qwen2_vl"
-    hidden = f.integer("embed_dim" if old else "hidden_size", 1280 if old else 1152, limit="width")
-    depth = f.integer("depth", 32, limit="layers")
+    gated = model_type == "qwen2_5_vl"
+    new = not old and not gated
+    hidden = f.integer(
+        "embed_dim" if old else "hidden_size", 1280 if old else 3584 if gated else 1152, limit="width"
+    )
+    depth = f.integer("depth", 27 if new else 32, limit="layers")
     channels = f.integer("in_channels" if "in_channels" in config else "in_chans", 3, limit="width")
-    patch = f.integer("patch_size", 14, limit="width")
+    patch = f.integer("patch_size", 16 if new else 14, limit="width")
     frames = f.integer("temporal_patch_size", 2, limit="width")
     merged = hidden * f.integer("spatial_merge_size", 2, limit="width") ** 2
-    gated = model_type == "qwen2_5_vl"
-    new = model_type not in ("qwen2_vl", "qwen2_5_vl")
     inner = (
         hidden * f.integer("mlp_ratio", 4, limit="width")
         if old
-        else f.integer("intermediate_size", limit="width")
+        else f.integer("intermediate_size", 3420 if gated else 4304, limit="width")
     )
     norm = "rms" if gated else "layer"
     conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), new)
@@ -130,7 +130,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_h
         else:
             names = ("linear_fc1", "linear_fc2") if new else ("fc1", "fc2")
             t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=names)
-    out = f.integer("out_hidden_size", text_hidden, limit="width")
+    out = f.integer("hidden_size" if old else "out_hidden_size", 3584, limit="width")
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
@@ -147,13 +147,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str, text_h
     else:
         t.norm(f"{at}.merger.ln_q", hidden, norm)
         t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True, shard="column")
-        t.linear(
-            f"{at}.merger.mlp.2",
-            f.integer("hidden_size", text_hidden, limit="width") if old else out,
-            merged,
-            bias=True,
-            shard="row",
-        )
+        t.linear(f"{at}.merger.mlp.2", out, merged, bias=True, shard="row")
     t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
 
 
@@ -287,6 +281,7 @@ def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
     t.linear(f"{at}.vision_adapter.mlp.fc1", v["projector_input_dim"], v["intermediate_size"])
     t.linear(f"{at}.vision_adapter.mlp.fc2", v["projector_output_dim"], v["projector_output_dim"])
+    common.divisible(hidden, v["num_attention_heads"], "vision_config.hidden_size", "num_attention_heads")
     size = hidden // v["num_attention_heads"]
     t.buffer(
         f"{at}.rotary_embedding.freqs_ci", (places, 1, size // 2), "Llama4VisionRotaryEmbedding", "complex64"
@@ -294,16 +289,23 @@ def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     return f.integer("vision_output_dim", 7680, limit="width")
 
 
+_MOONVIT = {
+    **{n: f"vt_{n}" for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    **{f"pos_emb_{n}": f"init_pos_emb_{n}" for n in ("height", "width", "time")},
+}
+
+
 def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Kimi's vision tower. Returns the hidden size."""
-    f = Fields(config)
-    hidden = f.integer("vt_hidden_size", 1152, limit="width")
-    inner = f.integer("vt_intermediate_size", 4304, limit="width")
-    layers = f.integer("vt_num_hidden_layers", 27, limit="layers")
-    heads = f.integer("vt_num_attention_heads", 16, limit="heads")
+    """Kimi's vision tower, by the published names or transformers' own. Returns the hidden size."""
+    f = Fields(config, _MOONVIT)
+    hidden = f.integer("hidden_size", 1152, limit="width")
+    inner = f.integer("intermediate_size", 4304, limit="width")
+    layers = f.integer("num_hidden_layers", 27, limit="layers")
+    heads = f.integer("num_attention_heads", 16, limit="heads")
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
     patch = f.integer("patch_size", 14, limit="width")
-    height, width = (f.integer(f"init_pos_emb_{side}", 64, limit="width") for side in ("height", "width"))
-    frames = f.integer("init_pos_emb_time", 4, limit="width") + 1
+    height, width = (f.integer(f"pos_emb_{side}", 64, limit="width") for side in ("height", "width"))
+    frames = f.integer("pos_emb_time", 4, limit="width") + 1
     conv(t, f"{at}.patch_embed.proj", (hidden, 3, patch, patch), True)
     here = f"{at}.patch_embed.pos_emb"
     t.add(f"{here}.position_embeddings", (height, width, hidden), "vision", "VisionPositionEmbeddings")
