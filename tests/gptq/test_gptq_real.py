@@ -34,7 +34,6 @@ from tonnage.server.demo_model import ensure_demo  # noqa: E402
 pytestmark = pytest.mark.timeout(3000)
 
 GROUP_SIZE = 64
-TERMINAL = os.dup(2)  # pytest captures what is printed later
 # Printed by this test with gptqmodel 7.7.0, torch 2.15 and transformers 5.23, the kernel of AVX512-BF16 CPUs
 FILE, LOADED, WARM = 114_620_920, 114_530_752, 119_276_992
 TEXTS = (
@@ -43,17 +42,27 @@ TEXTS = (
 ) * 2  # calibration: what is learned from them changes no size
 
 
-@contextmanager
-def said(what: str) -> Iterator[None]:
-    """A line before and after what takes minutes, shown although output is captured."""
-    begun = time.monotonic()
-    os.write(TERMINAL, f"\n{what} ...\n".encode())
-    yield
-    os.write(TERMINAL, f"{what}: {time.monotonic() - begun:.0f} s\n".encode())
+@pytest.fixture(scope="module")
+def said(pytestconfig: pytest.Config):
+    """said("what"): a line before and after what takes minutes, shown although output is captured."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def show(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(line, flush=True)
+
+    @contextmanager
+    def around(what: str) -> Iterator[None]:
+        begun = time.monotonic()
+        show(f"\n{what} ...")
+        yield
+        show(f"{what}: {time.monotonic() - begun:.0f} s")
+
+    return around
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, said) -> Path:
     """The demo model quantized by GPTQModel, and saved."""
     from gptqmodel import GPTQModel, QuantizeConfig
 
@@ -78,7 +87,7 @@ def storages(model: torch.nn.Module) -> int:
     return sum(seen.values())
 
 
-def test_the_three_figures(folder: Path) -> None:
+def test_the_three_figures(folder: Path, said) -> None:
     from transformers import AutoModelForCausalLM
 
     source = resolve_model(str(folder))
@@ -108,8 +117,8 @@ def test_the_three_figures(folder: Path) -> None:
     assert storages(loaded) == warm == WARM
 
 
-def test_the_engine_answers_as_gptqmodel_does(folder: Path) -> None:
-    """Five greedy tokens over HTTP, through our scheduler and paged cache, are those of GPTQModel's own generate."""
+def test_the_engine_answers_as_gptqmodel_does(folder: Path, said) -> None:
+    """Five greedy tokens over HTTP, through our scheduler and paged cache: those of GPTQModel's generate."""
     from gptqmodel import GPTQModel
     from transformers import AutoTokenizer
 
