@@ -175,6 +175,17 @@ class Fields:
                 raise UnsupportedArchitecture(f"{shown(kind)} is not known here", field="layer_types")
         return tuple(value)
 
+    def listed(self, field: str, layers: int, words: Mapping[str, bool]) -> tuple[bool, ...] | None:
+        """A list of one of ``words`` per layer as what the words mean, or None when absent."""
+        value = self.raw(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != layers or not all(word in words for word in value):
+            raise ConfigError(
+                f"{shown(value)} does not name {layers} layers {' or '.join(words)}", field=self.name(field)
+            )
+        return tuple(words[word] for word in value)
+
     def refuse_unread(self, model_type: str) -> None:
         """Raise UnsupportedArchitecture for a field that sounds like a shape and that nobody read."""
         for field, value in self.config.items():

@@ -36,16 +36,13 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.norm("embeddings.LayerNorm", hidden, "layer")
     t.buffer("embeddings.position_ids", (1, positions), "BertEmbeddings", "int64")
     t.buffer("embeddings.token_type_ids", (1, positions), "BertEmbeddings", "int64")
-    for i in range(layers):
-        t.layer = i
-        at = f"encoder.layer.{i}"
+    for _, at in t.layers(layers, "encoder.layer"):
         for name in ("query", "key", "value"):
             t.linear(f"{at}.attention.self.{name}", hidden, hidden, bias=True, shard="column")
         t.linear(f"{at}.attention.output.dense", hidden, hidden, bias=True, shard="row")
         t.norm(f"{at}.attention.output.LayerNorm", hidden, "layer")
         t.plain_mlp(at, hidden, inner, bias=True, names=("intermediate.dense", "output.dense"))
         t.norm(f"{at}.output.LayerNorm", hidden, "layer")
-    t.layer = None
     t.linear("pooler.dense", hidden, hidden, "head", bias=True)
     more: dict[str, Any] = {"max_model_len": positions, "gated": False, "kind": kind}
     return common.decoder(

@@ -92,6 +92,17 @@ class Tensors:
         if bias:
             self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
 
+    def layers(self, count: int, prefix: str) -> Iterator[tuple[int, str]]:
+        """(index, ``prefix``.index) of each layer, which what is added meanwhile belongs to."""
+        for self.layer in range(count):
+            yield self.layer, f"{prefix}.{self.layer}"
+        self.layer = None
+
+    def layer_norms(self, at: str, size: int) -> None:
+        """The two RMSNorms most layers have."""
+        self.norm(f"{at}.input_layernorm", size)
+        self.norm(f"{at}.post_attention_layernorm", size)
+
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
         """What follows the layers: the final norm, and the head, which may be tied to ``embedding``."""
         self.layer = None
@@ -394,6 +405,19 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
 def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
     """Always, never, or what the config field (name, default) says."""
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
+
+
+def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
+    """Which layers route: ``mlp_layer_types``, else those behind the first ``first_k_dense_replace``."""
+    first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
+    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    return tuple(i >= first for i in range(layers)) if listed is None else listed
+
+
+def every_layer_routes(fields: Fields) -> None:
+    """Refuse a ``moe_layer_freq`` that would leave layers out."""
+    if fields.raw("moe_layer_freq") not in (None, 1):
+        raise UnsupportedArchitecture("is not 1", field="moe_layer_freq")
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:

@@ -51,9 +51,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         attention = f"{at}.self_attn"
         t.add(f"{attention}.sinks", (heads,), "attention", "DeepseekV4Attention", shard=0)
         t.linear(f"{attention}.q_a_proj", q_rank, hidden)
@@ -82,8 +80,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
                 )
             )
             cache.append(CacheLayer(i, "state", None, 0, 0, states=_gathered(ratios[i], size, index_size)))
-        t.norm(f"{at}.input_layernorm", hidden)
-        t.norm(f"{at}.post_attention_layernorm", hidden)
+        t.layer_norms(at, hidden)
         for name in ("attn_hc", "ffn_hc"):
             rows = streams * (streams + 2)
             t.add(f"{at}.{name}.fn", (rows, streams * hidden), "norm", "HyperConnection")
@@ -97,7 +94,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.experts(f"{at}.mlp.experts", count, hidden, inner)
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", hidden, shared)
-    t.layer = None
     t.norm("model.norm", hidden)
     t.add("model.hc_head.hc_fn", (streams, streams * hidden), "norm", "HyperHead")
     t.add("model.hc_head.hc_base", (streams,), "norm", "HyperHead")

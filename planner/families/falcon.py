@@ -41,15 +41,13 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.linear_class = "FalconLinear"
     t.vocabulary("transformer.word_embeddings", vocab, hidden)
-    for i in range(layers):
-        t.layer, at = i, f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(
             f"{at}.self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias
         )
         t.plain_mlp(f"{at}.mlp", hidden, inner, bias=bias, names=("dense_h_to_4h", "dense_4h_to_h"))
         for name in norms:
             t.norm(f"{at}.{name}", hidden, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", hidden, "layer")
     t.head("lm_head", vocab, hidden, "transformer.word_embeddings.weight" if tied else None)
     t.rotary(head_size, "transformer.rotary_emb.")  # built even where alibi takes its place

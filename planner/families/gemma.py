@@ -97,8 +97,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("model.embed_tokens", vocab, hidden)
     # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for i in range(layers):
-        t.layer, at = i, f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         qk_norm = "head" if variant.qk_norm else "none"
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm=qk_norm)
         t.gated_mlp(f"{at}.mlp", hidden, inner)

@@ -67,9 +67,7 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, h)
     t.embedding("transformer.wpe", positions, h)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         for name, into, out, role, dim in (
             ("attn.c_attn", h, 3 * h, "attention", 1), ("attn.c_proj", h, h, "attention", 0),
             ("mlp.c_fc", h, inner, "mlp", 1), ("mlp.c_proj", inner, h, "mlp", 0),
@@ -79,7 +77,6 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
             t.add(f"{at}.{name}.bias", (out,), part, "Conv1D", shard=0 if dim else None)
         t.norm(f"{at}.ln_1", h, "layer")
         t.norm(f"{at}.ln_2", h, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", h, "layer")
     t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
     return finish(
@@ -100,15 +97,12 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, h)
     t.embedding("transformer.wpe", positions, h)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.attention(f"{at}.attn.attention", dims, out="out_proj", out_bias=True)
         t.buffer(f"{at}.attn.attention.bias", (1, 1, positions, positions), "GPTNeoSelfAttention", "bool")
         t.plain_mlp(f"{at}.mlp", h, inner, bias=True, names=("c_fc", "c_proj"))
         t.norm(f"{at}.ln_1", h, "layer")
         t.norm(f"{at}.ln_2", h, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", h, "layer")
     t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
     return finish(
@@ -147,9 +141,7 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, h)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         if model_type == "gptj":
             t.attention(f"{at}.attn", dims, out="out_proj")
         else:
@@ -157,7 +149,6 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
         t.buffer(f"{at}.attn.embed_positions", (positions, rotary), "GPTJAttention", "float32")
         t.plain_mlp(f"{at}.mlp", h, inner, bias=True, names=("fc_in", "fc_out"))
         t.norm(f"{at}.ln_1", h, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", h, "layer")
     t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None, bias=True)
     name = "GPTJForCausalLM" if model_type == "gptj" else "CodeGenForCausalLM"
@@ -188,14 +179,11 @@ def opt(fields: Fields, model_type: str) -> Architecture:
         t.linear("model.decoder.project_out", width, h, "embedding")
     if before and not removed:
         t.norm("model.decoder.final_layer_norm", h, affine)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.decoder.layers.{i}"
+    for _, at in t.layers(layers, "model.decoder.layers"):
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, out="out_proj")
         t.plain_mlp(at, h, inner, bias=bias, names=("fc1", "fc2"))
         t.norm(f"{at}.self_attn_layer_norm", h, affine)
         t.norm(f"{at}.final_layer_norm", h, affine)
-    t.layer = None
     t.head("lm_head", vocab, width, "model.decoder.embed_tokens.weight" if tied else None)
     return finish(fields, model_type, "OPTForCausalLM", t, dims, layers, inner, vocab, max_model_len=positions)
 
@@ -210,16 +198,13 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("transformer.word_embeddings", vocab, h)
     t.norm("transformer.word_embeddings_layernorm", h, "layer")
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(
             f"{at}.self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True
         )
         t.plain_mlp(f"{at}.mlp", h, 4 * h, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
         t.norm(f"{at}.input_layernorm", h, "layer")
         t.norm(f"{at}.post_attention_layernorm", h, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", h, "layer")
     t.head("lm_head", vocab, h, "transformer.word_embeddings.weight" if tied else None)
     # ``seq_length`` is the training length; vLLM 0.32.0 takes 2048 where the file has none of its names
@@ -253,14 +238,11 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     )
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, h)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.blocks.{i}"
+    for _, at in t.layers(layers, "transformer.blocks"):
         t.fused_attention(f"{at}.attn", dims, qkv="Wqkv", out="out_proj")
         t.plain_mlp(f"{at}.ffn", h, inner)
         t.norm(f"{at}.norm_1", h, "layer-weight")
         t.norm(f"{at}.norm_2", h, "layer-weight")
-    t.layer = None
     t.norm("transformer.norm_f", h, "layer-weight")
     t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
     length = fields.integer("max_seq_len", 2048, limit="positions")

@@ -34,13 +34,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, hidden)
     t.embedding("transformer.wpe", positions, hidden)
-    for i in range(layers):
-        t.layer, at = i, f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True)
         t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("c_fc", "c_proj"))
         t.norm(f"{at}.ln_1", hidden, "layer")
         t.norm(f"{at}.ln_2", hidden, "layer")
-    t.layer = None
     t.norm("transformer.ln_f", hidden, "layer")
     # the causal mask of all positions: 64 MiB for StarCoder's 8,192
     t.buffer("transformer.bias", (positions, positions), "GPTBigCodeModel", "bool")

@@ -25,13 +25,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
     dims = Heads(hidden, heads, heads, head_size)
     t = Tensors()
     t.vocabulary("gpt_neox.embed_in", vocab, hidden)
-    for i in range(layers):
-        t.layer, at = i, f"gpt_neox.layers.{i}"
+    for _, at in t.layers(layers, "gpt_neox.layers"):
         t.fused_attention(f"{at}.attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias)
         t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
         t.norm(f"{at}.input_layernorm", hidden, "layer")
         t.norm(f"{at}.post_attention_layernorm", hidden, "layer")
-    t.layer = None
     t.norm("gpt_neox.final_layer_norm", hidden, "layer")
     t.head("lm_head", vocab, hidden, "gpt_neox.embed_in.weight" if tied else None)
     t.rotary(rotary.dim, "gpt_neox.rotary_emb.")

@@ -79,9 +79,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if full[i]:
             kv = dims.kv_heads * dims.head_size
             q = dims.heads * dims.head_size
@@ -102,8 +100,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
             experts.add(t, f"{at}.mlp", dims.hidden)
         else:
             t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25)), 1)
     t.rotary(rotary.dim, "model.rotary_emb.")
@@ -183,16 +180,8 @@ class _QwenExperts:
 
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
     """Which layers attend to everything: ``layer_types``, else every ``interval``-th."""
-    listed = fields.raw("layer_types")
-    if listed is None:
-        return tuple((i + 1) % interval == 0 for i in range(layers))
-    if (
-        not isinstance(listed, list)
-        or len(listed) != layers
-        or not set(listed) <= {"linear_attention", "full_attention"}
-    ):
-        raise ConfigError(f"{shown(listed)} does not name {layers} layers linear or full", field="layer_types")
-    return tuple(kind == "full_attention" for kind in listed)
+    listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
+    return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
@@ -207,7 +196,8 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     dense = fields.integer("intermediate_size", limit="width")
     shared = inner * (fields.optional_integer("num_shared_experts", 0, limit="width", minimum=0) or 0)
     tied = fields.boolean("tie_word_embeddings", False)
-    sparse = _dense_first(fields, layers)
+    common.every_layer_routes(fields)
+    sparse = common.sparse_layers(fields, layers, 1)
     for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
         if fields.raw(name):
             raise UnsupportedArchitecture(
@@ -224,17 +214,14 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     cache: list[CacheLayer] = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if full[i]:
             mla.attention(t, f"{at}.self_attn", d, False)
             cache += mla.cache((i,), d)
         else:
             _kda(t, f"{at}.self_attn", d.hidden, heads, size, kernel)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
-        t.norm(f"{at}.input_layernorm", d.hidden)
-        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+        t.layer_norms(at, d.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense)
             continue
@@ -300,20 +287,6 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     )
 
 
-def _dense_first(fields: Fields, layers: int) -> tuple[bool, ...]:
-    first = fields.integer("first_k_dense_replace", 1, limit="layers", minimum=0)
-    if fields.raw("moe_layer_freq") not in (None, 1):
-        raise UnsupportedArchitecture("is not 1", field="moe_layer_freq")
-    listed = fields.raw("mlp_layer_types")
-    if listed is None:
-        return tuple(i >= first for i in range(layers))
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
-        raise ConfigError(
-            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
-        )
-    return tuple(kind == "sparse" for kind in listed)
-
-
 def minimax(fields: Fields, model_type: str) -> Architecture:
     """MiniMax-01: lightning attention keeps one fp32 matrix per head."""
     dims = common.heads_of(fields, kv_default=8)
@@ -338,9 +311,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if full[i]:
             t.attention(f"{at}.self_attn", dims)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
@@ -358,8 +329,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
@@ -395,9 +365,7 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if full[i]:
             names = ("q_layernorm", "k_layernorm")
             t.attention(f"{at}.self_attn", dims, out="out_proj", qk_norm="head", norm_names=names)
@@ -429,16 +397,11 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
-    listed = fields.raw("layer_types")
-    known = {"conv", "full_attention"}
+    listed = fields.listed("layer_types", layers, {"conv": False, "full_attention": True})
     indices = fields.raw("full_attn_idxs")
     if listed is None and isinstance(indices, list):
         return tuple(i in indices for i in range(layers))
-    if listed is None:
-        return (True,) * layers  # the config class's default: no convolution
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
-        raise ConfigError(f"{shown(listed)} does not name {layers} layers conv or full", field="layer_types")
-    return tuple(kind == "full_attention" for kind in listed)
+    return listed or (True,) * layers  # the config class's default: no convolution
 
 
 def _lfm2_inner(fields: Fields) -> int:

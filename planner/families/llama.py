@@ -210,9 +210,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         if variant.qkv is not None:
             t.fused_attention(
                 f"{at}.self_attn", dims, qkv=variant.qkv, out=variant.out, bias=qkv_bias, out_bias=out_bias
@@ -237,7 +235,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
             variant.extra(t, at, dims, inner)
         for name in norms:
             t.norm(f"{at}.{name}", dims.hidden, variant.norm)
-    t.layer = None
     t.norm(variant.final, dims.hidden, variant.norm)
     t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None, variant.head_bias)
     if model_type == "olmo3":

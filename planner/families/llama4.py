@@ -31,12 +31,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
         mlp = f"{at}.feed_forward"
         if i not in listed:
             t.gated_mlp(mlp, dims.hidden, dense)

@@ -57,9 +57,7 @@ def bamba(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if attends[i]:
             t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
@@ -77,7 +75,6 @@ def bamba(fields: Fields, model_type: str) -> Architecture:
             t.experts(f"{at}.block_sparse_moe.experts", count, dims.hidden, inner)
         names = ("input_linear", "output_linear")
         t.plain_mlp(f"{at}.shared_mlp", dims.hidden, shared, names=names, fused_gate=True)
-    t.layer = None
     t.norm("model.norm" if granite else "model.final_layernorm", dims.hidden)
     t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None)
     rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 1.0 if granite else 0.5)), 1)
@@ -92,20 +89,12 @@ def bamba(fields: Fields, model_type: str) -> Architecture:
 
 def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Which layers are attention: ``layer_types`` (or ``layers_block_type``), else ``attn_layer_indices``."""
-    listed = fields.raw("layer_types")
-    if listed is None:
-        listed = fields.raw("layers_block_type")
+    words = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
+    listed = fields.listed("layer_types", layers, words) or fields.listed("layers_block_type", layers, words)
     indices = fields.raw("attn_layer_indices")
-    if listed is None:
-        if indices is not None and not isinstance(indices, list):
-            raise ConfigError(f"{shown(indices)} is not a list of layers", field="attn_layer_indices")
-        return tuple(i in (indices or ()) for i in range(layers))
-    names = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
-    if not isinstance(listed, list) or len(listed) != layers or not all(kind in names for kind in listed):
-        raise ConfigError(
-            f"{shown(listed)} does not name {layers} layers mamba or attention", field="layer_types"
-        )
-    return tuple(names[kind] for kind in listed)
+    if listed is None and indices is not None and not isinstance(indices, list):
+        raise ConfigError(f"{shown(indices)} is not a list of layers", field="attn_layer_indices")
+    return listed or tuple(i in (indices or ()) for i in range(layers))
 
 
 def falcon_h1(fields: Fields, model_type: str) -> Architecture:
@@ -127,9 +116,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, bias=mlp_bias)
         mixer.add(t, f"{at}.mamba")
         rows = mixer.inner + mixer.channels + mixer.heads
@@ -168,9 +155,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if attends[i]:
             t.attention(f"{at}.self_attn", dims)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))

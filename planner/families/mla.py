@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.fields import Fields
 from tonnage.planner.records import dataclass
 
 
@@ -132,14 +132,13 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("num_nextn_predict_layers")
     mlp_bias = fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"  # the others read it nowhere
-    sparse = _sparse(fields, v, layers)
+    common.every_layer_routes(fields)
+    sparse = common.sparse_layers(fields, layers, v.dense_layers)
     index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
 
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if plain is None:
             attention(t, f"{at}.self_attn", d, bias)
         else:
@@ -152,8 +151,7 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
             t.linear(f"{index}.wk", index_size, d.hidden)
             t.norm(f"{index}.k_norm", index_size, "layer")
             t.linear(f"{index}.weights_proj", index_heads, d.hidden)
-        t.norm(f"{at}.input_layernorm", d.hidden)
-        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+        t.layer_norms(at, d.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense, bias=mlp_bias)
             continue
@@ -175,21 +173,6 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
     )  # fmt: skip
 
 
-def _sparse(fields: Fields, v: Variant, layers: int) -> tuple[bool, ...]:
-    listed = fields.raw("mlp_layer_types")
-    first = fields.integer("first_k_dense_replace", v.dense_layers, limit="layers", minimum=0)
-    step = fields.raw("moe_layer_freq")
-    if step not in (None, 1):
-        raise UnsupportedArchitecture(f"{shown(step)} is not 1", field="moe_layer_freq")
-    if listed is None:
-        return tuple(i >= first for i in range(layers))
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
-        raise ConfigError(
-            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
-        )
-    return tuple(kind == "sparse" for kind in listed)
-
-
 def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """(heads, key size, which layers have an indexer of their own) of the sparse attention."""
     heads = fields.integer("index_n_heads", 64, limit="heads")
@@ -199,14 +182,8 @@ def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
         "index_share_for_mtp_iteration",
         "index_skip_topk_offset", "indexer_rope_interleave",
     )  # fmt: skip
-    listed = fields.raw("indexer_types")
-    if listed is None:
-        return heads, size, (True,) * layers
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"full", "shared"}:
-        raise ConfigError(
-            f"{shown(listed)} does not name {layers} layers full or shared", field="indexer_types"
-        )
-    return heads, size, tuple(kind == "full" for kind in listed)
+    own = fields.listed("indexer_types", layers, {"full": True, "shared": False})
+    return heads, size, own or (True,) * layers
 
 
 def _minicpm3(fields: Fields) -> Architecture:
@@ -223,13 +200,10 @@ def _minicpm3(fields: Fields) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         attention(t, f"{at}.self_attn", d, bias)
         t.gated_mlp(f"{at}.mlp", d.hidden, inner)
-        t.norm(f"{at}.input_layernorm", d.hidden)
-        t.norm(f"{at}.post_attention_layernorm", d.hidden)
+        t.layer_norms(at, d.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
@@ -254,9 +228,7 @@ def _longcat(fields: Fields) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         # transformers allocates the first matrix for the empty experts too (modeling_longcat_flash.py)
         t.add(
             f"{at}.mlp.experts.gate_up_proj", (count + empty, 2 * inner, d.hidden), "expert", "Experts",

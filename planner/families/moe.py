@@ -139,9 +139,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         t.attention(
             f"{at}.self_attn", dims, bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm,
             norm_names=v.qk_norm_names,
@@ -172,7 +170,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{mlp}.{v.shared}", dims.hidden, shared)
         if v.shared_gate:
             t.linear(f"{mlp}.shared_expert_gate", 1, dims.hidden, "router")
-    t.layer = None
     t.norm("model.norm", dims.hidden, v.norm)
     t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None, head_bias)
     t.rotary(rotary.dim, "model.rotary_emb.")

@@ -33,14 +33,12 @@ def gpt_oss(fields: Fields) -> Architecture:
     window = fields.integer("sliding_window", 128, limit="positions")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         t.add(f"{at}.self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard=0)
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
         t.router(f"{at}.mlp.router", count, dims.hidden, bias=True)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner, transposed=True, bias=True)
-        _two_norms(t, at, dims)
+        t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
@@ -63,7 +61,7 @@ def laguna(fields: Fields) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
     kinds = fields.layer_types(layers) or ("full_attention",) * layers
-    sparse = _listed_sparse(fields, layers, first_dense=1)
+    sparse = common.sparse_layers(fields, layers, 1)
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(f"{shown(gates)} is not per-head", field="gating")
@@ -76,14 +74,12 @@ def laguna(fields: Fields) -> Architecture:
     share = _kind_shares(fields, kinds)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         own = Heads(dims.hidden, query_heads[i], dims.kv_heads, dims.head_size)
         common.divisible(own.heads, own.kv_heads, "num_attention_heads_per_layer", "num_key_value_heads")
         t.attention(f"{at}.self_attn", own, bias=bias, out_bias=bias, qk_norm="head")
         t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
-        _two_norms(t, at, dims)
+        t.layer_norms(at, dims.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
@@ -120,7 +116,7 @@ def mimo_v2(fields: Fields) -> Architecture:
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, _listed_sparse(fields, layers)))
+        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
@@ -140,14 +136,12 @@ def mimo_v2(fields: Fields) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, full.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         own = sliding if pattern[i] else full
         t.attention(f"{at}.self_attn", own, bias=bias)
         if sink_sliding if pattern[i] else sink_full:
             t.add(f"{at}.self_attn.sinks", (own.heads,), "attention", "MiMoV2FlashAttention", shard=0)
-        _two_norms(t, at, full)
+        t.layer_norms(at, full.hidden)
         kind: Any = "sliding" if pattern[i] else "full"
         cache.append(
             CacheLayer(
@@ -181,7 +175,7 @@ def step3p7(fields: Fields) -> Architecture:
     kinds = fields.layer_types(layers) or tuple(
         "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
     )
-    sparse = _listed_sparse(fields, layers, first_dense=3)
+    sparse = common.sparse_layers(fields, layers, 3)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
@@ -198,13 +192,11 @@ def step3p7(fields: Fields) -> Architecture:
     fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         own = local if kinds[i] == "sliding_attention" else dims
         t.attention(f"{at}.self_attn", own, qk_norm="head")
         t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
-        _two_norms(t, at, dims)
+        t.layer_norms(at, dims.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
@@ -229,7 +221,7 @@ def minimax_m3(fields: Fields) -> Architecture:
     layers, vocab = _layers(fields), _vocab(fields)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, _listed_sparse(fields, layers)))
+        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
     count = fields.integer("num_local_experts", limit="width")
@@ -252,11 +244,9 @@ def minimax_m3(fields: Fields) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         t.attention(f"{at}.self_attn", dims, qk_norm="head")
-        _two_norms(t, at, dims)
+        t.layer_norms(at, dims.hidden)
         if indexed[i]:
             index = f"{at}.self_attn.indexer"
             t.linear(f"{index}.q_proj", index_heads * index_size, dims.hidden)
@@ -328,16 +318,13 @@ def dbrx(fields: Fields) -> Architecture:
     fields.ignore("emb_pdrop", "rope_parameters", "max_position_embeddings", "num_key_value_heads")
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.blocks.{i}"
+    for _, at in t.layers(layers, "transformer.blocks"):
         t.fused_attention(f"{at}.norm_attn_norm.attn", dims, qkv="Wqkv", out="out_proj")
         for name in ("norm_1", "norm_2"):
             t.norm(f"{at}.norm_attn_norm.{name}", hidden, "layer-weight")
         t.router(f"{at}.ffn.router.layer", count, hidden, linear=True)
         for name in ("w1", "v1", "w2"):
             t.add(f"{at}.ffn.experts.mlp.{name}", (count * inner, hidden), "expert", "DbrxExpertGLU", shard=0)
-    t.layer = None
     t.norm("transformer.norm_f", hidden, "layer-weight")
     t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
     t.rotary(dims.head_size, "transformer.rotary_emb.")
@@ -363,9 +350,7 @@ def jetmoe(fields: Fields) -> Architecture:
     kv = kv_heads * size
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         for module, into, up, down in (
             ("mlp", hidden, 2 * inner, inner), ("self_attention.experts", hidden, kv, kv),
         ):  # fmt: skip
@@ -377,8 +362,7 @@ def jetmoe(fields: Fields) -> Architecture:
             )
             t.router(f"{at}.{module}.router.layer", count, hidden, linear=True)
         t.linear(f"{at}.self_attention.kv_proj", 2 * kv, hidden, shard="column", kv=(2 * kv, kv_heads))
-        t.norm(f"{at}.input_layernorm", hidden)
-        t.norm(f"{at}.post_attention_layernorm", hidden)
+        t.layer_norms(at, hidden)
     dims = Heads(hidden, kv_heads * chosen, kv_heads, size)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(size, "model.rotary_emb.")
@@ -401,11 +385,6 @@ def _four(dims: Heads) -> tuple[int, int, int, int]:
     return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
 
 
-def _two_norms(t: Tensors, at: str, dims: Heads) -> None:
-    t.norm(f"{at}.input_layernorm", dims.hidden)
-    t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-
-
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
     """A list of one integer per layer."""
     value = fields.raw(name)
@@ -419,19 +398,6 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
     ):
         raise ConfigError(f"{shown(value)} is not a list of {layers} integers from {low}", field=name)
     return tuple(value)
-
-
-def _listed_sparse(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bool, ...]:
-    """``mlp_layer_types`` (dense | sparse), else dense up to ``first_k_dense_replace``."""
-    listed = fields.raw("mlp_layer_types")
-    first = fields.integer("first_k_dense_replace", first_dense, limit="layers", minimum=0)
-    if listed is None:
-        return tuple(i >= first for i in range(layers))
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
-        raise ConfigError(
-            f"{shown(listed)} does not name {layers} layers dense or sparse", field="mlp_layer_types"
-        )
-    return tuple(kind == "sparse" for kind in listed)
 
 
 def _kind_shares(fields: Fields, kinds: tuple[str, ...]) -> dict[str, float]:

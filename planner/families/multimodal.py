@@ -200,9 +200,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)  # the eight image tokens have no head
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         if i in crossed:
             t.attention(f"{at}.cross_attn", dims, qk_norm="head")
             t.add(f"{at}.cross_attn_attn_gate", (1,), "attention", "CrossAttentionDecoderLayer")
@@ -212,8 +210,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
             t.attention(f"{at}.self_attn", dims)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(

@@ -39,9 +39,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         block = f"{at}.temporal_block"
         if pattern[i % len(pattern)] == "attention":
             t.attention(block, dims, bias=bias, out_bias=True)
@@ -89,9 +87,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
     )
     t = Tensors()
     t.vocabulary("rwkv.embeddings", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"rwkv.blocks.{i}"
+    for i, at in t.layers(layers, "rwkv.blocks"):
         if i == 0:
             t.norm(f"{at}.pre_ln", hidden, "layer")
         t.norm(f"{at}.ln1", hidden, "layer")
@@ -107,7 +103,6 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}.feed_forward.key", inner, hidden, "mlp")
         t.linear(f"{at}.feed_forward.receptance", hidden, hidden, "mlp")
         t.linear(f"{at}.feed_forward.value", hidden, inner, "mlp")
-    t.layer = None
     t.norm("rwkv.ln_out", hidden, "layer")
     t.head("head", vocab, hidden, "rwkv.embeddings.weight" if tied else None)
     return common.decoder(
@@ -155,9 +150,7 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     t = Tensors()
     t.vocabulary("backbone.embeddings", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"backbone.blocks.{i}"
+    for _, at in t.layers(layers, "backbone.blocks"):
         t.norm(f"{at}.norm_mlstm", hidden)
         m = f"{at}.mlstm_layer"
         for name, rows in (("q", qk), ("k", qk), ("v", value), ("ogate_preact", value)):
@@ -168,7 +161,6 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{m}.out_proj", hidden, value, "mixer", bias=bias)
         t.norm(f"{at}.norm_ffn", hidden)
         t.gated_mlp(f"{at}.ffn", hidden, inner, bias=bias, names=("proj_up_gate", "proj_up", "proj_down"))
-    t.layer = None
     if out_norm:
         t.norm("backbone.out_norm", hidden)
     t.head("lm_head", vocab, hidden, "backbone.embeddings.weight" if tied else None)

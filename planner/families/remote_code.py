@@ -38,9 +38,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True)
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("w1", "w2", "c_proj"))
         t.norm(f"{at}.ln_1", dims.hidden)
@@ -78,9 +76,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     t = Tensors()
     t.vocabulary("transformer.embedding.word_embeddings", vocab, hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.encoder.layers.{i}"
+    for _, at in t.layers(layers, "transformer.encoder.layers"):
         t.norm(f"{at}.input_layernorm", hidden, norm)
         t.fused_attention(
             f"{at}.self_attention",
@@ -93,7 +89,6 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{at}.post_attention_layernorm", hidden, norm)
         names = ("dense_h_to_4h", "dense_4h_to_h")
         t.plain_mlp(f"{at}.mlp", hidden, inner, bias=linear_bias, names=names, fused_gate=True)
-    t.layer = None
     if last:
         t.norm("transformer.encoder.final_layernorm", hidden, norm)
     name = "transformer.embedding.word_embeddings.weight"
@@ -115,9 +110,7 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("transformer.wte", vocab, dims.hidden)
-    for i in range(layers):
-        t.layer = i
-        at = f"transformer.h.{i}"
+    for _, at in t.layers(layers, "transformer.h"):
         t.attention(f"{at}.attn.attention", dims, out="out_proj")
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("c_fc_0", "c_fc_1", "c_proj"))
         t.norm(f"{at}.ln_1", dims.hidden)
@@ -148,8 +141,7 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
         at = f"model.layers.{i}" if i < layers else f"model.mtp_layers.{i - layers}"
         t.attention(f"{at}.self_attn", dims, bias=bias)
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
         if i >= layers:
             for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
                 t.norm(f"{at}.{name}", dims.hidden)
@@ -221,14 +213,11 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     h = dims.hidden
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, h)
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         t.fused_attention(f"{at}.self_attn", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True)
         t.plain_mlp(f"{at}.mlp", h, inner, bias=True, fused_gate=True)
         t.norm(f"{at}.input_layernorm", h, "layer")
         t.norm(f"{at}.post_attention_layernorm", h, "layer")
-    t.layer = None
     t.norm("model.final_layernorm", h, "layer")
     t.head("lm_head", vocab, h, "model.embed_tokens.weight" if tied else None)
     return finish(

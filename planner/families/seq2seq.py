@@ -391,9 +391,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab + 1, dims.hidden)
     kv = dims.kv_heads * dims.head_size
-    for i in range(layers):
-        t.layer = i
-        at = f"model.layers.{i}"
+    for _, at in t.layers(layers, "model.layers"):
         for name, rows, own in (
             ("q_proj", dims.heads * dims.head_size, (0, 0)), ("k_proj", kv, (kv, dims.kv_heads)),
             ("v_proj", kv, (kv, dims.kv_heads)),
@@ -402,10 +400,8 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}.self_attn.o_proj.linear", dims.hidden, dims.heads * dims.head_size, shard="row")
         t.linear(f"{at}.mlp.fc1", inner, dims.hidden, "mlp", shard="column")
         t.linear(f"{at}.mlp.fc2", dims.hidden, inner // 2, "mlp", shard="row")
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(at, dims.hidden)
         t.rotary(dims.head_size, f"{at}.self_attn.rotary_emb.")
-    t.layer = None
     t.norm("model.norm", dims.hidden)
     t.head("lm_head", vocab, dims.hidden, None)
     kinds = ("sliding_attention" if window else "full_attention",) * layers
@@ -437,16 +433,13 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
         "model.decoder.embed_positions.weights", (positions, hidden), "SinusoidalPositionalEmbedding", "float32"
     )
     cache = []
-    for i in range(layers):
-        t.layer = i
-        at = f"model.decoder.layers.{i}"
+    for i, at in t.layers(layers, "model.decoder.layers"):
         for place, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm")):
             t.attention(f"{at}.{place}", dims, out="out_proj")
             t.norm(f"{at}.{norm}", hidden, "layer")
         t.plain_mlp(at, hidden, inner, names=("fc1", "fc2"))
         t.norm(f"{at}.final_layer_norm", hidden, "layer")
         cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
-    t.layer = None
     t.norm("model.decoder.layer_norm", hidden, "layer")
     for k in range(books):
         t.head(f"lm_heads.{k}", vocab, hidden, None)
