@@ -8,6 +8,7 @@ another engine would divide these modules is not known. Remote code is never run
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -39,6 +40,13 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
         raise
     except Exception as error:  # whatever the family's code raises on a config it does not understand
         said = " ".join(str(error).split())
+        package = re.search(r"requires the (\S+) library", said)
+        if isinstance(error, ImportError) and package:
+            raise UnsupportedArchitecture(
+                f"{model_type} has a part whose shapes are in the package {package[1]}, not in config.json",
+                field="model_type",
+                hint=f"pip install {package[1]}, or plan its text_config alone as a config.json of its own",
+            ) from None
         why = f"{type(error).__name__}: {said}"[:160]
         raise UnsupportedArchitecture(
             f"transformers cannot build {model_type} from this config on the meta device ({why})",
