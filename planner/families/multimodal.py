@@ -274,7 +274,11 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     in the file: refused."""
     names = fields.raw("architectures")
     if names != ["DeepseekOCR2ForCausalLM"]:
-        raise UnsupportedArchitecture(f"{shown(names)} is not DeepseekOCR2ForCausalLM", field="architectures")
+        raise UnsupportedArchitecture(
+            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is planned; DeepSeek-VL2's tower is "
+            "timm's, whose shapes are not in config.json",
+            field="architectures",
+        )
     config = fields.mapping("language_config")
     fields.ignore(*fields.config)
     text = _text(fields, "deepseek_v2", config)
