@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tonnage.planner.errors import CheckpointError, ConfigError
 # U+FFFD at the end may be a character that is not finished yet; byte-fallback decoders show a whole run of byte
 # tokens so until its last character is complete. So many in a row are invalid bytes that nothing will finish.
 _MAX_HELD = 64
+_PROMPT_END = 8  # tokens: two characters in single bytes
 _REPLACEMENT = "\ufffd"
 
 # Fill in the middle: what stands before the prompt, before the suffix and before the answer. StarCoder and
@@ -34,6 +36,10 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in repr(rust.decoder)
         # Alone, that decoder joins the bytes of the tokens: a text is the sum of its pieces.
         self.joins_bytes = repr(rust.decoder).startswith("ByteLevel(")
+        self._special = {
+            token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
+        }
+        self._shown_bytes: dict[int, bytes] = {}  # of the tokens that were met, special ones empty
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -76,6 +82,14 @@ class Tokenizer:
         """As :meth:`decode`, with the special tokens."""
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text without special tokens, where texts are joined bytes."""
+        found = self._shown_bytes.get(token_id)
+        if found is None:
+            found = b"" if token_id in self._special else self.token_bytes(token_id)
+            self._shown_bytes[token_id] = found
+        return found
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special tokens too; part of a character shows as U+FFFD."""
@@ -122,6 +136,37 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
+def detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
+) -> Detokenizer | ByteDetokenizer:
+    """For one answer after its prompt; ``special_tokens`` are part of the text or left out."""
+    if tokenizer.joins_bytes:
+        return ByteDetokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
+    return Detokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
+
+
+class ByteDetokenizer:
+    """Detokenizer where a text is nothing but its tokens' bytes (byte-level BPE): a tenth of the work."""
+
+    __slots__ = ("_decode", "_shown_bytes")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
+    ) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._shown_bytes = tokenizer.token_bytes if special_tokens else tokenizer.shown_bytes
+        # A character that the prompt began is finished by the answer.
+        self._decode(b"".join(map(self._shown_bytes, prompt_token_ids[-_PROMPT_END:])))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that became certain with ``token_ids``; may be empty."""
+        return self._decode(b"".join(map(self._shown_bytes, token_ids)))
+
+    def flush(self) -> str:
+        """What was held back, at the end of the answer."""
+        return self._decode(b"", True)
+
+
 class Detokenizer:
     """Token ids in, text out, never half a character.
 
@@ -131,17 +176,15 @@ class Detokenizer:
     (an answer cut in the middle of a character loses its end) and raises where a decoder rewrites earlier text.
     """
 
-    __slots__ = ("_base", "_decode", "_ids", "_joins", "_read", "_shown")
+    __slots__ = ("_decode", "_ids", "_read", "_shown")
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
     ) -> None:
         self._decode = tokenizer.decode_all if special_tokens else tokenizer.decode
-        self._joins = tokenizer.joins_bytes
         self._ids = _context(tokenizer, prompt_token_ids)
         self._read = len(self._ids)  # tokens of the window whose text is out
         self._shown = len(self._decode(self._ids)) if self._ids else 0  # characters of the window that are out
-        self._base = self._shown  # of these, those of the tokens before _read
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with ``token_ids``; may be empty."""
@@ -155,8 +198,7 @@ class Detokenizer:
         if piece and not unfinished:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
-            shown = len(text) - self._base if self._joins else len(self._decode(self._ids))
-            self._shown = self._base = shown
+            self._shown = len(self._decode(self._ids))
         else:
             self._shown = max(self._shown, certain)
         return piece
@@ -171,8 +213,8 @@ class Detokenizer:
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
     """The shortest end of the prompt that begins with a whole character, so that the first generated token
-    keeps its leading space. At most the last eight tokens are looked at: two characters in single bytes."""
-    for size in range(1, min(8, len(prompt_token_ids)) + 1):
+    keeps its leading space."""
+    for size in range(1, min(_PROMPT_END, len(prompt_token_ids)) + 1):
         ids = list(prompt_token_ids[-size:])
         text = tokenizer.decode(ids)
         if text and not text.startswith(_REPLACEMENT):

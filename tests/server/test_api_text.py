@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from tonnage.planner.errors import CheckpointError, ConfigError
-from tonnage.server.text import Detokenizer, StopStrings, Tokenizer
+from tonnage.server.text import StopStrings, Tokenizer, detokenizer
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int] | None = None) -> list[str]:
-    stream = Detokenizer(tokenizer, prompt or [])
+    stream = detokenizer(tokenizer, prompt or [])
     out = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
     return [*out, stream.flush()]
 
@@ -44,6 +44,13 @@ def test_an_answer_cut_inside_a_character_keeps_its_end(tokenizer: Tokenizer) ->
     out = pieces(tokenizer, ids[:-1])
     assert "".join(out) == tokenizer.decode(ids[:-1])
     assert out[-1] == "\ufffd"
+
+
+def test_an_answer_finishes_the_character_its_prompt_began(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ok 👩 fine")
+    for at in range(1, len(ids)):
+        begun = tokenizer.decode(ids[:at]).rstrip("\ufffd")
+        assert begun + "".join(pieces(tokenizer, ids[at:], prompt=ids[:at])) == "ok 👩 fine"
 
 
 def byte_fallback_tokenizer() -> Tokenizer:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion_message import ChatCompletionMessage
+from openai.types.responses import Response
 
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.server.api.tools import ForcedReader
@@ -139,6 +140,67 @@ async def test_calls_a_model_writes(run_server, small_plan, tokenizer, template:
         assert off.choices[0].finish_reason == "stop"
         plain = ChatTemplate(TEMPLATE).render(ASK)
         assert off.usage.prompt_tokens == len(tokenizer.encode(plain, add_special_tokens=False))
+
+
+@needs_vllm
+async def test_calls_in_a_response(run_server, small_plan, tokenizer, template: Path) -> None:
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids))
+    flags = {"chat_template": template, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    tools = [{"type": "function", **tool["function"], "strict": None} for tool in (WEATHER, CLOCK)]
+    body: dict[str, Any] = {"model": "demo", "input": ASK, "tools": tools, "max_output_tokens": 400}
+    async with run_server(engine, **flags) as server:
+        raw = await server.http.post("/v1/responses", json=body)
+        answer = Response.model_validate_json(raw.content, strict=True)
+        _, *calls = answer.output
+        assert answer.output_text.strip() == "I look."
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+        kinds: list[str] = []
+        done: list[Any] = []
+        arguments: dict[str, str] = {}
+        async for event in await server.openai.responses.create(**body, stream=True):
+            assert event.sequence_number == len(kinds)
+            kinds.append(event.type)
+            if event.type == "response.function_call_arguments.delta":
+                arguments[event.item_id] = arguments.get(event.item_id, "") + event.delta
+            if event.type == "response.output_item.done":
+                done.append(event.item)
+            if event.type == "response.completed":
+                assert [item.type for item in event.response.output] == [item.type for item in done]
+        assert [item.type for item in done] == ["message", "function_call", "function_call"]
+        assert [(item.name, json.loads(item.arguments)) for item in done[1:]] == CALLS
+        assert [arguments[item.id] for item in done[1:]] == [item.arguments for item in done[1:]]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        assert kinds.count("response.output_item.added") == 3
+        # Sent back with their results: the same prompt as the conversation in chat completions.
+        sent = [item.model_dump(exclude_none=True) for item in answer.output]
+        results = [
+            {"type": "function_call_output", "call_id": c["call_id"], "output": "fine"} for c in sent[1:]
+        ]
+        again = await server.openai.responses.create(**body | {"input": [*ASK, *sent, *results]})
+        chat = [
+            *ASK,
+            {
+                "role": "assistant",
+                "content": answer.output_text,
+                "tool_calls": [
+                    {
+                        "id": c.call_id,
+                        "type": "function",
+                        "function": {"name": c.name, "arguments": c.arguments},
+                    }
+                    for c in calls
+                ],
+            },
+            *({"role": "tool", "tool_call_id": c.call_id, "content": "fine"} for c in calls),
+        ]
+        same = await server.openai.chat.completions.create(
+            model="demo", messages=chat, tools=[WEATHER, CLOCK], max_tokens=1
+        )
+        assert again.usage.input_tokens == same.usage.prompt_tokens
+        refused = await server.http.post("/v1/responses", json=body | {"tools": [{"type": "web_search"}]})
+        assert refused.json()["error"]["param"].startswith("tools.0")
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

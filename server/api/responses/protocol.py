@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: text in, text out, nothing stored."""
+"""Bodies of /v1/responses: text and function calls, nothing stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
+from tonnage.server.api.chat.protocol import FunctionName
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, SamplingFields
 from tonnage.server.engines.base import Grammar
@@ -34,6 +35,56 @@ class InputMessage(BaseModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
+class FunctionCallItem(BaseModel):
+    """A call of an earlier response, sent back as it came."""
+
+    model_config = STRICT
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class FunctionCallOutput(BaseModel):
+    """What the function gave."""
+
+    model_config = STRICT
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[InputText], Field(min_length=1)]
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class FunctionTool(BaseModel):
+    """A function the model may call. ``parameters``: a JSON schema; without one it takes none."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As the chat completions have it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class NamedFunctionTool(BaseModel):
+    """The one function that must be called."""
+
+    model_config = STRICT
+
+    type: Literal["function"]
+    name: FunctionName
+
+
 class TextFormat(BaseModel):
     model_config = STRICT
 
@@ -51,14 +102,20 @@ class TextOptions(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+InputItem = InputMessage | FunctionCallItem | FunctionCallOutput
+
+
 class ResponseRequest(SamplingFields):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1, max_length=10_000)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: dict[str, str] | None = Field(None, max_length=16)
     text: TextOptions | None = None
+    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def grammar(self) -> Grammar | None:
@@ -74,7 +131,9 @@ FIELDS = Fields(
     model=ResponseRequest,
     table=RESPONSES,
     expected={
-        "input": "a string or a list of messages with text (the model takes no images, sounds, files or tools)",
+        "input": "a string or a list of messages with text, function calls and their outputs "
+        "(the model takes no images, sounds or files)",
+        "tool_choice": 'none, auto, required or {"type": "function", "name": ...}',
         "stop": STOP_EXPECTED,
     },
 )

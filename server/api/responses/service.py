@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from tonnage.server.accounts import Ticket
 from tonnage.server.api.chat.prompt import chat_prompt
-from tonnage.server.api.chat.protocol import Message
+from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
 from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
-from tonnage.server.api.responses.protocol import FIELDS, InputMessage, ResponseRequest
+from tonnage.server.api.responses import output
+from tonnage.server.api.responses.protocol import (
+    FIELDS,
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputText,
+    NamedFunctionTool,
+    ResponseRequest,
+)
+from tonnage.server.api.tools import tool_use
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
+from tonnage.server.tool_calls import CallDelta, ToolUse, calls_of
 
 
 class ResponseService:
@@ -37,61 +48,61 @@ class ResponseService:
             "message": error.message,
             "param": error.param,
         }
-        return _event(event)
+        return output.event(event)
 
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """The whole answer. Cancelling the call aborts the request."""
-        submission = await self._prepare(request)
+        submission, use = await self._prepare(request)
         counts, text = TokenCounts(), ""
+        token_ids: list[int] = []
         finish: Finish = "stop"
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 text += delta.text
+                token_ids += delta.token_ids
                 finish = delta.finish_reason or finish
+        calls: Sequence[CallDelta] = ()
+        if use.reader is not None:
+            text, calls = use.reader().whole(text, token_ids)
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission)
-        return json.dumps(_finished(response, ticket, text, finish, counts)).encode()
+        found = output.items(ticket.request_id, text, calls_of(calls), _status(finish))
+        return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        """The events of a text answer; closing the iterator aborts the request."""
-        submission = await self._prepare(request)
-        counts, text = TokenCounts(), ""
+        """The events of an answer; closing the iterator aborts the request."""
+        submission, use = await self._prepare(request)
+        reader = None if use.reader is None else use.reader()
+        counts = TokenCounts()
         finish: Finish = "stop"
-        number = 0
         response = self._response(request, ticket, submission)
-        item_id = f"msg_{ticket.request_id}"
-        place: dict[str, Any] = {"item_id": item_id, "output_index": 0, "content_index": 0}
-
-        def event(kind: str, **fields: Any) -> bytes:
-            nonlocal number
-            number += 1
-            return _event({"type": kind, "sequence_number": number - 1, **fields})
-
+        events = output.OutputEvents(ticket.request_id)
+        begun = False
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            begun = False
             async for delta in deltas:
                 told = b""
                 if not begun:
                     begun = True
-                    told += event("response.created", response=response)
-                    told += event("response.in_progress", response=response)
-                    item = _message(item_id, None, "in_progress")
-                    told += event("response.output_item.added", output_index=0, item=item)
-                    told += event("response.content_part.added", **place, part=_part(""))
-                if delta.text:
-                    text += delta.text
-                    told += event("response.output_text.delta", **place, delta=delta.text, logprobs=[])
+                    told += events.tell("response.created", response=response)
+                    told += events.tell("response.in_progress", response=response)
+                text, calls = delta.text, ()
                 finish = delta.finish_reason or finish
+                if reader is not None:
+                    text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)
+                if text or reader is None:
+                    told += events.text(text)
+                for call in calls:
+                    told += events.call(call)
                 if told:
                     yield told
         ticket.finish(outcome_of_finishes([finish]))
-        done = _finished(response, ticket, text, finish, counts)
-        told = event("response.output_text.done", **place, text=text, logprobs=[])
-        told += event("response.content_part.done", **place, part=_part(text))
-        told += event("response.output_item.done", output_index=0, item=done["output"][0])
-        yield told + event(f"response.{done['status']}", response=done)
+        told = events.close(_status(finish))
+        if not events.items:  # nothing was said: an empty message
+            told = events.text("") + events.close(_status(finish))
+        done = _finished(response, events.items, finish, counts)
+        yield told + events.tell(f"response.{done['status']}", response=done)
 
-    async def _prepare(self, request: ResponseRequest) -> Submission:
+    async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse]:
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -101,12 +112,15 @@ class ResponseService:
                 "stream_options is only allowed with stream: true",
                 param="stream_options",
             )
+        messages = _messages(request)
+        use = self._tools(request, messages)
         state.check_ready()
         prompt = await chat_prompt(
             state,
             generator,
-            _messages(request),
+            messages,
             template_arguments=request.chat_template_kwargs,
+            tools=use.shown,
             add_special_tokens=bool(request.add_special_tokens),
             param="input",
         )
@@ -117,8 +131,29 @@ class ResponseService:
             param="max_output_tokens",
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
-        return Submission(
-            (prompt,), params, 1, request.stop_strings(), request.cache_salt or "", request.priority, lora=lora
+        submission = Submission(
+            (prompt,),
+            replace(params, grammar=use.grammar),
+            1,
+            request.stop_strings(),
+            request.cache_salt or "",
+            request.priority,
+            use.special_tokens,
+            use.reader is not None,
+            lora,
+        )
+        return submission, use
+
+    def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
+        choice = request.tool_choice
+        return tool_use(
+            self._state,
+            [tool.for_template() for tool in request.tools or ()],
+            choice if isinstance(choice, str) else None,
+            function=choice.name if isinstance(choice, NamedFunctionTool) else None,
+            parallel=request.parallel_tool_calls is not False,
+            messages=[message.model_dump(exclude_none=True) for message in messages],
+            grammar=request.grammar(),
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
@@ -136,12 +171,12 @@ class ResponseService:
             "metadata": request.metadata or {},
             "model": request.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": _shown_choice(request),
+            "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -149,16 +184,27 @@ class ResponseService:
 
 
 def _messages(request: ResponseRequest) -> list[Message]:
+    """The conversation as chat messages; the calls of one turn belong to one message."""
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
-    return messages + [Message(role=item.role, content=_text(item)) for item in request.input]
+    for item in request.input:
+        if isinstance(item, FunctionCallOutput):
+            messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+        elif isinstance(item, FunctionCallItem):
+            function = FunctionCall(name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, type="function", function=function)
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant"))
+            before = messages[-1]
+            messages[-1] = before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), call]})
+        else:
+            messages.append(Message(role=item.role, content=_text(item.content)))
+    return messages
 
 
-def _text(item: InputMessage) -> str:
-    if isinstance(item.content, str):
-        return item.content
-    return "".join(part.text for part in item.content)
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:
@@ -167,15 +213,24 @@ def _shown_text(request: ResponseRequest) -> dict[str, Any]:
     return {"format": {"type": "text"}} | shown
 
 
+def _shown_choice(request: ResponseRequest) -> Any:
+    choice = request.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedFunctionTool) else choice or "auto"
+
+
+def _status(finish: Finish) -> str:
+    """Cut off by max_output_tokens a response, and the item it was in, is ``incomplete``."""
+    return "incomplete" if finish == "length" else "completed"
+
+
 def _finished(
-    response: dict[str, Any], ticket: Ticket, text: str, finish: Finish, counts: TokenCounts
+    response: dict[str, Any], found: list[dict[str, Any]], finish: Finish, counts: TokenCounts
 ) -> dict[str, Any]:
-    """``response`` with its output and usage; cut off by max_output_tokens it is ``incomplete``."""
-    status = "incomplete" if finish == "length" else "completed"
+    """``response`` with its output and usage."""
     return response | {
-        "status": status,
+        "status": _status(finish),
         "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
-        "output": [_message(f"msg_{ticket.request_id}", text, status)],
+        "output": found,
         "usage": {
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached_total, "cache_write_tokens": 0},
@@ -184,16 +239,3 @@ def _finished(
             "total_tokens": counts.prompt + counts.completion,
         },
     }
-
-
-def _message(item_id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
-    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _event(event: dict[str, Any]) -> bytes:
-    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
