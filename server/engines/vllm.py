@@ -310,8 +310,8 @@ class VLLMEngine:
         self._dead = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
         self._ledger.fail(self._dead)
 
-    async def abort(self, request_id: str) -> None:
-        if self._ready:
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        if self._ready and index is None:  # vLLM ends one of several sequences only by itself
             await self._llm.abort(request_id)
 
     def stats(self) -> EngineStats:
@@ -404,7 +404,10 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
         "max_num_seqs": deployment.max_num_seqs,
         "max_num_batched_tokens": deployment.max_num_batched_tokens,
         "block_size": deployment.block_size,
-        "kv_cache_dtype": deployment.kv_cache_dtype,
+        # vLLM has no name for a cache in float32: auto is the model's own dtype.
+        "kv_cache_dtype": "auto"
+        if deployment.kv_cache_dtype == deployment.dtype
+        else deployment.kv_cache_dtype,
         "kv_cache_memory_bytes": plan.rank.kv_pool_bytes,
         "gpu_memory_utilization": deployment.gpu_memory_utilization,
         "enable_prefix_caching": deployment.enable_prefix_caching,

@@ -67,6 +67,9 @@ def test_the_plan_becomes_vllms_arguments() -> None:
     assert arguments["block_size"] == plan.kv_cache.layout.block_size == 128
     assert arguments["max_model_len"] == 2048
     assert arguments["max_num_seqs"] == 16
+    assert engine_arguments(small_plan(dtype="float32"), enforce_eager=True)["kv_cache_dtype"] == "auto"
+    fp8 = small_plan(kv_cache_dtype="fp8")
+    assert engine_arguments(fp8, enforce_eager=True)["kv_cache_dtype"] == "fp8"
 
 
 async def test_what_would_override_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
