@@ -91,11 +91,18 @@ def shown(value: object) -> str:
 
 class Fields:
     """One family's view of a config. Remembers what was read, so that :meth:`refuse_unread` can tell
-    which fields nobody understood. ``aliases`` maps a standard name to the name the family's files use."""
+    which fields nobody understood. ``aliases`` maps a standard name to the name the family's files use;
+    ``absent`` has the values of fields that the file leaves out."""
 
-    def __init__(self, config: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        aliases: Mapping[str, str] | None = None,
+        absent: Mapping[str, Any] | None = None,
+    ) -> None:
         self.config = config
         self._aliases = dict(aliases or {})
+        self._absent = absent or {}
         self._read: set[str] = set()
 
     def name(self, field: str) -> str:
@@ -112,7 +119,7 @@ class Fields:
     def raw(self, field: str) -> Any:
         name = self.name(field)
         self._read.update((field, name))
-        return self.config.get(name)
+        return self.config[name] if name in self.config else self._absent.get(field)
 
     def ignore(self, *fields: str) -> None:
         """Fields known to change neither shapes nor the cache."""

@@ -52,7 +52,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     """Qwen3-Next and Qwen3.5, dense or with experts; the query projection carries an output gate."""
     moe = model_type != "qwen3_5_text"
     next_ = model_type == "qwen3_next"
-    dims = common.heads_of(fields, kv_default=2 if moe else 4, head_default=256)
+    dims = common.heads_of(fields)
     d = Delta(
         dims.hidden,
         fields.integer("linear_num_key_heads", 16, limit="heads"),
@@ -289,7 +289,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
     """MiniMax-01: lightning attention keeps one fp32 matrix per head."""
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     count = fields.integer("num_local_experts", limit="width")
@@ -341,7 +341,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 def lfm2(fields: Fields, model_type: str) -> Architecture:
     """Gated short convolutions and a few full layers; LFM2-MoE routes from ``num_dense_layers`` on."""
     moe = model_type == "lfm2_moe"
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     kernel = fields.integer("conv_L_cache", 3, limit="width")

@@ -38,8 +38,6 @@ class Variant:
     final: str = "model.norm"
     head_bias: bool = False
     tied: bool = False  # tie_word_embeddings when the file does not say
-    head_dim_default: int | None = None
-    kv_default: int | None = None
     rotary_share: float = 1.0  # partial_rotary_factor when the file does not say
     window: str = "none"  # none | always | layer_types | qwen
     position_default: int | None = None
@@ -84,35 +82,32 @@ def _doge(t: Tensors, at: str, dims: Heads, inner: int) -> None:
 
 _VARIANTS = {
     "llama": _granite("LlamaForCausalLM"),
-    "mistral": Variant("MistralForCausalLM", kv_default=8, window="always"),
+    "mistral": Variant("MistralForCausalLM", window="always"),
     # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads
-    "qwen2": Variant("Qwen2ForCausalLM", True, kv_default=32, window="qwen"),
+    "qwen2": Variant("Qwen2ForCausalLM", True, window="qwen"),
     "qwen3": Variant(
-        "Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", head_dim_default=128,
-        kv_default=32, window="qwen",
+        "Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen",
     ),
     "granite": _granite("GraniteForCausalLM"),
-    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), kv_default=20),
+    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
     "smollm3": Variant(
         "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
         window="layer_types", ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
     ),
     "seed_oss": Variant(
         "SeedOssForCausalLM", ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False),
-        head_dim_default=128,
     ),
     "glm": Variant(
         "GlmForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
-        head_dim_default=128, rotary_share=0.5, kv_default=2,
+        rotary_share=0.5,
     ),
     "glm4": Variant(
         "Glm4ForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
         norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
-        head_dim_default=128, rotary_share=0.5, kv_default=2,
+        rotary_share=0.5,
     ),
     "ernie4_5": Variant(
         "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
-        head_dim_default=128,
     ),
     "exaone4": Variant(
         "Exaone4ForCausalLM", qk_norm="head", norms=_POST_NORMS, window="layer_types",
@@ -131,7 +126,7 @@ _VARIANTS = {
         "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp="plain", mlp_names=_PLAIN,
         norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
     ),
-    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_bitnet, kv_default=5),
+    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_bitnet),
     "cohere": Variant(
         "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norms=("input_layernorm",), norm="layer-weight",
         tied=True, ignored=("logit_scale",),
@@ -151,10 +146,10 @@ _VARIANTS = {
     ),
     "starcoder2": Variant(
         "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True), mlp="plain",
-        mlp_names=("c_fc", "c_proj"), norm="layer", tied=True, window="always", kv_default=2,
+        mlp_names=("c_fc", "c_proj"), norm="layer", tied=True, window="always",
     ),
     "stablelm": Variant(
-        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, kv_default=32,
+        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25,
     ),
     "persimmon": Variant(
         "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense", mlp="plain",
@@ -187,9 +182,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if model_type == "qwen2":
         # Qwen2Config has no head_dim field but the model reads one when the file has it
         fields.ignore("head_dim")
-    dims = common.heads_of(
-        fields, kv_default=_kv_default(fields, variant), head_default=variant.head_dim_default
-    )
+    dims = common.heads_of(fields)
     if model_type == "helium" and dims.heads * dims.head_size != dims.hidden:
         raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
     if fields.boolean("is_moe", False):
@@ -267,11 +260,6 @@ def _qk_layernorm(t: Tensors, at: str, model_type: str, dims: Heads) -> None:
         t.norm(f"{at}.k_layernorm", dims.head_size, "layer")
     else:
         raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
-
-
-def _kv_default(fields: Fields, variant: Variant) -> int | None:
-    """An explicit null means num_attention_heads; an absent field means the config class's default."""
-    return variant.kv_default if "num_key_value_heads" not in fields.config else None
 
 
 def _kinds(

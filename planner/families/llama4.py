@@ -12,7 +12,7 @@ from tonnage.planner.fields import Fields, shown
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Chunked attention in three of four layers; experts stored [experts, in, out]."""
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     count = fields.integer("num_local_experts", limit="width")

@@ -40,7 +40,7 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
 def bamba(fields: Fields, model_type: str) -> Architecture:
     """Bamba and Granite hybrid: each layer is a Mamba-2 or an attention layer, with an MLP or experts."""
     granite = model_type == "granitemoehybrid"
-    dims = common.heads_of(fields, kv_default=None if granite else 8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
@@ -99,7 +99,7 @@ def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     """Mamba-2 and attention side by side in every layer: both a state and K and V."""
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
@@ -135,7 +135,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
 
 def jamba(fields: Fields, model_type: str) -> Architecture:
     """Attention and experts at fixed periods; no rotary embedding."""
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")

@@ -219,7 +219,7 @@ def _longcat(fields: Fields) -> Architecture:
     vocab = fields.integer("vocab_size", limit="vocab")
     dense = fields.integer("ffn_hidden_size", limit="width")
     count = fields.integer("n_routed_experts", limit="width")
-    empty = fields.integer("zero_expert_num", 256, limit="width", minimum=0)
+    empty = fields.integer("zero_expert_num", 0, limit="width", minimum=0)
     inner = fields.integer("expert_ffn_hidden_size", limit="width")
     chosen = fields.integer("moe_topk", limit="width")
     bias = fields.boolean("attention_bias", False)

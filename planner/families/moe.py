@@ -39,8 +39,6 @@ class Variant:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     norm: str = "rms"
     tied: bool = False
-    head_dim_default: int | None = None
-    kv_default: int | None = None
     window: str = "none"
     ignored: tuple[str, ...] = ()
 
@@ -54,7 +52,7 @@ _GRANITE = Variant(
 _VARIANTS = {
     "mixtral": Variant(
         "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
-        out_bias=False, kv_default=8, window="optional",
+        out_bias=False, window="optional",
     ),
     "qwen2_moe": Variant(
         "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
@@ -62,7 +60,7 @@ _VARIANTS = {
         window="qwen",
     ),
     "qwen3_moe": Variant(
-        "Qwen3MoeForCausalLM", qk_norm="head", kv_default=4, window="qwen",
+        "Qwen3MoeForCausalLM", qk_norm="head", window="qwen",
         ignored=("use_qk_norm",),
     ),
     "olmoe": Variant("OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full",
@@ -92,7 +90,7 @@ _VARIANTS = {
     "glm4_moe": Variant(
         "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
         shared="shared_experts", out_bias=False,
-        ignored=("n_group", "topk_group", "num_nextn_predict_layers"), head_dim_default=128,
+        ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
     ),
     "dots1": Variant(
         "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
@@ -110,9 +108,8 @@ _VARIANTS["granitemoeshared"] = replace(_GRANITE, class_name="GraniteMoeSharedFo
 
 def build(fields: Fields, model_type: str) -> Architecture:
     v = _VARIANTS[model_type]
-    absent = "num_key_value_heads" not in fields.config
-    dims = common.heads_of(fields, kv_default=v.kv_default if absent else None, head_default=v.head_dim_default)
-    if model_type == "glm4_moe" and fields.raw("head_dim") is None:  # its config class rounds down
+    dims = common.heads_of(fields, head_default=0 if model_type == "glm4_moe" else None)
+    if not dims.head_size:  # its config class rounds down
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
     layers = fields.integer("num_hidden_layers", limit="layers")
     if fields.raw("attn_type_list") not in (None, [1] * layers):
@@ -208,10 +205,8 @@ def _shared_size(fields: Fields, model_type: str, v: Variant, inner: int) -> int
         return fields.integer(v.shared_size, limit="width")
     if model_type == "hunyuan_v1_moe":
         return inner
-    ernie = model_type == "ernie4_5_moe"
-    name = "moe_num_shared_experts" if ernie else "n_shared_experts"
-    default = 2 if ernie and name not in fields.config else 0
-    return inner * (fields.optional_integer(name, default, limit="width", minimum=0) or 0)
+    name = "moe_num_shared_experts" if model_type == "ernie4_5_moe" else "n_shared_experts"
+    return inner * (fields.optional_integer(name, 0, limit="width", minimum=0) or 0)
 
 
 def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:

@@ -19,7 +19,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 def gpt_oss(fields: Fields) -> Architecture:
     """Alternating windows; experts with biases, their matrices stored [experts, in, out]."""
-    dims = common.heads_of(fields, kv_default=8, head_default=64)
+    dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 4, limit="width")

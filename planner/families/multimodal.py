@@ -186,7 +186,7 @@ def mllama(fields: Fields, model_type: str) -> Architecture:
 
 def mllama_text(fields: Fields, model_type: str) -> Architecture:
     """Llama with gated cross-attention layers, whose K and V come from the image once per sequence."""
-    dims = common.heads_of(fields, kv_default=8)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")

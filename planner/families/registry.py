@@ -8,6 +8,7 @@ from typing import Any
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families.absent import ABSENT
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import replace
 
@@ -150,7 +151,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise _unknown(model_type)
     if config.get("is_encoder_decoder") and _ADAPTERS[model_type] not in _OWN_CLASSES:
         raise UnsupportedArchitecture("true is not known for this family", field="is_encoder_decoder")
-    fields = Fields(config, _ALIASES.get(model_type))
+    fields = Fields(config, _ALIASES.get(model_type), ABSENT.get(model_type))
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
     architecture: Architecture = adapter.build(fields, _family(model_type, fields))
     fields.ignore("is_encoder_decoder")
@@ -160,7 +161,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
     """The text model of a multimodal config, whatever class its own ``architectures`` names."""
-    fields = Fields(config, _ALIASES.get(model_type))
+    fields = Fields(config, _ALIASES.get(model_type), ABSENT.get(model_type))
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
     architecture: Architecture = adapter.build(fields, model_type)
     fields.refuse_unread(model_type)
