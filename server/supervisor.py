@@ -101,8 +101,8 @@ class SupervisedEngine:
             raise EngineDead("the engine is being started again")
         return self._engine.generate(request)
 
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        await self._engine.abort(request_id, index)
 
     def stats(self) -> EngineStats:
         stats = self._engine.stats()

@@ -19,7 +19,7 @@ from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, Sampli
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
-from tonnage.server.text import Detokenizer, StopStrings
+from tonnage.server.text import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
 # Encoding takes about a microsecond a character; longer texts go to a thread (tokenizers releases the GIL) so
 # that the event loop is not held for more than about ten milliseconds.
@@ -94,8 +94,9 @@ class TokenCounts:
 class _Sequence:
     """A choice while it grows."""
 
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
+    min_tokens: int  # no stop string ends it before
     last: float | None = None
     finished: bool = False
 
@@ -195,7 +196,6 @@ class Generator:
         Raises ApiError and the engine's TonnageErrors.
         """
         state = self._state
-        state.check_ready()
         counts.prompt = sum(map(len, submission.prompts))
         counts.choices = [0] * submission.sequences
         ticket.submission = submission
@@ -206,14 +206,16 @@ class Generator:
         try:
             sequences = [
                 _Sequence(
-                    Detokenizer(state.tokenizer, prompt, special_tokens=submission.special_tokens),
+                    detokenizer(state.tokenizer, prompt, special_tokens=submission.special_tokens),
                     StopStrings(submission.stop),
+                    submission.params.min_tokens,
                 )
                 for prompt in submission.prompts
                 for _ in range(n)
             ]
             unfinished = len(sequences)
-            async with _closing(self._chunks(submission, ticket)) as chunks:
+            requests = self._requests(submission, ticket)
+            async with _closing(_chunks(state.engine, requests)) as chunks:
                 async for chunk in chunks:
                     index = chunk.index
                     sequence = sequences[index]
@@ -232,6 +234,9 @@ class Generator:
                     if chunk.embedding:
                         delta.embedding = chunk.embedding
                     unfinished -= sequence.finished
+                    if sequence.finished and chunk.finish_reason is None and unfinished:
+                        # By a stop string; others of the submission go on, its blocks need not wait for them.
+                        await state.engine.abort(requests[index // n].request_id, index % n)
                     if (
                         delta.text
                         or delta.finish_reason
@@ -249,13 +254,13 @@ class Generator:
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
-    def _chunks(self, submission: Submission, ticket: Ticket) -> AsyncIterator[Chunk]:
-        """The chunks of all prompts in the order of arrival, ``index`` counted over all choices."""
+    def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
+        """One for each prompt."""
         tenant = ticket.tenant
         salt = submission.cache_salt
         if tenant.cache_salt:  # also with a salt of the request: tenants never share
             salt = f"{tenant.cache_salt}/{salt}"
-        requests = [
+        return [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt,
@@ -268,8 +273,11 @@ class Generator:
             )
             for prompt in submission.prompts
         ]
-        engine = self._state.engine
-        return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
+
+
+def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+    """The chunks of all prompts in the order of arrival, ``index`` counted over all choices."""
+    return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
 
 
 async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:
@@ -324,7 +332,8 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
         text, taken = "", 0
         for token in chunk.token_ids:
             taken += 1
-            text += stop.push(sequence.detokenizer.push((token,)))
+            piece = sequence.detokenizer.push((token,))
+            text += piece if counts.choices[index] + taken <= sequence.min_tokens else stop.push(piece)
             if stop.stopped:
                 break
         counts.choices[index] += taken

@@ -155,6 +155,13 @@ def _rule(rule: Any) -> dict[str, Any]:
     return shown
 
 
+def _condition(rule: dict[str, Any]) -> str:
+    """What an honoured field takes: of the engine, or of the model."""
+    if rule["class"] != Standing.HONOURED.value:
+        return ""
+    return str(rule.get("needs") or rule.get("why", ""))
+
+
 def _print(report: dict[str, Any]) -> None:
     print(f"Python {report['python']}")
     for name, found in report["packages"].items():
@@ -180,7 +187,7 @@ def _print(report: dict[str, Any]) -> None:
     for path, table in report.get("fields", {}).items():
         for standing in Standing:
             names = [
-                name + (f" ({rule['needs']})" if "needs" in rule else "")
+                name + (f" ({condition})" if (condition := _condition(rule)) else "")
                 for name, rule in table.items()
                 if rule["class"] == standing.value
             ]

@@ -192,9 +192,15 @@ class FakeEngine:
             )
             raise NeverFits(str(answer), field="prompt")
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str, index: int | None = None) -> None:
         entry = self._live.get(request_id)
         if entry is None:
+            return
+        if index is not None:
+            ended = [s for s in self._running if s.owner is entry and s.index == index and s.drawn]
+            self._release(ended)
+            for sequence in ended:
+                entry.inbox.put_nowait(Chunk(request_id, sequence.index, (), "abort"))
             return
         left = [s.index for s in self._running if s.owner is entry]
         for index in left if entry.sequences else range(entry.request.n):

@@ -124,7 +124,7 @@ class RayEngine:
         if isinstance(answer, Never):
             raise NeverFits(str(answer), field="prompt")
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str, index: int | None = None) -> None:
         """A request ends by closing its iterator; nobody but its replica knows it."""
 
     def stats(self) -> EngineStats:

@@ -11,7 +11,7 @@ import pytest
 from openai.types import Completion as SdkCompletion
 from openai.types import CompletionChoice, Model
 
-from tonnage.server.engines.base import GenerationRequest
+from tonnage.server.engines.base import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.text import Tokenizer
 
@@ -219,9 +219,43 @@ async def test_a_stop_string_ends_the_work(run_server, small_plan, tokenizer) ->
         assert answer.choices[0].text == "one "
         assert answer.usage.completion_tokens <= 3
         assert engine.stats().generation_tokens < 100
-        # Siblings go on when one of n met its stop string.
         answer = strict((await server.complete(stop="two", max_tokens=20, n=3)).text)
         assert [c.text for c in answer.choices] == ["one "] * 3
+
+
+async def test_siblings_and_other_prompts_go_on_when_one_met_its_stop_string(
+    run_server, small_plan, tokenizer
+) -> None:
+    """And what it held does not wait for them: the engine draws no more for it."""
+    one, three = tokenizer.encode("one two "), tokenizer.encode("three ")
+
+    def reply(request: Any, index: int) -> Any:
+        return itertools.cycle(three if index or len(request.prompt_token_ids) > 1 else one)
+
+    engine = FakeEngine(small_plan(), token_rate=2000, reply=reply)
+    async with run_server(engine) as server:
+        answer = strict((await server.complete(prompt=[5], stop="two", max_tokens=300, n=3)).text)
+        assert [c.finish_reason for c in answer.choices] == ["stop", "length", "length"]
+        assert 600 <= engine.stats().generation_tokens < 700
+        answer = strict((await server.complete(prompt=[[5], [5, 6]], stop="two", max_tokens=300)).text)
+        assert [c.finish_reason for c in answer.choices] == ["stop", "length"]
+        assert 900 <= engine.stats().generation_tokens < 1100
+        assert engine.stats().pool.used == 0
+
+
+async def test_no_stop_string_ends_an_answer_before_min_tokens(run_server, small_plan, tokenizer) -> None:
+    class Honouring(FakeEngine):
+        honours = BASIC_PARAMS | {"min_tokens"}
+
+    ids = tokenizer.encode("one two ")
+    engine = Honouring(small_plan(), reply=lambda request, index: itertools.cycle(ids))
+    async with run_server(engine) as server:
+        short = strict((await server.complete(stop="two", max_tokens=100)).text)
+        long = strict((await server.complete(stop="two", max_tokens=100, min_tokens=40)).text)
+    assert short.choices[0].text == "one "
+    assert long.choices[0].finish_reason == "stop"
+    assert 40 < long.usage.completion_tokens < 50
+    assert long.choices[0].text.count("two") > 5
 
 
 async def test_stop_or_length(run_server, small_plan, tokenizer) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tonnage.server.engines.base import SamplingParams
 from tonnage.server.engines.hf.sampling import TOP, sample
-from tonnage.server.engines.hf.scheduler import generator
+from tonnage.server.engines.hf.sequence import generator
 
 CASES = [
     {},
@@ -69,6 +69,14 @@ def test_temperature_zero_is_the_first_maximum() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 0.0]])
     params = [SamplingParams(max_tokens=1, temperature=0.0)] * 2
     assert sample(logits, params, [generator(None, 0)] * 2) == [1, 0]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    """1e-40 makes infinities of logits and NaN of their difference."""
+    logits = torch.tensor([[1.0, 30.0, 29.0], [-5.0, -50.0, -6.0]])
+    for temperature in (1e-6, 1e-40):
+        params = [SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k) for top_k in (0, 2)]
+        assert sample(logits, params, [generator(1, 0)] * 2) == [1, 0]
 
 
 def test_the_stream_belongs_to_seed_and_index() -> None:

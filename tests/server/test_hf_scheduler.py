@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo_model import ensure_demo
-from tonnage.server.engines.base import Chunk, GenerationRequest, SamplingParams
-from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
+from tonnage.server.engines.hf.grammar import GrammarError
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
 
 
@@ -27,6 +30,10 @@ def plan_for(blocks: int, **changes: int) -> Plan:
 def following(sequence: Sequence) -> int:
     """A next token that only the tokens so far decide, and that would differ after any mistake in them."""
     return 3 + (sum(i * token for i, token in enumerate(sequence.tokens, 1)) + sequence.index) % 40000
+
+
+def following_of(tokens: tuple[int, ...]) -> int:
+    return 3 + sum(i * token for i, token in enumerate(tokens, 1)) % 40000
 
 
 def step(scheduler: Scheduler) -> list[Chunk]:
@@ -147,3 +154,94 @@ def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) ->
     scheduler.schedule()
     assert scheduler.stats().invariant_violations == 1
     assert "reference counts" in caplog.text
+
+
+def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
+    scheduler = Scheduler(plan_for(40, max_num_batched_tokens=32))
+    prompt = tuple(range(100, 120))
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    scheduler.add(GenerationRequest("x", prompt, params, n=3))
+    assert scheduler.abort("x", 1) == []  # there are no forks yet: it stands for all
+    said: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for _ in range(30):
+        for chunk in step(scheduler):
+            said[chunk.index] += chunk.token_ids
+    before = scheduler.manager.stats()
+    assert [(c.index, c.finish_reason) for c in scheduler.abort("x", 1)] == [(1, "abort")]
+    assert scheduler.abort("x", 1) == []
+    scheduler.manager.check_invariants()
+    after = scheduler.manager.stats()
+    assert after.used < before.used
+    assert after.promised < before.promised
+    while not scheduler.idle:
+        for chunk in step(scheduler):
+            said[chunk.index] += chunk.token_ids
+    assert [len(said[index]) for index in range(3)] == [60, 30, 60]
+    assert scheduler.manager.stats().used == 0
+    alone = run(Scheduler(plan_for(40)), [GenerationRequest("x", prompt, params, n=3)])
+    assert (said[0], said[2]) == (alone["x", 0], alone["x", 2])
+
+
+def test_one_of_n_that_was_preempted_ends_alone() -> None:
+    scheduler = Scheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    for name in "ab":
+        scheduler.add(GenerationRequest(name, tuple(range(50, 80)), params, n=2, cache_salt=name))
+    while not scheduler.counters.preemptions:
+        step(scheduler)
+    waiting = next(entry for entry in scheduler.entries.values() if entry.resumed)
+    name, index = waiting.request.request_id, waiting.resumed.index
+    assert [(c.request_id, c.index) for c in scheduler.abort(name, index)] == [(name, index)]
+    ended = {(name, index)}
+    while not scheduler.idle:
+        ended |= {(c.request_id, c.index) for c in step(scheduler) if c.finish_reason == "length"}
+    assert ended == {(name, index) for name in "ab" for index in range(2)}
+
+
+def test_no_step_has_more_logits_than_the_plan_has_room_for() -> None:
+    """However many prompts want the log probabilities of every token at once."""
+    scheduler = Scheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
+    for number in range(6):
+        plain = SamplingParams(max_tokens=9, temperature=0.0)
+        prompt = tuple(range(10 * number + 3, 10 * number + 40))
+        scheduler.add(GenerationRequest(str(number), prompt, plain if number % 3 == 2 else params))
+    most = 0
+    while not scheduler.idle:
+        batch, picked, _ = scheduler.schedule()
+        assert batch is not None
+        most = max(most, len(batch.logits_at))
+        drawing = scheduler.fork(picked)
+        scheduler.finish(drawing, [following(sequence) for sequence in drawing])
+    assert most <= 8
+
+
+def test_an_error_ends_every_sequence_of_its_request_once() -> None:
+    scheduler = Scheduler(plan_for(40))
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    for forked in (False, True):
+        scheduler.add(GenerationRequest("x", tuple(range(100, 120)), params, n=3))
+        _, picked, _ = scheduler.schedule()
+        failing = scheduler.fork(picked) if forked else picked
+        assert sorted(chunk.index for chunk in scheduler.fail(failing, "no")) == [0, 1, 2]
+        assert scheduler.idle
+        scheduler.manager.check_invariants()
+
+
+def test_a_grammar_that_refuses_a_drawn_token_ends_its_own_request() -> None:
+    class Refuses:
+        def mask(self, logits: object) -> None:
+            """Not called: no model runs."""
+
+        def accept(self, token: int) -> bool:
+            raise GrammarError(f"token {token} does not match", field="grammar")
+
+    scheduler = Scheduler(plan_for(40), lambda grammar, stops: Refuses())
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    scheduler.add(GenerationRequest("x", (5, 6, 7), replace(params, grammar=Grammar("json_object"))))
+    scheduler.add(GenerationRequest("y", (5, 6, 7), params))
+    chunks = [chunk for _ in range(6) for chunk in step(scheduler)]
+    assert [(c.finish_reason, c.error) for c in chunks if c.request_id == "x"] == [
+        ("error", f"grammar: token {following_of((5, 6, 7))} does not match")
+    ]
+    assert sum(len(c.token_ids) for c in chunks if c.request_id == "y") == 5

@@ -22,6 +22,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
 from tonnage.server.engines.hf.adjust import adjust, logprobs
+from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
@@ -33,6 +34,8 @@ from tonnage.server.sharing import Sharing
 # waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
 # tokens a second (benchmarks/metrics_scrape.py).
 BEHIND_THE_API = 5
+
+NO_TOKEN = "grammar, min_tokens, logit_bias and penalties together allow no token"
 
 
 def main(descriptor: int, threads: int) -> None:
@@ -128,7 +131,7 @@ class EngineLoop:
                     if refused and self.scheduler.idle:
                         break
                 elif isinstance(message, Abort):
-                    chunks += self.scheduler.abort(message.request_id)
+                    chunks += self.scheduler.abort(message.request_id, message.index)
                     if self.scheduler.idle:
                         break
             chunks += self.step()
@@ -146,6 +149,15 @@ class EngineLoop:
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
         logits = self._score_prompts(logits, picked)
         reached = [sequence for sequence in picked if sequence.samples]
+        finite = logits.amax(dim=-1).isfinite().tolist() if reached else []  # amax hands NaN on
+        if not all(finite):
+            # Before anything of the step is published: what such a request has written is for nobody else.
+            broken = [sequence for sequence, good in zip(reached, finite, strict=True) if not good]
+            self._clear(batch, picked, broken)
+            chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
+            picked = [s for s in picked if s.id in self.scheduler.running]
+            reached = [s for s in reached if s.id in self.scheduler.running]
+            logits = logits[[at for at, good in enumerate(finite) if good]]
         drawing = self.scheduler.fork(picked)
         if len(drawing) > len(reached):  # forks follow their parent and draw from its logits
             row = {id(sequence): at for at, sequence in enumerate(reached)}
@@ -153,16 +165,10 @@ class EngineLoop:
             logits = logits[list(itertools.accumulate(at, max))]
         if not drawing:
             return chunks
-        finite = logits.amax(dim=-1).isfinite().tolist()  # amax hands NaN on: one pass for both
-        if not all(finite):
-            broken = [sequence for sequence, good in zip(drawing, finite, strict=True) if not good]
-            chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
-            drawing = [sequence for sequence, good in zip(drawing, finite, strict=True) if good]
-            logits = logits[[at for at, good in enumerate(finite) if good]]
         adjusted = adjust(logits, drawing)
-        if adjusted is not logits and not all(possible := (adjusted.amax(dim=-1) > float("-inf")).tolist()):
+        if adjusted is not logits and not all(possible := adjusted.amax(dim=-1).isfinite().tolist()):
             stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
-            chunks += self.scheduler.fail(stuck, "grammar, min_tokens and logit_bias together allow no token")
+            chunks += self.scheduler.fail(stuck, NO_TOKEN)
             drawing = [sequence for sequence, good in zip(drawing, possible, strict=True) if good]
             logits, adjusted = logits[torch.tensor(possible)], adjusted[torch.tensor(possible)]
         if drawing:
@@ -187,6 +193,16 @@ class EngineLoop:
             ]
         return []
 
+    def _clear(self, batch: Batch, picked: list[Sequence], broken: list[Sequence]) -> None:
+        """Zeros where these sequences have written in this step: a kernel that multiplies what it does not see
+        by 0 would find NaN in the rest of a block, whoever has it next."""
+        lost = {sequence.id for sequence in broken}
+        for at, sequence in enumerate(picked):
+            if sequence.id in lost:
+                rows = slice(int(batch.query_start[at]), int(batch.query_start[at + 1]))
+                for slots in batch.slots:
+                    self.runner.pool.clear(slots[rows])
+
     def _score_prompts(self, logits: torch.Tensor, picked: list[Sequence]) -> torch.Tensor:
         """Note the log probabilities of prompts that asked for them; returns the rows that tokens are drawn
         from, [sequences that sample, vocabulary]."""
@@ -194,7 +210,7 @@ class EngineLoop:
             return logits
         drawn, row = [], 0
         for sequence in picked:
-            rows = sequence.chunk if sequence.scores else int(sequence.samples)
+            rows = sequence.rows
             if sequence.scores:
                 # Row i foretells the token after it; the last row of the prompt foretells the answer.
                 following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]

@@ -260,8 +260,8 @@ class HFEngine:
             self._never_blocks[reason] = self._never_blocks.get(reason, 0) + missing
             raise NeverFits(str(answer), field="prompt")
 
-    async def abort(self, request_id: str) -> None:
-        self._outbox.put(Abort(request_id))
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        self._outbox.put(Abort(request_id, index))
 
     def stats(self) -> EngineStats:
         ready = self._ready

@@ -115,7 +115,7 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[.
     own = getattr(code, "__globals__", {}).get(_ROTATION)
     if own is None or _ROTATION not in code.__code__.co_names or code.__closure__ is not None:
         return None
-    if next((p.dtype for p in module.parameters()), None) != torch.bfloat16:
+    if next(((p.dtype, p.device.type) for p in module.parameters()), None) != (torch.bfloat16, "cpu"):
         return None
     fused = _rotation(own, rotate)
     draw = torch.Generator().manual_seed(0)

@@ -27,7 +27,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """``index``: only that one of its n sequences."""
+
     request_id: str
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,15 @@ class PagedPool:
         scale = self.scales.view(-1, self.layout.kv_heads).index_select(0, rows)
         return (stored.float() * scale[..., None]).to(dtype)
 
+    def clear(self, slots: Int64) -> None:
+        """Zeros in ``slots`` (block * block_size + offset) of every layer slot."""
+        size = self.layout.block_size
+        blocks, offsets = (on_device(part, self.tensor.device) for part in (slots // size, slots % size))
+        rows = self.rows.view(len(self.tensor), -1, size, *self.rows.shape[1:])
+        rows[blocks, :, offsets] = 0
+        if self.scales is not None:
+            self.scales.view(len(self.tensor), -1, size, self.layout.kv_heads)[blocks, :, offsets] = 0
+
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
         """Copy whole blocks (copy-on-write), every layer slot at once."""
         if not len(source):

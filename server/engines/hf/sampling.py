@@ -13,15 +13,19 @@ import torch
 from tonnage.server.engines.base import SamplingParams
 
 ROWS = 16  # drawn at a time, so that the copies of [rows, vocabulary] stay small beside the activations
+GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)
 TOP = 1024  # candidates looked at before the whole vocabulary is sorted (a sort of 49,152 takes 3 ms a row)
 
 
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[np.random.Generator]
 ) -> list[int]:
-    """One token id a row of ``logits`` [L, vocabulary]; temperature 0 takes the first maximum, as generate."""
+    """One token id a row of ``logits`` [L, vocabulary]; temperature 0 takes the first maximum, as generate.
+
+    Below `GREEDY_BELOW` any other token's probability is 0 in float32, and the quotients would overflow.
+    """
     tokens: list[int] = logits.argmax(dim=-1).tolist()
-    random = [row for row, p in enumerate(params) if p.temperature > 0]
+    random = [row for row, p in enumerate(params) if p.temperature >= GREEDY_BELOW]
     plain = [row for row in random if not _truncates(params[row])]
     narrow = [row for row in random if _truncates(params[row])]
     for rows, draw in ((plain, _draw), (narrow, _draw_truncated)):

@@ -14,99 +14,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionRequest, Head, Never, Policy, Wait
+from tonnage.cache.admission import Head, Never, Policy, Wait
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.queue import Waiting, WaitingQueue
+from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
     Chunk,
     EngineStats,
     GenerationRequest,
     Grammar,
-    SamplingParams,
     TokenLogprobs,
     limits_of,
 )
 from tonnage.server.engines.hf.adjust import Matcher
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.sequence import Entry, Sequence, generator
 from tonnage.server.engines.pool_stats import pool_stats, sample_laws, share
 from tonnage.server.sharing import Sharing
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One of the n sequences of a request. ``tokens`` is prompt plus output; ``computed`` of them have K/V."""
-
-    id: int
-    request: GenerationRequest
-    index: int
-    tokens: list[int]
-    computed: int
-    cached_tokens: int
-    random: np.random.Generator
-    arrived: float  # time.monotonic()
-    chunk: int = 0  # tokens computed in the step under way
-    queued: float | None = None  # seconds from its arrival here to admission
-    matcher: Matcher | None = None  # of its grammar
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @property
-    def scores(self) -> bool:
-        """The logits of every token of the step are wanted: the prompt's log probabilities are."""
-        return self.params.prompt_logprobs is not None and not self.generated and self.index == 0
-
-    @property
-    def decodes(self) -> bool:
-        """All but the token drawn last is computed."""
-        return self.generated > 0 and len(self.tokens) - self.computed == 1
-
-    @property
-    def samples(self) -> bool:
-        """The step under way reaches the last token, so a next one is drawn."""
-        return self.computed + self.chunk == len(self.tokens)
-
-
-def generator(seed: int | None, index: int) -> np.random.Generator:
-    """The random stream of sequence ``index`` of a request, its own: the same seed draws the same tokens
-    whatever else runs beside it. Without a seed, fresh entropy."""
-    if seed is None:
-        return np.random.Generator(np.random.Philox())
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
-
-
-@dataclass(slots=True)
-class Entry:
-    """What waits: a request, or one of its sequences that was preempted (``resumed``)."""
-
-    request: GenerationRequest
-    tokens: np.ndarray  # int32, prompt and what was produced; converted once however often admission is asked
-    arrived: float
-    resumed: Sequence | None = None
-
-    @property
-    def sequences(self) -> int:
-        return self.request.n if self.resumed is None else 1
-
-    @property
-    def wish(self) -> AdmissionRequest:
-        request, produced = self.request, self.resumed.generated if self.resumed else 0
-        return AdmissionRequest(
-            len(self.tokens),
-            request.params.max_tokens - produced,
-            self.sequences,
-            request.tenant,
-            request.priority,
-            produced=produced,
-        )
-
 
 # Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
@@ -178,22 +103,21 @@ class Scheduler:
         self.entries[number] = entry
         self.queue.push(Waiting(number, entry.wish, entry.arrived))
 
-    def abort(self, request_id: str) -> list[Chunk]:
-        """Forget a request wherever it is, give its blocks back; chunks that say so, none if it is unknown."""
-        chunks = []
+    def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
+        """Forget a request wherever it is, or one of its n sequences, and give back the blocks; chunks that say
+        so, none if it is unknown. A sequence that is still to be forked goes with the whole request only."""
+        ended: list[int] = []
         for number, entry in list(self.entries.items()):
-            if entry.request.request_id == request_id:
+            if entry.request.request_id == request_id and entry.includes(index):
                 self.queue.remove(number)
+                self._waited.discard(number)
                 del self.entries[number]
-                indices = range(entry.request.n) if entry.resumed is None else [entry.resumed.index]
-                chunks += [Chunk(request_id, index, (), "abort") for index in indices]
-        live = [sequence for sequence in self.running.values() if sequence.request.request_id == request_id]
-        indices = [sequence.index for sequence in live]
-        if live and not live[0].generated:  # its forks are still to come
-            indices = range(live[0].request.n)
-        for sequence in live:
-            self._release(sequence)
-        return chunks + [Chunk(request_id, index, (), "abort") for index in indices]
+                ended += entry.indices
+        for sequence in list(self.running.values()):
+            if sequence.request.request_id == request_id and sequence.includes(index):
+                self._release(sequence)
+                ended += sequence.indices
+        return [Chunk(request_id, index, (), "abort") for index in ended]
 
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
         """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
@@ -205,11 +129,11 @@ class Scheduler:
             self._preempt()
             picked, budget = self._pick_running(copies)
         refused: list[Chunk] = []
-        while budget > 0 and self.entries:
+        while budget > 0 and self.entries and sum(s.rows for s in picked) < self.most_logits:
             sequence = self._admit(refused)
             if sequence is None:
                 break
-            more, _, budget = self._pick([sequence], budget, copies, len(picked))
+            more, _, budget = self._pick([sequence], budget, copies, picked)
             picked += more
         return (self._batch(picked, copies) if picked else None), picked, refused
 
@@ -221,27 +145,29 @@ class Scheduler:
         """
         waiting, picked, budget = list(self.running.values()), [], self.budget
         while waiting and budget > 0:
-            more, asked, budget = self._pick(waiting, budget, copies, len(picked))
+            more, asked, budget = self._pick(waiting, budget, copies, picked)
             picked += more
             waiting = [s for s in waiting if s.id not in asked]
         return picked, budget
 
     def _pick(
-        self, sequences: list[Sequence], budget: int, copies: list[BlockCopy], before: int = 0
+        self, sequences: list[Sequence], budget: int, copies: list[BlockCopy], before: list[Sequence]
     ) -> tuple[list[Sequence], set[int], int]:
-        """Those that compute in this step, their blocks allocated; the ids of all that were asked; the budget
-        left: decodes first, then prefills while the budget lasts. Who is granted no block stalls until the next
-        step."""
-        decodes = [s for s in sequences if s.decodes]
-        order, ends = decodes[:budget], []
+        """Those that compute in this step beside ``before``, their blocks allocated; the ids of all that were
+        asked; the budget left: decodes first, then prefills while the budget lasts. Who is granted no block
+        stalls until the next step."""
+        order = [s for s in sequences if s.decodes][:budget]
         for sequence in order:
             sequence.chunk = 1
         left = budget - len(order)
+        # The plan has room for the logits of max_num_seqs tokens, and each sequence may want those of one.
+        spare = self.most_logits - sum(s.rows for s in before) - len(sequences)
         for sequence in sequences:
             if left and not sequence.decodes:
                 sequence.chunk = min(left, len(sequence.tokens) - sequence.computed)
-                if sequence.scores:  # the plan has room for the logits of max_num_seqs tokens
-                    sequence.chunk = max(1, min(sequence.chunk, self.most_logits - before - len(order)))
+                if sequence.scores:
+                    sequence.chunk = min(sequence.chunk, 1 + max(0, spare))
+                    spare -= sequence.chunk - 1
                 left -= sequence.chunk
                 order.append(sequence)
         if not order:
@@ -281,8 +207,7 @@ class Scheduler:
             if isinstance(answer, Never):
                 self._count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
                 refused += [
-                    Chunk(request.request_id, index, (), "error", error=str(answer))
-                    for index in range(request.n)
+                    Chunk(request.request_id, index, (), "error", error=str(answer)) for index in entry.indices
                 ]
                 continue
             self._count("admit", "fits" if entry.resumed is None else "resumed")
@@ -390,12 +315,12 @@ class Scheduler:
         drawing = []
         for sequence in reached:
             drawing.append(sequence)
-            if sequence.index == 0 and not sequence.generated:
+            if sequence.unforked:
                 drawing.extend(self._fork(sequence))
         return drawing
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
-        request = parent.request
+        request, parent.forked = parent.request, True
         forks = []
         for index in range(1, request.n):
             sequence_id = next(self._ids)
@@ -429,7 +354,11 @@ class Scheduler:
             params = sequence.request.params
             self.counters.generation_tokens += 1
             one = (scored[sequence.id],) if scored and sequence.id in scored else ()
-            complete = sequence.matcher is not None and sequence.matcher.accept(token)
+            try:
+                complete = sequence.matcher is not None and sequence.matcher.accept(token)
+            except TonnageError as error:  # the mask and the matcher disagree: nobody else's affair
+                chunks += self.fail([sequence], str(error))
+                continue
             if token in params.stop_token_ids:
                 chunks.append(self._end(sequence, (), "stop"))
             elif complete:
@@ -449,9 +378,10 @@ class Scheduler:
         chunks = []
         for sequence in picked:
             self._release(sequence)
-            chunks.append(
-                Chunk(sequence.request.request_id, sequence.index, (), "error", sequence.cached_tokens, error)
-            )
+            chunks += [
+                Chunk(sequence.request.request_id, index, (), "error", sequence.cached_tokens, error)
+                for index in sequence.indices
+            ]
         return chunks
 
     def _said(
