@@ -11,10 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.engines.base import Grammar
 from tonnage.server.engines.vllm import ENVIRONMENT
 from tonnage.server.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
+
+
+class ToolsRefused(TonnageError):
+    """vLLM's parser says no to the tools of a request."""
+
+    code = "invalid_value"
 
 
 def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
@@ -68,8 +74,12 @@ class VLLMToolParser:
     ) -> ToolUse:
         """The request as this parser wants it: special tokens in the text, and for strict functions (or one
         call at most) the model's own form of a call as a grammar."""
-        request = self._request(tools, messages, parallel)
-        adjusted = self._parser(self._tokenizer, request.tools).adjust_request(request)
+        try:
+            request = self._request(tools, messages, parallel)
+            adjusted = self._parser(self._tokenizer, request.tools).adjust_request(request)
+        except (ValueError, TypeError, RuntimeError) as error:  # pydantic's and xgrammar's
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ToolsRefused(f"the tool parser does not take them: {lines[0][:200]}", field="tools") from None
         outputs = adjusted.structured_outputs
         tag = None if outputs is None else outputs.structural_tag
         return ToolUse(
@@ -85,7 +95,11 @@ class VLLMToolParser:
         return ChatCompletionRequest.model_validate(
             {
                 "model": "",
-                "messages": [dict(message) for message in messages],
+                # Some parsers number calls through the conversation: they count the calls before.
+                "messages": [
+                    {"role": "user", "content": ""},
+                    *(dict(message) for message in messages if message.get("tool_calls")),
+                ],
                 "tools": [dict(tool) for tool in tools],
                 "tool_choice": "auto",
                 "parallel_tool_calls": parallel,

@@ -22,8 +22,8 @@ class Standing(StrEnum):
 @dataclass(frozen=True, slots=True)
 class FieldRule:
     """``neutral``: values that ask for nothing and pass anywhere (null always does). ``needs``: the field of
-    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: for a
-    refusal."""
+    SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: of a refusal;
+    of an honoured field, what it takes."""
 
     standing: Standing
     neutral: tuple[Any, ...] = ()
@@ -34,8 +34,8 @@ class FieldRule:
 FieldTable = Mapping[str, FieldRule]
 
 
-def _honoured(*names: str) -> dict[str, FieldRule]:
-    return {name: FieldRule(Standing.HONOURED) for name in names}
+def _honoured(*names: str, why: str = "") -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.HONOURED, why=why) for name in names}
 
 
 def _ignored(*names: str) -> dict[str, FieldRule]:
@@ -111,11 +111,13 @@ _GENERATION: dict[str, FieldRule] = {
 COMPLETION: FieldTable = {
     **_GENERATION,
     **_honoured("prompt", "echo"),
-    **_honoured("suffix"),  # by a model with fill-in-the-middle tokens, else refused
+    **_honoured("suffix", why="a model with fill-in-the-middle tokens"),
     **_needs("logprobs", "logprobs"),
     **_honoured("best_of"),  # the best n of best_of by mean log probability; best_of = n needs none
     **_refused("send the prompt as text or token ids", prompt_embeds=([],)),
 }
+
+_TOOLS = "functions, and a chat template that shows them; auto: a tool parser too"
 
 CHAT: FieldTable = {
     **_GENERATION,
@@ -126,8 +128,7 @@ CHAT: FieldTable = {
     **_ignored("store", "metadata", "service_tier", "safety_identifier", "verbosity"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     **_ignored("include_reasoning", "reasoning_effort"),
-    # By a model whose chat template shows tools; auto needs a tool parser too. Else refused by name.
-    **_honoured("tools", "tool_choice", "parallel_tool_calls"),
+    **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
     **_refused("deprecated by OpenAI: send tools", functions=([],)),
     **_refused("deprecated by OpenAI: send tool_choice", function_call=("none", "auto")),
     **_refused("the model takes and gives text only", modalities=(["text"],), audio=(), mm_processor_kwargs=()),
@@ -143,7 +144,7 @@ RESPONSES: FieldTable = {
     **{name: rule for name, rule in _GENERATION.items() if name not in ("n", "max_tokens", "response_format")},
     **_honoured("input", "instructions", "max_output_tokens", "metadata", "chat_template_kwargs"),
     **_needs("text", "grammar", {"format": {"type": "text"}}, {}),
-    **_honoured("tools", "tool_choice", "parallel_tool_calls"),  # functions only, as in chat completions
+    **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
     **_ignored("store", "service_tier", "safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning"),
     **_ignored("include_reasoning"),
@@ -160,7 +161,7 @@ EMBEDDING: FieldTable = {
     **_honoured(
         "model", "input", "encoding_format", "add_special_tokens", "priority", "cache_salt", "request_id"
     ),
-    **_honoured("dimensions"),  # by a model trained for it (Matryoshka), else refused by the engine
+    **_honoured("dimensions", why="a model trained for it (Matryoshka)"),
     **_ignored("user"),
     **_refused("an input that is too long is refused", truncate_prompt_tokens=(), truncation_side=()),
     **_refused("vectors are normalized as the model's own configuration says", use_activation=()),
