@@ -280,13 +280,14 @@ def minimax_m3(fields: Fields) -> Architecture:
 
 def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
     sparse = fields.mapping("sparse_attention_config")
-    kinds = fields.raw("layer_types")
-    if sparse is None and isinstance(kinds, list) and len(kinds) == layers:  # the spelling of transformers 5
+    words = {"full_attention": False, "minimax_m3_sparse": True}
+    indexed = fields.listed("layer_types", layers, words) if sparse is None else None
+    if indexed is not None:  # the spelling of transformers 5
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
             fields.integer("index_head_dim", dims.head_size, limit="width"),
-            tuple(kind == "minimax_m3_sparse" for kind in kinds),
+            indexed,
         )
     if sparse is None or not sparse.get("use_sparse_attention", True):
         return 0, 0, (False,) * layers

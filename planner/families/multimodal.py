@@ -35,18 +35,28 @@ def build(fields: Fields, model_type: str) -> Architecture:
     return _BUILDERS[model_type](fields, model_type)
 
 
+_TIED = ("gemma", "deepseek_v3")  # text models whose wrappers (Gemma 3 and 4, Kimi K2.5) tie by default
+
+
 def _text(
     fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True
 ) -> Architecture:
-    """The language model of ``config`` by its own adapter; the wrapper's tie_word_embeddings goes first."""
+    """The language model of ``config`` by its own adapter. Whether the head is tied is the wrapper's own field
+    or its config class's default (transformers 5.19, modeling_utils.py); ``tie`` False: it has no say."""
     from tonnage.planner.families.registry import build_text
 
     if config is None:
         raise ConfigError("missing", field="text_config")
-    merged = {**config}
-    if "tie_word_embeddings" in fields.config and tie:
-        merged["tie_word_embeddings"] = fields.boolean("tie_word_embeddings", False)
-    return build_text(merged, text_type)
+    if not tie:
+        return build_text(config, text_type)
+    default = text_type.startswith(_TIED)
+    tied = fields.boolean("tie_word_embeddings", default)
+    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
+        raise ConfigError(
+            f"{not tied} contradicts the model around it, whose own field is missing and then {tied}",
+            field="text_config.tie_word_embeddings",
+        )
+    return build_text({**config, "tie_word_embeddings": tied}, text_type)
 
 
 def _vision(fields: Fields) -> Mapping[str, Any]:
