@@ -3,6 +3,7 @@ and FlashInfer by stand-ins that keep what they are given and compute by the ref
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from importlib.machinery import ModuleSpec
@@ -19,6 +20,7 @@ from tonnage.cache.admission import Limits
 from tonnage.planner.build import make_plan
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import Deployment
+from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.commands import doctor
 from tonnage.server.engines.hf import cuda
 from tonnage.server.engines.hf.attention import Candidate
@@ -27,8 +29,10 @@ from tonnage.server.engines.hf.flash import FlashAttention
 from tonnage.server.engines.hf.flash_infer import FlashInferAttention
 from tonnage.server.engines.hf.flex import TILE, Buffers, FlexAttention
 from tonnage.server.engines.hf.gather import GatherAttention, attend
+from tonnage.server.engines.hf.messages import Ready
 from tonnage.server.engines.hf.pool import PagedPool
 from tonnage.server.engines.hf.runner import ModelRunner
+from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.selfcheck import OtherLogits, checked_attention
 
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -353,3 +357,23 @@ def test_doctor_says_which_attention_a_gpu_would_get(
     said = capsys.readouterr().out
     assert re.search(r"cpu +in place, then gather\n +cuda:0 +FlexAttention, then gather\n", said)
     assert "not FlashAttention: needs compute capability 8.0, this is 7.5" in said
+
+
+def test_the_framework_of_a_gpu_is_what_the_device_holds_beside_the_plan() -> None:
+    plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=128, max_num_seqs=4))
+    figures = {"weights_bytes": 1000, "warm_weights_bytes": 1000, "kv_pool_bytes": 500, "activation_bytes": 70}
+    ready = Ready(num_blocks=9, self_check_error=0.0, stats=Scheduler(plan).stats(), **figures)
+    assert ready.framework_bytes(resident=1600) == 100
+    on_gpu = dataclasses.replace(ready, device_bytes=1900)
+    assert on_gpu.framework_bytes(resident=123_456) == 1900 - 1000 - 500 - 70
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_plan_of_a_gpu_has_room_for_the_kernel_that_takes_most(dtype: str) -> None:
+    """SmolLM2, 512 tokens a step: FlashInfer's workspace beside the attention, in the place of a wider MLP."""
+    limits = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    cpu = make_plan("demo", Deployment(dtype="bfloat16", device_memory=8 << 30, **limits)).rank
+    gpu = Deployment(engine="hf", device="cuda", dtype=dtype, device_memory=80 << 30, **limits)
+    attention, mlp = 512 * 3 * (9 + 3) * 64 * 2, 512 * 3 * 1536 * 2
+    wider = attention + FLASHINFER_WORKSPACE_BYTES - mlp
+    assert make_plan("demo", gpu).rank.activation_bytes - cpu.activation_bytes == wider

@@ -90,7 +90,7 @@ class EngineLoop:
 
         from tonnage.server.engines.hf.grammar import Grammars
         from tonnage.server.engines.hf.loading import storage_bytes
-        from tonnage.server.engines.hf.profile import profile
+        from tonnage.server.engines.hf.profile import device_bytes, profile
         from tonnage.server.engines.hf.runner import ModelRunner
         from tonnage.server.engines.hf.sampling import sample
         from tonnage.server.engines.hf.selfcheck import checked_attention
@@ -104,6 +104,7 @@ class EngineLoop:
         self.scheduler = Scheduler(plan, matcher, policy, sharing)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
+        self.device_bytes = device_bytes(self.runner.device)
         self.warm_weights_bytes = storage_bytes(self.runner.model)
         self._sample = sample
 
@@ -116,6 +117,7 @@ class EngineLoop:
             activation_bytes=self.activation_bytes,
             self_check_error=self.self_check_error,
             stats=self.scheduler.stats(),
+            device_bytes=self.device_bytes,
         )
 
     def run(self) -> None:

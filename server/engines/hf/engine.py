@@ -164,7 +164,7 @@ class HFEngine:
         except BaseException:
             await self.stop()
             raise
-        self._framework = self._sampler.sample() - self._ready.weights_bytes - self._ready.kv_pool_bytes
+        self._framework = self._ready.framework_bytes(self._sampler.sample())
         self._stats = self._ready.stats
         try:
             require_fits(self._plan, self.capacity().plan)

@@ -51,6 +51,15 @@ class Ready:
     activation_bytes: int
     self_check_error: float
     stats: EngineStats
+    device_bytes: int | None = None  # taken of the GPU after the profile run; None: on a CPU
+
+    def framework_bytes(self, resident: int) -> int:
+        """What is held beside all the plan names: of the processes' ``resident`` memory on a CPU, of the device
+        on a GPU, where the profile run's peak stays with torch's allocator."""
+        named = self.weights_bytes + self.kv_pool_bytes
+        if self.device_bytes is None:
+            return resident - named
+        return self.device_bytes - named - self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)

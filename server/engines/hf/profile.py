@@ -7,6 +7,7 @@ tokens are drawn; what the process holds at its highest beside what it held befo
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.runner import ModelRunner
 from tonnage.server.engines.hf.sampling import sample
 from tonnage.server.memory import PeakSampler
+
+if TYPE_CHECKING:
+    import torch
 
 # Seconds between two looks at /proc; a step of the demo model takes half a second.
 _INTERVAL = 0.005
@@ -38,11 +42,22 @@ def _profile_cuda(runner: ModelRunner) -> int:
     import torch
 
     torch.cuda.synchronize(runner.device)
-    before = torch.cuda.memory_allocated(runner.device)
     torch.cuda.reset_peak_memory_stats(runner.device)
     _step(runner)
     torch.cuda.synchronize(runner.device)
-    return torch.cuda.max_memory_allocated(runner.device) - before
+    # What a kernel was given to work in at the load counts too.
+    return torch.cuda.max_memory_allocated(runner.device) - runner.weights_bytes - runner.pool.nbytes
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU that are taken, by whomever: the CUDA context and what torch's allocator keeps beside its
+    tensors are in no other figure. None on a CPU, where the process itself is measured."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _step(runner: ModelRunner) -> None:
