@@ -15,9 +15,8 @@ import random
 import sys
 import time
 
-from tonnage.cache.eviction import RULES
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.state import MARKING, RULE
+from tonnage.cache.state import CLASSES, RULE
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -115,8 +114,8 @@ class Soak:
                 manager.free(i)
                 del self.live[i]
                 self.operations += 1
-        manager.core.counters[RULE] = pick.randrange(len(RULES))
-        manager.core.counters[MARKING] = pick.randrange(len(RULES))
+        manager.core.counters[RULE] = pick.randrange(2)
+        manager.core.density[pick.randrange(CLASSES)] = pick.random()
         self.check()
 
     def check(self) -> None:

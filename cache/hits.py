@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tonnage.cache.compiled import compiled
-from tonnage.cache.eviction import observe_start
+from tonnage.cache.eviction import choose_rule
 from tonnage.cache.prefix import hash_row, lock, match
+from tonnage.cache.reuse import observe_start
 from tonnage.cache.state import (
     ANCHOR,
     BLOCK_SIZE,
@@ -19,7 +20,6 @@ from tonnage.cache.state import (
     PUBLISHED,
     REFS,
     ROOM,
-    ROW_KIND,
     ROW_SALT,
     SHARED,
     SLOTS,
@@ -65,7 +65,8 @@ def lock_hit(core: Core, row: int, count: int) -> None:
     """Take the hit for the row, whose request is known now."""
     rows = core.rows
     if core.constants[CACHING]:
-        observe_start(core, row)
+        observe_start(core, row, count)
+        choose_rule(core)
     if count > 0:
         lock(core, row, count)
         rows[COMPUTED, row] = rows[SLOTS, row] = rows[ROOM, row] = count * core.constants[BLOCK_SIZE]
@@ -78,4 +79,4 @@ def drop_hit(core: Core, row: int, count: int) -> None:
     rows = core.rows
     core.tables[core.constants[ANCHOR], row, :count] = NULL_BLOCK
     rows[LENGTH, row] = rows[HASHED, row] = rows[SHARED, row] = 0
-    rows[ROW_SALT, row] = rows[ROW_KIND, row] = 0
+    rows[ROW_SALT, row] = 0

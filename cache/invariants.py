@@ -11,7 +11,8 @@ tables              a row names blocks where it must, the null block elsewhere, 
 exclusive writes    a block with positions still to be written has one owner, or its owners must copy first
 prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors are those
                     of every sequence that holds it; a row's full computed blocks, and no others, are nodes
-reachability        every node's parent is a node, is not evicted before it, and is hot where it is hot
+reachability        every node's parent is a node, and in use where the node is; listed for eviction are the
+                    cached nodes without children and cached sliding blocks, no others
 promise             per request private <= held <= promised, all counted anew; sequences <= max_num_seqs;
                     without a policy promised <= usable over all
 committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
@@ -27,7 +28,7 @@ import numpy as np
 
 from tonnage.cache.admission import ceil_div, committed_peak, is_safe, promised_blocks
 from tonnage.cache.errors import InvariantViolation
-from tonnage.cache.state import CLASSES, HOT, NULL_BLOCK, ROOT
+from tonnage.cache.state import CLASS_MASK, CLASSES, LISTS, NULL_BLOCK, ONE_CHILD, ROOT
 
 if TYPE_CHECKING:
     from tonnage.cache.manager import KVCacheManager
@@ -105,8 +106,7 @@ def _check_tables(manager: KVCacheManager) -> None:
 
 def _check_states(manager: KVCacheManager) -> None:
     pool = manager.pool
-    lists = [pool.cached_blocks(kind) for kind in range(CLASSES)]
-    cached, free = [block for blocks in lists for block in blocks], pool.free_blocks().tolist()
+    cached, free = pool.all_cached(), pool.free_blocks().tolist()
     used = np.flatnonzero(pool.refs > 0).tolist()
     if NULL_BLOCK in cached or NULL_BLOCK in free or NULL_BLOCK in used:
         _broken("null block", "block 0 is free, cached or used")
@@ -115,8 +115,11 @@ def _check_states(manager: KVCacheManager) -> None:
     if (len(used), len(cached), len(free)) != (pool.used, pool.cached, pool.free):
         _broken("conservation", f"counted {(len(used), len(cached), len(free))}, kept {manager.stats()}")
     for kind in range(CLASSES):
-        if pool.cached_blocks(kind, backward=True)[::-1] != lists[kind]:
+        listed = pool.listed(kind)
+        if pool.listed(kind, backward=True)[::-1] != listed:
             _broken("conservation", f"the list of class {kind} differs read from its two ends")
+        if bool(listed) != bool(manager.core.counters[LISTS] >> kind & 1):
+            _broken("conservation", f"the list of class {kind} has {len(listed)} blocks, and is kept otherwise")
     if manager.index is None and cached:
         _broken("prefix index", f"{len(cached)} blocks cached without an index")
 
@@ -202,8 +205,6 @@ def _check_nodes(manager: KVCacheManager) -> None:
         parent = int(index.parent[node])
         if parent != ROOT and parent not in nodes:
             _broken("reachability", f"the parent {parent} of node {node} is no node")
-        if parent != ROOT and index.kind[node] == HOT and index.kind[parent] != HOT:
-            _broken("reachability", f"node {node} is hot, its parent {parent} is not")
         contents.add((parent, int(index.salt[node]), index.tokens[node].tobytes()))
     if len(contents) != len(nodes):
         _broken("prefix index", "two nodes have the same content")
@@ -264,23 +265,25 @@ def _check_holders(manager: KVCacheManager) -> None:
 
 
 def _check_order(manager: KVCacheManager) -> None:
-    """Who may be evicted first. Blocks of one class go in the order of their list; a cold one may go before any
-    hot one; a hot one goes before a cold one only if it was released before it (see eviction)."""
+    """Who may be evicted: whoever leaves no child behind."""
     assert manager.index is not None
-    index, pool = manager.state.index, manager.state.pool
-    age: dict[int, int] = {}
-    now = max((int(pool.time[b]) for b in manager.pool.all_cached()), default=0)
-    for block in manager.pool.all_cached():
-        age[block] = now - int(pool.time[block])
-    kinds = {block: kind for kind in range(CLASSES) for block in manager.pool.cached_blocks(kind)}
-    full = [group for group, window in enumerate(manager.windows) if window is None]
-    for node in manager.index.nodes().tolist():
+    index, pool = manager.state.index, manager.pool
+    cached = set(pool.all_cached())
+    listed = {block: kind for kind in range(CLASSES) for block in pool.listed(kind)}
+    nodes = manager.index.nodes().tolist()
+    children = Counter(int(index.parent[node]) for node in nodes)
+    expected = set()
+    for node in nodes:
+        if index.kind[node] // ONE_CHILD != children[node]:
+            _broken("reachability", f"node {node} has {children[node]} children, kept {index.kind[node]}")
         parent = int(index.parent[node])
-        if parent == ROOT:
-            continue
-        for group in full:
-            mine, above = int(index.blocks[group, node]), int(index.blocks[group, parent])
-            if mine not in age and above in age:
-                _broken("reachability", f"node {node} is in use and its parent {parent} may be evicted")
-            if mine in age and above in age and (age[above] >= age[mine] or kinds[mine] > kinds[above]):
-                _broken("reachability", f"the parent {parent} is evicted before node {node}")
+        if parent != ROOT and node not in cached and parent in cached:
+            _broken("reachability", f"node {node} is in use and its parent {parent} is not")
+        for group, window in enumerate(manager.windows):
+            block = int(index.blocks[group, node])
+            if block in cached and (window is not None or (block == node and not children[node])):
+                expected.add(block)
+                if block == node and listed.get(block) != index.kind[node] & CLASS_MASK:
+                    _broken("reachability", f"node {node} is listed as {listed.get(block)}")
+    if expected != set(listed):
+        _broken("reachability", f"blocks {sorted(expected ^ set(listed))} should be listed, or should not")

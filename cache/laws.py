@@ -13,8 +13,6 @@ from tonnage.cache.state import (
     CACHED,
     CACHING,
     CLASSES,
-    CLOCK,
-    CLOCK_MASK,
     COMPUTED,
     FIRST,
     FIRST_GROUP,
@@ -24,10 +22,12 @@ from tonnage.cache.state import (
     HELD,
     KIND,
     LIMIT,
+    LISTS,
     NEXT,
     NODE_OF,
     NODES,
     NULL_BLOCK,
+    ONE_CHILD,
     OWNER,
     PARENT,
     PREV,
@@ -40,7 +40,6 @@ from tonnage.cache.state import (
     ROOT,
     SHARED_TAIL,
     SLOTS,
-    TIME,
     USED_FULL,
     Core,
     Int32Array,
@@ -58,7 +57,7 @@ LAWS = (
     "promise",
 )
 HOLD, CONSERVATION, NULL, REFERENCES, TABLES, WRITES, INDEX, REACH, PROMISE = range(9)
-_FREE_STATE, _CACHED_STATE = 1, 2
+_FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
 
 
 @compiled
@@ -69,7 +68,8 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
     if code == HOLD:
         code, at = _states(core, counts, states, owned)
     if code == HOLD and core.constants[CACHING]:
-        code, at = _nodes(core, states)
+        counts[:] = 0
+        code, at = _nodes(core, counts, states)
     return code, at
 
 
@@ -120,17 +120,27 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
         states[block] = _FREE_STATE
         free += 1
         block = int(blocks[NEXT, block])
-    cached = 0
     for kind in range(CLASSES):
         before, block = size + kind, int(blocks[NEXT, size + kind])
+        if (block < size) != ((counters[LISTS] >> kind) & 1 == 1):
+            return CONSERVATION, block
         while block < size:
             if block == NULL_BLOCK or states[block] != 0 or blocks[PREV, block] != before:
                 return CONSERVATION, block
-            states[block] = _CACHED_STATE
-            cached += 1
+            states[block] = _LISTED_STATE
             before, block = block, int(blocks[NEXT, block])
         if block != size + kind or blocks[PREV, block] != before:
             return CONSERVATION, block
+    cached = 0
+    for block in range(1, size):
+        if states[block] == _LISTED_STATE:
+            cached += 1
+        elif blocks[REFS, block] == 0 and blocks[NODE_OF, block] != NULL_BLOCK:
+            cached += 1
+            if states[block] == 0:
+                if blocks[NEXT, block] != NULL_BLOCK:
+                    return CONSERVATION, block
+                states[block] = _CACHED_STATE
     if free != counters[FREE] or cached != counters[CACHED]:
         return CONSERVATION, 0
     used_full = 0
@@ -141,7 +151,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
             return REFERENCES, block
         if (counts[block] > 0) == (states[block] != 0):
             return CONSERVATION, block
-        if (states[block] == _CACHED_STATE) and blocks[NODE_OF, block] == NULL_BLOCK:
+        if states[block] >= _CACHED_STATE and blocks[NODE_OF, block] == NULL_BLOCK:
             return REACH, block
         if states[block] == _FREE_STATE and blocks[NODE_OF, block] != NULL_BLOCK:
             return INDEX, block
@@ -169,10 +179,11 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
 
 
 @compiled
-def _nodes(core: Core, states: Int32Array) -> tuple[int, int]:
+def _nodes(core: Core, counts: Int32Array, states: Int32Array) -> tuple[int, int]:
+    """``counts`` [blocks]: all zero, becomes the children of each node."""
     blocks, anchor, nodes = core.blocks, core.constants[ANCHOR], 0
-    now = core.counters[CLOCK]
-    for node in range(1, blocks.shape[1] - CLASSES):
+    size = blocks.shape[1] - CLASSES
+    for node in range(1, size):
         if blocks[NODE_OF, node] != node:
             continue
         nodes += 1
@@ -181,14 +192,25 @@ def _nodes(core: Core, states: Int32Array) -> tuple[int, int]:
         parent = blocks[PARENT, node]
         if parent == ROOT:
             continue
-        if blocks[NODE_OF, parent] != parent or blocks[KIND, parent] < blocks[KIND, node]:
+        if blocks[NODE_OF, parent] != parent:
             return REACH, node
-        if states[parent] == _CACHED_STATE:
-            if states[node] != _CACHED_STATE:
-                return REACH, node
-            mine, above = now - blocks[TIME, node], now - blocks[TIME, parent]
-            if (above & CLOCK_MASK) >= (mine & CLOCK_MASK):
-                return REACH, node
+        if blocks[REFS, parent] == 0 and blocks[REFS, node] > 0:
+            return REACH, node
+        counts[parent] += 1
     if nodes != core.counters[NODES]:
         return INDEX, 0
+    for block in range(1, size):
+        node = blocks[NODE_OF, block]
+        if node == NULL_BLOCK:
+            continue
+        if block == node and blocks[KIND, node] // ONE_CHILD != counts[node]:
+            return REACH, node
+        if blocks[REFS, block] > 0:
+            continue
+        sliding = False
+        for group in range(core.constants[GROUPS]):
+            if core.windows[group] > 0 and blocks[FIRST_GROUP + group, node] == block:
+                sliding = True
+        if (states[block] == _LISTED_STATE) != (sliding or (block == node and counts[node] == 0)):
+            return REACH, block
     return HOLD, 0

@@ -50,7 +50,7 @@ from tonnage.cache.errors import (
     SequenceExists,
 )
 from tonnage.cache.events import AllBlocksCleared, EventLog, Subscriber
-from tonnage.cache.eviction import RULES, Eviction
+from tonnage.cache.eviction import Eviction
 from tonnage.cache.hashing import HashBlock, hash_rows, seed_of
 from tonnage.cache.invariants import check_invariants
 from tonnage.cache.pool import BlockPool, check_num_blocks
@@ -60,6 +60,8 @@ from tonnage.cache.salts import Salts
 from tonnage.cache.snapshot import RunningSnapshot
 from tonnage.cache.state import (
     EVICTIONS,
+    HISTORY_ALIVE,
+    HISTORY_SPAN,
     MERGED,
     REMOVED,
     Int32Array,
@@ -76,7 +78,7 @@ class KVCacheManager:
     """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    promise depends on it. ``eviction`` "lru" switches the choice of rules off (`tonnage.cache.eviction`).
+    promise depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction`).
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
     ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function of their own, slow. Raises
     CacheConfigError for limits that cannot work.
@@ -110,7 +112,7 @@ class KVCacheManager:
             caching=self.prefix_caching,
             seed=seed_of(b"", key),
             logged=kv_events,
-            rules=RULES[:1] if eviction == "lru" else RULES,
+            learning=eviction != "lru",
         )
         self.core = self.state.core  # the same arrays, for compiled code
         self.pool = BlockPool(self.state)
@@ -522,7 +524,9 @@ class KVCacheManager:
             )
         if self.index is not None and self.pool.cached:
             self.index.evict(self.pool.cached)
-            self.state.pool.counters[REMOVED] = 0
+            counters = self.state.pool.counters
+            counters[REMOVED] = 0
+            counters[HISTORY_SPAN] = counters[HISTORY_ALIVE] = 0  # LRU would have nothing left, either
         if self._events is not None:
             self._events.tell([AllBlocksCleared()])
 

@@ -3,7 +3,7 @@
 Every block but the null block is in exactly one state:
 
 - *used*: reference count > 0;
-- *cached*: unreferenced, but its content is in the prefix index; in the list of its class, evictable;
+- *cached*: unreferenced, but its content is in the prefix index; in the list of its class if it may be evicted;
 - *free*: unreferenced and without content worth keeping; on the free stack, reused first (LIFO).
 
 The functions here are the only ones that change reference counts, lists and who owns a block; blocks of full
@@ -19,15 +19,18 @@ from tonnage.cache.compiled import inlined
 from tonnage.cache.errors import CacheConfigError
 from tonnage.cache.state import (
     CACHED,
+    CLASS_MASK,
     CLASSES,
     CLOCK,
     CLOCK_MASK,
     FREE,
     FREE_HEAD,
     KIND,
+    LISTS,
     NEXT,
     NODE_OF,
     NULL_BLOCK,
+    ONE_CHILD,
     OWNER,
     PREV,
     PRIVATE,
@@ -50,27 +53,30 @@ def push_free(core: Core, block: int) -> None:
 
 
 @inlined
-def push_cached(core: Core, block: int, kind: int) -> None:
-    """To the young end of its class."""
-    blocks, counters = core.blocks, core.counters
+def enlist(core: Core, block: int, node: int, end: int) -> None:
+    """A cached block may be evicted from now on: into the list of its node's class, at its young end (1) or old
+    end (0)."""
+    blocks = core.blocks
+    kind = blocks[KIND, node] & CLASS_MASK
     sentinel = blocks.shape[1] - CLASSES + kind
-    newest = blocks[PREV, sentinel]
-    blocks[NEXT, newest] = block
-    blocks[PREV, block] = newest
-    blocks[NEXT, block] = sentinel
-    blocks[PREV, sentinel] = block
-    blocks[TIME, block] = counters[CLOCK] & CLOCK_MASK
-    counters[CLOCK] += 1
-    counters[CACHED] += 1
+    before = blocks[PREV, sentinel] if end == 1 else sentinel
+    after = blocks[NEXT, before]
+    blocks[NEXT, before] = blocks[PREV, after] = block
+    blocks[PREV, block], blocks[NEXT, block] = before, after
+    core.counters[LISTS] |= np.int64(1) << np.int64(kind)
 
 
 @inlined
 def unlink(core: Core, block: int) -> None:
-    """Out of the list of its class."""
+    """Out of the list of its class, if it is in one: cached no more."""
     blocks = core.blocks
-    before, after = blocks[PREV, block], blocks[NEXT, block]
-    blocks[NEXT, before] = after
-    blocks[PREV, after] = before
+    after = blocks[NEXT, block]
+    if after != NULL_BLOCK:
+        before = blocks[PREV, block]
+        blocks[NEXT, before], blocks[PREV, after] = after, before
+        size = blocks.shape[1] - CLASSES
+        if before == after and before >= size:
+            core.counters[LISTS] &= ~(np.int64(1) << np.int64(before - size))
     core.counters[CACHED] -= 1
 
 
@@ -112,7 +118,10 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
 
 @inlined
 def release(core: Core, block: int, full: bool, slot: int) -> None:
-    """One reference less. The last one makes the block cached where it is in the prefix index, else free."""
+    """One reference less. The last one makes the block cached where it is in the prefix index, else free.
+
+    A cached block is listed unless its node has children; of a node's blocks in full groups only its own, as
+    they are evicted together."""
     blocks = core.blocks
     blocks[REFS, block] -= 1
     if blocks[REFS, block] > 0:
@@ -124,7 +133,13 @@ def release(core: Core, block: int, full: bool, slot: int) -> None:
             blocks[OWNER, block] = 0
     node = blocks[NODE_OF, block]
     if node != NULL_BLOCK:
-        push_cached(core, block, blocks[KIND, node])
+        blocks[TIME, block] = core.counters[CLOCK] & CLOCK_MASK
+        core.counters[CLOCK] += 1
+        core.counters[CACHED] += 1
+        if not full or (block == node and blocks[KIND, node] < ONE_CHILD):
+            enlist(core, block, node, 1)
+        else:
+            blocks[NEXT, block] = NULL_BLOCK
     else:
         push_free(core, block)
 
@@ -141,6 +156,7 @@ class BlockPool:
 
     def __init__(self, state: State) -> None:
         self._pool = state.pool
+        self._node_of = state.index.node_of
         self.num_blocks = int(state.pool.refs.size)
         self.usable = self.num_blocks - 1
         self.refs = state.pool.refs
@@ -165,8 +181,8 @@ class BlockPool:
         """Those of them that stand in tables of full groups."""
         return int(self._pool.counters[USED_FULL])
 
-    def cached_blocks(self, kind: int, *, backward: bool = False) -> list[int]:
-        """Cached blocks of a class, the oldest first. O(cached): for checks."""
+    def listed(self, kind: int, *, backward: bool = False) -> list[int]:
+        """Blocks of a class that may be evicted, the oldest first. O(cached): for checks."""
         links = self._pool.prev if backward else self._pool.next
         order: list[int] = []
         block = int(links[self.num_blocks + kind])
@@ -176,8 +192,9 @@ class BlockPool:
         return order
 
     def all_cached(self) -> list[int]:
-        """Cached blocks of all classes. O(cached): for checks."""
-        return [block for kind in range(CLASSES) for block in self.cached_blocks(kind)]
+        """Cached blocks, listed or not. O(pool): for checks."""
+        cached: list[int] = np.flatnonzero((self.refs == 0) & (self._node_of != NULL_BLOCK)).tolist()
+        return cached
 
     def free_blocks(self) -> Int32Array:
         """Free blocks, the next to be handed out first. O(free): for checks."""

@@ -19,11 +19,9 @@ the hit.
 
 **No cached child without its parent.** Laws, kept by the manager and checked in `invariants`: (1) whoever holds
 a node's full-group block in its table holds those of all its ancestors (duplicates are merged when they are
-published, so that the chain is the same one); (2) tables are released tail first; (3) a hot node's parent is
-hot. So when a child becomes unreferenced its parent is still referenced or released right after it: in the
-list of one class every child is older than its parent. `tonnage.cache.eviction` says why choosing between the
-two lists by age orphans nothing either. Eviction of a full-group block drops the node with its blocks in all
-groups; a sliding block goes alone.
+published, so that the chain is the same one), so a cached node has no child in use; (2) nodes count their
+children, and one with children is in no list that eviction takes from. Eviction of a full-group block drops the
+node with its blocks in all groups; a sliding block goes alone.
 
 A layout without any full group has no anchor: its tables drop the start of the chain, and the prefix cache is
 off.
@@ -34,15 +32,16 @@ from __future__ import annotations
 import numpy as np
 
 from tonnage.cache.compiled import compiled, inlined
-from tonnage.cache.eviction import oldest_to_evict
+from tonnage.cache.eviction import LEARNED, OLDEST, RUN, YOUNGEST, age_of, choose_list
 from tonnage.cache.hashing import hash_tokens
-from tonnage.cache.pool import acquire, release, uncache
+from tonnage.cache.pool import acquire, enlist, release, uncache
 from tonnage.cache.state import (
     ANCHOR,
     BLOCK_SIZE,
     BY_RESET,
     CHAIN,
-    COLD,
+    CLASS_MASK,
+    CLASSES,
     COMPUTED,
     EVICTIONS,
     FIRST,
@@ -51,21 +50,24 @@ from tonnage.cache.state import (
     GROUPS,
     HASHED,
     HELD,
-    HOT,
     KIND,
     LIVE,
     LOGGED,
     MERGED,
+    NEXT,
     NODE_OF,
     NODES,
     NULL_BLOCK,
+    ONE_CHILD,
     PARENT,
+    PREV,
     PUBLISHED,
+    REFS,
     REMOVED,
     REQUEST,
     ROOT,
-    ROW_KIND,
     ROW_SALT,
+    RULE,
     SALT,
     SHARED,
     STORED,
@@ -154,8 +156,8 @@ def first_needed(window: int, computed: int, core: Core) -> int:
 
 @compiled
 def lock(core: Core, row: int, count: int) -> None:
-    """Take a reference to the blocks of the ``count`` nodes that `match` left in the row; they are hot now.
-    Blocks a sliding window has left are the null block."""
+    """Take a reference to the blocks of the ``count`` nodes that `match` left in the row. Blocks a sliding
+    window has left are the null block."""
     rows, anchor = core.rows, core.constants[ANCHOR]
     slot, computed = rows[REQUEST, row], count * core.constants[BLOCK_SIZE]
     for group in range(core.constants[GROUPS]):
@@ -169,8 +171,6 @@ def lock(core: Core, row: int, count: int) -> None:
                 core.requests[HELD, slot] += 1
             if group != anchor:
                 core.tables[group, row, at] = block
-    for at in range(count):
-        core.blocks[KIND, core.tables[anchor, row, at]] = HOT
 
 
 @inlined
@@ -186,8 +186,9 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < rows[SHARED, row] else rows[ROW_SALT, row]
     blocks[SALT, node] = salt
     core.salt_nodes[salt] += 1
-    hot = rows[ROW_KIND, row] == HOT and (parent == ROOT or blocks[KIND, parent] == HOT)
-    blocks[KIND, node] = HOT if hot else COLD
+    blocks[KIND, node] = 0  # its class is given when the request ends
+    if parent != ROOT:
+        blocks[KIND, parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
     blocks[CHAIN, node] = core.heads[bucket]
     core.heads[bucket] = node
@@ -206,9 +207,6 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
     """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
     blocks, slot = core.blocks, core.rows[REQUEST, row]
-    parent = blocks[PARENT, node]
-    if parent == ROOT or blocks[KIND, parent] == HOT:
-        blocks[KIND, node] = HOT
     for group in range(core.constants[GROUPS]):
         full = core.windows[group] == 0
         mine, theirs = core.tables[group, row, at], core.blocks[FIRST_GROUP + group, node]
@@ -258,9 +256,17 @@ def evict(core: Core, count: int, cause: int) -> None:
     """Turn at least ``count`` cached blocks into free ones. ``cause``: an entry of EVICTION_CAUSES."""
     counters = core.counters
     goal = counters[FREE] + count
+    size = core.blocks.shape[1] - CLASSES
     while counters[FREE] < goal:
-        _forget(core, oldest_to_evict(core))
-        counters[EVICTIONS + cause] += 1
+        kind, end = choose_list(core)
+        left = RUN if counters[RULE] == LEARNED else 1
+        while left > 0 and counters[FREE] < goal:
+            block = core.blocks[NEXT if end == OLDEST else PREV, size + kind]
+            if block >= size:
+                break
+            _forget(core, block)
+            counters[EVICTIONS + cause] += 1
+            left -= 1
 
 
 @inlined
@@ -290,11 +296,26 @@ def _forget(core: Core, block: int) -> None:
             blocks[NODE_OF, held] = NULL_BLOCK
             uncache(core, held)
     blocks[CHAIN, node] = NULL_BLOCK
+    parent = blocks[PARENT, node]
+    if parent != ROOT:
+        blocks[KIND, parent] -= ONE_CHILD
+        if blocks[KIND, parent] < ONE_CHILD and blocks[REFS, parent] == 0:
+            _enlist_by_age(core, parent)
     core.salt_nodes[blocks[SALT, node]] -= 1
     core.counters[NODES] -= 1
     if core.constants[LOGGED]:
         core.removed[core.counters[REMOVED]] = value
         core.counters[REMOVED] += 1
+
+
+@inlined
+def _enlist_by_age(core: Core, node: int) -> None:
+    """The node's last child has gone: to the end of its list that its age is nearer."""
+    blocks = core.blocks
+    size = blocks.shape[1] - CLASSES
+    oldest = blocks[NEXT, size + (blocks[KIND, node] & CLASS_MASK)]
+    older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
+    enlist(core, node, node, OLDEST if older else YOUNGEST)
 
 
 class PrefixIndex:

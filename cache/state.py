@@ -7,7 +7,6 @@ slots (one for each request with its n sequences; as many as rows).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,23 +17,32 @@ from tonnage.cache.memory import reserved, resident
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
 FloatArray = npt.NDArray[np.float64]
 
 NULL_BLOCK = 0
 ROOT = NULL_BLOCK  # parent of a first block
 
-# Classes of cached blocks: those never asked for again yet, and those to be kept longer.
-COLD, HOT, CLASSES = 0, 1, 2
+# Cached blocks that may be evicted stand in one list for each class: a family and how often blocks like these
+# are reused, see `tonnage.cache.reuse`.
+PROMPTS, POPULAR, ANSWERS, FAMILIES = range(4)
+SCORES = 12
+CLASSES = FAMILIES * SCORES
+# KIND holds the class of a node and, above it, its children.
+CLASS_MASK, ONE_CHILD = 63, 64
 
 # Entries of Pool.counters
 FREE, FREE_HEAD, CACHED, USED_FULL, CLOCK = range(5)
-REMOVED, STORED, NODES, MERGED, CALLS, RULE, MARKING = range(5, 12)
+REMOVED, STORED, NODES, MERGED, CALLS, RULE = range(5, 11)
+# LISTS: bit c is set where the list of class c is not empty. HISTORY_*: where the ring is written next; its
+# youngest entries, as many as LRU would reach back, and how many of those live. STARTED: requests.
+LISTS, HISTORY_AT, HISTORY_SPAN, HISTORY_ALIVE, STARTED = range(11, 16)
 # ... and from EVICTIONS on the blocks evicted by cause: for K/V of prompts, of answers, for a copy on write,
 # and because everything cached was to be forgotten.
 FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
 EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
-EVICTIONS = 12
+EVICTIONS = 16
 COUNTERS = EVICTIONS + len(EVICTION_CAUSES)
 
 # Rows of Core.blocks: fields of a block, those from NODE_OF to CHAIN by node; from FIRST_GROUP on the node's
@@ -45,25 +53,30 @@ CLOCK_MASK = 0x7FFFFFFF  # times are kept modulo 2^31
 
 # Rows of Core.rows: fields of a sequence; from FIRST on one for each group.
 LENGTH, COMPUTED, SLOTS, ROOM, LIMIT, PUBLISHED, HASHED, SHARED_TAIL = range(8)
-REQUEST, ROW_SALT, SHARED, ROW_KIND, MARK, FIRST = range(8, 14)
+REQUEST, ROW_SALT, SHARED, TURN, MARK, FIRST = range(8, 14)
 
 # Rows of Core.requests
 HELD, PRIVATE, PROMISED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
 
-# Rows of Core.ghosts
-GHOST_NEXT, GHOST_PREV, GHOST_TIME, GHOST_KIND, GHOST_CHAIN, GHOST_FIELDS = range(6)
+# Rows of Core.history and of Core.traits; LINK and the heads are 1 + an entry, 0 for none.
+TAG, LINK, BORN, HISTORY_FIELDS = range(4)
+STATUS, AGE, FAMILY, TURN_LEVEL, ANSWER_LEVEL, WEIGHT, FIRST_TURN, HITS, TRAITS = range(9)
+AGES, LEVELS = 48, 8
+WEIGHT_STEPS = 8  # a weight is a power of 2 to the -1/8
 
-# Entries of a simulation, at most: the standard error of its hit rate is then a few per cent of it. Pools of
-# fewer than 131,072 blocks get by with half: at 192 bytes an entry (six rules) 6 bytes a block.
-GHOST_ENTRIES, FEW_GHOSTS, FEWER_BELOW = 4096, 2048, 131_072
+# The sample holds at most as many blocks of a full pool, and the history as many times as many. Pools of fewer
+# than 131,072 blocks get by with half: 22 bytes an entry are then 6 bytes a block.
+SAMPLED, FEW_SAMPLED, FEWER_BELOW = 4096, 2048, 131_072
+REACH = 8
 
 # Entries of Constants
-BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, GHOSTS, SAMPLE_SHIFT, CONSTANTS = range(9)
+BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, LEARNING, SAMPLE_SHIFT, CONSTANTS = range(9)
 
 
 class Pool(NamedTuple):
-    """Who holds which block. Free blocks are a stack linked by ``next``; cached ones stand in the list of their
-    class, the oldest first, linked both ways; entry ``blocks + c`` is the sentinel of class c."""
+    """Who holds which block. Free blocks are a stack linked by ``next``; cached ones that may be evicted stand
+    in the list of their class, the oldest first, linked both ways; entry ``blocks + c`` is the sentinel of
+    class c. A cached block in no list, because its node has children, has the null block as ``next``."""
 
     refs: Int32Array  # [blocks] reference count
     next: Int32Array  # [blocks + CLASSES]
@@ -83,7 +96,7 @@ class Index(NamedTuple):
     parent: Int32Array  # [blocks] by node
     salt: Int32Array  # [blocks] by node: id of the salt, 0 for the shared ones
     hash: UInt64Array  # [blocks] by node
-    kind: Int32Array  # [blocks] by node: COLD or HOT
+    kind: Int32Array  # [blocks] by node: its class, and ONE_CHILD for each child
     heads: Int32Array  # [buckets] first node, 0: none
     chain: Int32Array  # [blocks] by node: next of the bucket
     salt_nodes: Int32Array  # [salts] nodes of each salt id
@@ -110,7 +123,7 @@ class Rows(NamedTuple):
     request: Int64Array  # [rows] slot of its request, -1 for an empty row
     salt: Int64Array  # [rows] salt id
     shared: Int64Array  # [rows] leading blocks that belong to an allowed shared prefix
-    kind: Int64Array  # [rows] class of the blocks it adds
+    turn: Int64Array  # [rows] turn of its conversation, from 1, as far as is known
     mark: Int64Array  # [rows] number of the last call that named the row, to find one named twice
 
 
@@ -142,14 +155,19 @@ class Core(NamedTuple):
     counters: Int64Array
     windows: Int64Array  # [groups] 0: full attention
     constants: Int64Array  # [CONSTANTS]
-    slowness: FloatArray  # [rules]
-    shares: FloatArray  # [rules]
-    mean_new: FloatArray  # [1] new blocks of a request, of late
-    scores: FloatArray  # [rules] hits of late
-    ghosts: Int32Array  # [rules, GHOST_FIELDS, entries + CLASSES], entry 0 unused
-    ghost_hash: UInt64Array  # [rules, entries]
-    ghost_heads: Int32Array  # [rules, buckets]
-    ghost_counts: Int64Array  # [rules, 5] entries, clock, first entry given back, last one ever used, scratch
+    history: Int32Array  # [HISTORY_FIELDS, entries] the ring of `tonnage.cache.reuse`
+    traits: UInt8Array  # [TRAITS, entries]
+    history_heads: Int32Array  # [buckets]
+    factors: FloatArray  # [2, LEVELS] of turns, of answers
+    hazard: FloatArray  # [FAMILIES, AGES] reuses per block and time
+    density: FloatArray  # [CLASSES, AGES] hits per block and time
+    scores: FloatArray  # [2] hits of late: the pool's, LRU's
+    events: FloatArray  # [FAMILIES, AGES] scratch of a fit
+    lived: FloatArray  # [FAMILIES, AGES]
+    fitted: FloatArray  # [2, LEVELS]
+    until: FloatArray  # [AGES]
+    widths: FloatArray  # [AGES] blocks between two ages
+    weights: FloatArray  # [256] by TRAITS' WEIGHT
     removed: UInt64Array
     stored: Int32Array
     before: Int64Array  # [rows] scratch: compiled code allocates nothing
@@ -176,7 +194,7 @@ def new_state(
     caching: bool,
     seed: int,
     logged: bool,
-    rules: Sequence[tuple[float, float]],
+    learning: bool,
 ) -> State:
     """An empty pool. Rows and salts are reserved for the worst case; their memory is taken where it is used."""
     layout = limits.layout
@@ -196,11 +214,11 @@ def new_state(
     constants[ANCHOR] = int(np.flatnonzero(windows == 0)[0]) if (windows == 0).any() else 0
     constants[MAX_STEP] = limits.max_num_batched_tokens
     constants[CACHING], constants[LOGGED] = caching, logged
-    adaptive = caching and len(rules) > 1
-    most = GHOST_ENTRIES if num_blocks >= FEWER_BELOW else FEW_GHOSTS
-    shift = max(0, (num_blocks // most).bit_length() - 1) if adaptive else 0
-    constants[GHOSTS], constants[SAMPLE_SHIFT] = len(rules) if adaptive else 0, shift
-    entries = (num_blocks >> shift) + 1 if adaptive else 1
+    learning = learning and caching
+    most = SAMPLED if num_blocks >= FEWER_BELOW else FEW_SAMPLED
+    shift = max(0, (num_blocks // most).bit_length() - 1)
+    constants[LEARNING], constants[SAMPLE_SHIFT] = learning, shift
+    entries = REACH * ((num_blocks >> shift) + 1) if learning else 1
     core = Core(
         blocks=resident(FIRST_GROUP + groups, num_blocks + CLASSES, dtype=np.int32),
         node_tokens=resident(nodes, size, dtype=np.int32),
@@ -217,14 +235,19 @@ def new_state(
         counters=longs(COUNTERS),
         windows=windows,
         constants=constants,
-        slowness=np.array([slowness for _, slowness in rules]),
-        shares=np.array([share for share, _ in rules]),
-        mean_new=np.zeros(1),
-        scores=np.zeros(len(rules)),
-        ghosts=resident(len(rules), GHOST_FIELDS, entries + CLASSES, dtype=np.int32),
-        ghost_hash=resident(len(rules), entries, dtype=np.uint64),
-        ghost_heads=resident(len(rules), 1 << (entries - 1).bit_length(), dtype=np.int32),
-        ghost_counts=longs(len(rules), 5),
+        history=resident(HISTORY_FIELDS, entries, dtype=np.int32),
+        traits=resident(TRAITS, entries, dtype=np.uint8),
+        history_heads=resident(1 << max(0, (entries // 2).bit_length() - 1), dtype=np.int32),
+        factors=np.ones((2, LEVELS)),
+        hazard=np.full((FAMILIES, AGES), 1e-9),
+        density=np.zeros((CLASSES, AGES)),
+        scores=np.zeros(2),
+        events=np.zeros((FAMILIES, AGES)),
+        lived=np.zeros((FAMILIES, AGES)),
+        fitted=np.zeros((2, LEVELS)),
+        until=np.zeros(AGES),
+        widths=np.zeros(AGES),
+        weights=2.0 ** (-np.arange(256) / WEIGHT_STEPS),
         removed=np.zeros(num_blocks if logged else 1, np.uint64),
         stored=ints(num_blocks if logged else 1),
         before=longs(rows),
@@ -235,8 +258,6 @@ def new_state(
     blocks[NEXT, : num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
     for kind in range(CLASSES):
         blocks[NEXT, num_blocks + kind] = blocks[PREV, num_blocks + kind] = num_blocks + kind
-    for kind in range(CLASSES):
-        core.ghosts[:, GHOST_NEXT : GHOST_PREV + 1, entries + kind] = entries + kind
     core.counters[FREE] = num_blocks - 1
     core.counters[FREE_HEAD] = 1
     core.seeds[0] = seed
@@ -288,7 +309,7 @@ def _named(core: Core, num_blocks: int) -> State:
             request=rows[REQUEST],
             salt=rows[ROW_SALT],
             shared=rows[SHARED],
-            kind=rows[ROW_KIND],
+            turn=rows[TURN],
             mark=rows[MARK],
         ),
         Requests(

@@ -7,11 +7,10 @@ the place of the sequence in the call, nothing having changed. `tonnage.cache.ma
 from __future__ import annotations
 
 from tonnage.cache.compiled import compiled
-from tonnage.cache.eviction import mark_row, observe_end
 from tonnage.cache.pool import pop_free, release
 from tonnage.cache.prefix import evict, first_needed, publish
+from tonnage.cache.reuse import observe_end
 from tonnage.cache.state import (
-    ANCHOR,
     BLOCK_SIZE,
     CACHED,
     CACHING,
@@ -36,11 +35,11 @@ from tonnage.cache.state import (
     REFS,
     REQUEST,
     ROOM,
-    ROW_KIND,
     ROW_SALT,
     SHARED,
     SHARED_TAIL,
     SLOTS,
+    TURN,
     Core,
     Int32Array,
     Int64Array,
@@ -306,7 +305,7 @@ def share(core: Core, parent: int, child: int) -> None:
     rows[LENGTH, child], rows[HASHED, child] = length, hashed
     rows[COMPUTED, child], rows[LIMIT, child] = computed, rows[LIMIT, parent]
     rows[PUBLISHED, child], rows[ROW_SALT, child] = rows[PUBLISHED, parent], rows[ROW_SALT, parent]
-    rows[SHARED, child], rows[ROW_KIND, child] = rows[SHARED, parent], rows[ROW_KIND, parent]
+    rows[SHARED, child], rows[TURN, child] = rows[SHARED, parent], rows[TURN, parent]
     rows[REQUEST, child] = slot
     rows[ROOM, child] = held * size
     # The parent's slots go back to what is computed: writing again takes an extend, which copies.
@@ -322,7 +321,6 @@ def leave(core: Core, row: int) -> None:
     slot, held = rows[REQUEST, row], rows[ROOM, row] // size
     if core.constants[CACHING]:
         observe_end(core, row)
-        mark_row(core, row, core.constants[ANCHOR])
     for at in range(held - 1, -1, -1):
         for group in range(core.constants[GROUPS]):
             block = core.tables[group, row, at]
@@ -338,7 +336,7 @@ def leave(core: Core, row: int) -> None:
     rows[LENGTH, row] = rows[COMPUTED, row] = rows[SLOTS, row] = rows[ROOM, row] = rows[LIMIT, row] = 0
     rows[PUBLISHED, row] = rows[HASHED, row] = rows[SHARED, row] = 0
     rows[SHARED_TAIL, row] = 0
-    rows[ROW_SALT, row] = rows[ROW_KIND, row] = 0
+    rows[ROW_SALT, row] = rows[TURN, row] = 0
     rows[REQUEST, row] = -1
     requests[LIVE, slot] -= 1
 

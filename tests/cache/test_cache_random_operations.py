@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tonnage.cache.admission import Never, Wait
-from tonnage.cache.eviction import RULES
 from tonnage.cache.hashing import HashBlock, xxh64_block
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.state import MARKING, RULE
+from tonnage.cache.state import CLASSES, RULE
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -271,9 +270,9 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
     oracle.allow(documents[0][:8])
     for _ in range(operations):
         random_operation(oracle, rng, documents)
-        # Whatever rule of eviction holds at the moment, and whenever it changes, the laws hold.
-        oracle.manager.core.counters[RULE] = rng.randrange(len(RULES))
-        oracle.manager.core.counters[MARKING] = rng.randrange(len(RULES))
+        # Whatever the pool believes at the moment, and whenever that changes, the laws hold.
+        oracle.manager.core.counters[RULE] = rng.randrange(2)
+        oracle.manager.core.density[rng.randrange(CLASSES)] = rng.random()
         oracle.check()
     for sequence in list(oracle.live):
         oracle.free(sequence)
@@ -383,10 +382,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def allow(self, prefix: list[int]) -> None:
         self.oracle.allow(prefix)
 
-    @rule(rule=st.integers(0, len(RULES) - 1), marking=st.integers(0, len(RULES) - 1))
-    def follow(self, rule: int, marking: int) -> None:
+    @rule(rule=st.integers(0, 1), kind=st.integers(0, CLASSES - 1), density=st.floats(0, 1))
+    def believe(self, rule: int, kind: int, density: float) -> None:
         self.oracle.manager.core.counters[RULE] = rule
-        self.oracle.manager.core.counters[MARKING] = marking
+        self.oracle.manager.core.density[kind] = density
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())

@@ -15,11 +15,11 @@ import xxhash
 
 from tonnage.cache import laws
 from tonnage.cache.errors import NoFreeBlocks
-from tonnage.cache.eviction import LRU, RULES
+from tonnage.cache.eviction import LEARNED, LRU
 from tonnage.cache.hashing import hash_tokens, xxh64_block
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.replay.trace import read_trace
-from tonnage.cache.state import COLD, HOT, RULE
+from tonnage.cache.state import CLASSES, RULE, SCORES
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -250,12 +250,13 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
 
     block = int(fresh().tables[0][0, 0])
     cached = fresh().pool.all_cached()
+    ends = [block for kind in range(CLASSES) for block in fresh().pool.listed(kind)]
     assert damage("pool", "refs", block, 1) == "reference counts"
     assert damage("pool", "counters", 0, 3) == "conservation"
     assert damage("pool", "next", cached[0], cached[0]) == "conservation"
     assert damage("rows", "room", 0, 4) == "tables"
     assert damage("rows", "shared_tail", 0, 0) == "exclusive writes"
-    assert damage("index", "node_of", cached[-1], 0) == "reachability"
+    assert damage("index", "node_of", ends[0], 0) == "reachability"
     assert damage("index", "node_of", 0, 5) == "null block"
     assert damage("rows", "published", 0, 1) == "prefix index"
     assert damage("requests", "private", 0, 1) == "promise"
@@ -331,16 +332,62 @@ def test_the_chosen_rule_is_never_worse_than_lru(kind: str, blocks: int) -> None
         assert adaptive > 0.15 * blocks / 720 * 1500 * 48  # of what fits
 
 
-def test_what_was_hit_is_hot_and_a_prefix_of_the_hot_is_hot() -> None:
+def test_only_the_end_of_a_chain_may_be_evicted() -> None:
     manager = make()
     compute(manager, 1, list(range(17)))
     manager.free(1)
-    kind, node_of = manager.state.index.kind, manager.state.index.node_of
     compute(manager, 2, [*range(8), 99, 98, 97, 96, 95])
-    row = manager.tables[0][manager.row(2)]
-    assert kind[node_of[row[:2]]].tolist() == [HOT, HOT]
-    assert kind[node_of[row[2]]] == COLD
-    assert RULES[LRU][1] == 1.0
+    manager.free(2)
+    ends = [block for kind in range(CLASSES) for block in manager.pool.listed(kind)]
+    assert manager.pool.cached == len(manager.pool.all_cached()) == 4 + 1
+    assert len(ends) == 2
+    assert manager.index is not None
+    manager.index.evict(4)  # both branches, from their ends, and half of what they share
+    assert compute(manager, 3, list(range(17))) == 4
+    manager.check_invariants()
+
+
+def conversations(count: int) -> list[list[int]]:
+    """A fifth of the first turns are continued, three times, about 12 requests apart."""
+    out: list[list[int]] = []
+    due: dict[int, tuple[list[int], int]] = {}
+    for number in range(count):
+        tokens, turn = due.pop(number, ([], 1))
+        tokens = [*tokens, *(1000 + 50 * number + at for at in range(24 if turn == 1 else 8))]
+        if turn in (2, 3) or (turn == 1 and number % 2):
+            at = number + 12
+            while at in due:
+                at += 1
+            due[at] = (tokens, turn + 1)
+        out.append([*tokens, 7])
+    return out
+
+
+def test_the_pool_learns_which_turns_are_continued_and_when() -> None:
+    requests = conversations(1500)
+    lru = sum(hits(make(blocks=60, eviction="lru"), requests))
+    manager = make(blocks=60)
+    found = sum(hits(manager, requests))
+    assert found > 1000
+    assert found > 1.2 * lru
+    assert manager.core.counters[RULE] == LEARNED
+    first, second, third, fourth = manager.core.factors[0, :4].tolist()
+    assert min(second, third) > 1 > max(first, fourth)
+    # Worth most while it is waited for, neither at once nor after.
+    density = manager.core.density[SCORES // 2]
+    assert density.max() > 1.1 * max(density[0], density[-1])
+
+
+def test_the_pool_returns_to_lru_while_that_hits_more() -> None:
+    manager = make(blocks=100)
+    hits(manager, prompts("popular", 400))
+    assert manager.core.counters[RULE] == LEARNED
+    manager.core.scores[:] = (100, 200)
+    compute(manager, 1000, [1, 2, 3, 4, 5])
+    assert manager.core.counters[RULE] == LRU
+    manager.core.scores[:] = (250, 200)
+    compute(manager, 1001, [1, 2, 3, 4, 5])
+    assert manager.core.counters[RULE] == LEARNED
 
 
 def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> None:

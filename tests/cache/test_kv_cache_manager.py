@@ -21,8 +21,8 @@ from tonnage.cache.errors import (
 )
 from tonnage.cache.hashing import HashBlock, xxh64_block
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.pool import push_cached, unlink
-from tonnage.cache.state import CALLS, COLD, FREE, HOT, NODES
+from tonnage.cache.pool import enlist, unlink
+from tonnage.cache.state import CACHED, CALLS, FREE, NODES
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -435,21 +435,20 @@ def _orphan(manager: KVCacheManager) -> None:
 
 
 def _oldest(manager: KVCacheManager, block: int) -> None:
-    """Make the block the oldest of the cold class, whatever it was."""
+    """Make a listed block the first to go under LRU."""
     unlink(manager.core, block)
-    others = manager.pool.cached_blocks(COLD)
-    for other in others:
-        unlink(manager.core, other)
-    for each in (block, *others):
-        push_cached(manager.core, each, COLD)
-    manager.state.pool.time[block] -= np.uint32(1000)
+    enlist(manager.core, block, int(manager.state.index.node_of[block]), 0)
+    manager.state.pool.counters[CACHED] += 1
+    manager.state.pool.time[block] -= 1000
 
 
-def _swap(manager: KVCacheManager) -> None:
-    order = manager.pool.all_cached()
-    kind = HOT if order == manager.pool.cached_blocks(HOT) else COLD
-    unlink(manager.core, order[0])
-    push_cached(manager.core, order[0], kind)
+def _list_a_parent(manager: KVCacheManager) -> None:
+    parent = next(block for block in manager.pool.all_cached() if manager.state.pool.next[block] == 0)
+    enlist(manager.core, parent, parent, 1)
+
+
+def _lose_a_child(manager: KVCacheManager) -> None:
+    manager.state.index.kind[manager.tables[0][manager.row(1), 0]] = 0
 
 
 def _set(values: np.ndarray, at: int, value: int) -> None:
@@ -465,7 +464,8 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
     "a promise forgotten": ("promise", lambda m: setattr(m.promises, "promised", m.promises.promised - 1)),
     "a promise too small": ("promise", lambda m: setattr(m.sequences.family(m.row(1)), "promise", 1)),
     "a parent that is no node": ("reachability", _orphan),
-    "a parent older than its child": ("reachability", _swap),
+    "a parent that may be evicted": ("reachability", _list_a_parent),
+    "a child not counted": ("reachability", _lose_a_child),
     "a private count too high": ("promise", lambda m: _set(m.state.requests.private, 0, 50)),
     "tokens that changed": ("prefix index", lambda m: _set(m.rows.tokens[m.row(1)], 0, 77)),
 }
