@@ -111,9 +111,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for each token: frozen it costs five times as much (object.__setattr__ a field)
 class Chunk:
-    """New tokens of one of the n sequences. A stop token that ended it is not among ``token_ids``.
+    """New tokens of one of the n sequences, not to be changed. A stop token that ended it is not among them.
 
     ``logprobs``: one for each of ``token_ids``, when they were asked for. ``prompt_logprobs``: in the first
     chunk, one for each prompt token, the first (which nothing foretells) None.
