@@ -77,6 +77,7 @@ YOUNGEST = 64  # ages below a 64th of the capacity are one
 LOWEST, HIGHEST = 0.25, 8.0  # factors of the first and the last class of a family
 PRIOR_REQUESTS = 15.0  # as many, reused as often as the mean, are mixed into each factor
 PRIOR_EVENTS = 1.25  # ... and as many reuses into the hazard of each age
+LEVEL_UNTIL = 2.0  # capacities
 NEIGHBOURS = 2  # ages that a hazard is averaged over, to each side
 HORIZON = 8.0  # capacities of look-ups that the two counts of hits look back over
 
@@ -347,9 +348,9 @@ def _fit_hazard(core: Core, family: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """The shape assumed before anything is seen: constant up to one capacity, then falling as 1 / age."""
+    """The shape assumed before anything is seen: constant up to two capacities, then falling as 1 / age."""
     middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNGEST
-    return 1.0 / max(1.0, middle)
+    return 1.0 / max(LEVEL_UNTIL, middle)
 
 
 @compiled
