@@ -147,7 +147,7 @@ class Fields:
     def boolean(self, field: str, default: bool) -> bool:
         value = self.raw(field)
         if value is None:
-            return default
+            return default and self.name(field) not in self.config  # null is no
         if not isinstance(value, bool):
             raise ConfigError(f"{shown(value)} is not true or false", field=self.name(field))
         return value

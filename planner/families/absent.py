@@ -23,6 +23,23 @@ _DEFAULTS = {
         192: "mimo_v2_flash",
         256: "qwen3_next qwen3_5_text qwen3_5_moe_text",
     },
+    "v_head_dim": {
+        128: "mimo_v2_flash",
+        256: "glm_moe_dsa glm4_moe_lite",
+    },
+    "qk_nope_head_dim": {
+        64: "mistral4",
+        192: "glm_moe_dsa glm4_moe_lite",
+    },
+    "kv_lora_rank": {
+        256: "mistral4",
+    },
+    "index_n_heads": {
+        32: "glm_moe_dsa",
+    },
+    "num_shared_experts": {
+        1: "kimi_linear",
+    },
     "q_lora_rank": {
         768: "glm4_moe_lite minicpm3",
         1024: "mistral4",

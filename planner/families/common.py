@@ -414,6 +414,13 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
     return tuple(i >= first for i in range(layers)) if listed is None else listed
 
 
+def never_tied(fields: Fields) -> bool:
+    """False; refuses a tied head where transformers' class knows none."""
+    if fields.boolean("tie_word_embeddings", False):
+        raise UnsupportedArchitecture("this model's class ties nothing", field="tie_word_embeddings")
+    return False
+
+
 def every_layer_routes(fields: Fields) -> None:
     """Refuse a ``moe_layer_freq`` that would leave layers out."""
     if fields.raw("moe_layer_freq") not in (None, 1):

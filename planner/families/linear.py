@@ -178,9 +178,12 @@ class _QwenExperts:
         t.linear(f"{at}.shared_expert_gate", 1, hidden, "router")
 
 
+_KINDS = {"linear_attention": False, "full_attention": True}
+
+
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Which layers attend to everything: ``layer_types``, else every ``interval``-th."""
-    listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
+    """Which layers attend to everything: ``layer_types``, else the last of every ``interval``."""
+    listed = fields.listed("layer_types", layers, _KINDS)
     return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
 
@@ -195,7 +198,8 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("moe_intermediate_size", limit="width")
     dense = fields.integer("intermediate_size", limit="width")
     shared = inner * (fields.optional_integer("num_shared_experts", 0, limit="width", minimum=0) or 0)
-    tied = fields.boolean("tie_word_embeddings", False)
+    bias = fields.boolean("attention_bias", False)
+    tied = common.never_tied(fields)
     common.every_layer_routes(fields)
     sparse = common.sparse_layers(fields, layers, 1)
     for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
@@ -203,7 +207,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
             raise UnsupportedArchitecture(
                 f"{shown(fields.raw(name))} is not known: its code is not public", field=name
             )
-    fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "attention_bias", "head_dim")
+    fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "head_dim")
     fields.ignore("linear_attn_config", "moe_router_activation_func", "use_grouped_topk", "mla_use_nope")
     fields.ignore("num_nextn_predict_layers", "max_position_embeddings")
     proj = heads * size
@@ -216,7 +220,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     cache: list[CacheLayer] = []
     for i, at in t.layers(layers, "model.layers"):
         if full[i]:
-            mla.attention(t, f"{at}.self_attn", d, False)
+            mla.attention(t, f"{at}.self_attn", d, bias)
             cache += mla.cache((i,), d)
         else:
             _kda(t, f"{at}.self_attn", d.hidden, heads, size, kernel)
@@ -271,7 +275,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
             fields.integer("linear_conv_kernel_dim", 4, limit="width"),
-            full_of(fields, layers, 4),
+            fields.listed("layer_types", layers, _KINDS) or tuple(i > 0 and i % 4 == 0 for i in range(layers)),
         )
     inner = Fields(nested)
     full = inner.raw("full_attn_layers")
@@ -301,7 +305,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
     else:
-        full = full_of(fields, layers, 2)
+        full = fields.listed("layer_types", layers, _KINDS) or tuple(i % 2 == 0 for i in range(layers))
     fields.ignore(
         "sliding_window", "full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor",
         "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor",

@@ -206,7 +206,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
         dtype=None if dtype == "auto" else dtype,
     )  # fmt: skip
     mlp_bias = fields.boolean("mlp_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
+    tied = common.never_tied(fields)
     inner = fields.integer("intermediate_size", 21504, limit="width")
     count = fields.integer("n_routed_experts", 8, limit="width") if "E" in kinds else 0
     chosen = fields.integer("num_experts_per_tok", 2, limit="width") if count else 0

@@ -42,7 +42,7 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
         return fields.integer(name, default if defaults else None, limit="width")
 
     fields.ignore("num_key_value_heads", "head_dim")  # every head has its own K and V, made from the latent
-    d = Latent(
+    return Latent(
         fields.integer("hidden_size", limit="width"),
         fields.integer("num_attention_heads", limit="heads"),
         fields.optional_integer("q_lora_rank", limit="width"),
@@ -51,12 +51,6 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
         size("qk_rope_head_dim", 64),
         fields.integer("v_head_dim", 128 if defaults else value_default, limit="width"),
     )
-    stated = fields.optional_integer("qk_head_dim", limit="width")
-    if stated not in (None, d.nope + d.rope):
-        raise ConfigError(
-            f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.nope + d.rope}", field="qk_head_dim"
-        )
-    return d
 
 
 def attention(t: Tensors, at: str, d: Latent, bias: bool) -> None:
@@ -215,6 +209,11 @@ def _minicpm3(fields: Fields) -> Architecture:
 def _longcat(fields: Fields) -> Architecture:
     """Two attention modules and two dense MLPs per layer, one routed MLP beside; some experts are nothing."""
     d = read_latent(fields, defaults=True)
+    stated = fields.optional_integer("qk_head_dim", limit="width")  # read in this family alone
+    if stated not in (None, d.nope + d.rope):
+        raise ConfigError(
+            f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.nope + d.rope}", field="qk_head_dim"
+        )
     layers = fields.integer("num_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     dense = fields.integer("ffn_hidden_size", limit="width")

@@ -35,6 +35,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     return _BUILDERS[model_type](fields, model_type)
 
 
+_EITHER = ("llama", "mistral", "qwen2", "minimax_m3")  # wrappers that take the text model's word too
 _TIED = ("gemma", "deepseek_v3")  # text models whose wrappers (Gemma 3 and 4, Kimi K2.5) tie by default
 
 
@@ -51,7 +52,9 @@ def _text(
         return build_text(config, text_type)
     default = text_type.startswith(_TIED)
     tied = fields.boolean("tie_word_embeddings", default)
-    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
+    if text_type in _EITHER:
+        tied = tied or config.get("tie_word_embeddings") is True
+    elif "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
             f"{not tied} contradicts the model around it, whose own field is missing and then {tied}",
             field="text_config.tie_word_embeddings",
@@ -177,6 +180,8 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
             k: v for k, v in fields.config.items() if k not in (*_TOP, "architectures") or k == "vocab_size"
         }
         fields.ignore(*fields.config)
+    if text_type == "qwen2":  # the default of Qwen2VLTextConfig and Qwen2_5_VLTextConfig
+        config = {"num_key_value_heads": 8, **config}
     text = _text(fields, text_type, config)
     t = Tensors()
     t.role = "vision"

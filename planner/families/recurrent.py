@@ -17,7 +17,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     """Two RG-LRU layers, then one of local attention, repeated."""
-    dims = common.heads_of(fields, head_default=256)
+    dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     double = fields.integer("intermediate_size", limit="width")

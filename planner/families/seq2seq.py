@@ -317,9 +317,11 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         common.divisible(heads, kv_heads, f"{side}_num_attention_heads", f"{side}_num_key_value_heads")
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
-    if side_dims["encoder"] != side_dims["decoder"]:  # transformers' classes then give both the encoder's
+    encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
+    if encoder != decoder:  # transformers' classes then give both the encoder's
         raise UnsupportedArchitecture(
-            "encoder and decoder with unlike heads are not planned", field="decoder_num_attention_heads"
+            f"keys of {encoder} in the encoder and of {decoder} in the decoder are not planned",
+            field="decoder_num_key_value_heads",
         )
     t = Tensors()
     t.role = "encoder"

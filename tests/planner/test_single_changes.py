@@ -1,0 +1,31 @@
+"""Every field of a small config left out, emptied or changed, one at a time: the planner refuses by name or
+says what transformers builds. ``python tests/planner/single_changes.py`` does it for every family (minutes)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location("single_changes", Path(__file__).with_name("single_changes.py"))
+single_changes = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(single_changes)
+
+# attention, biases, experts, latents, windows, states, an encoder
+FAMILIES = [
+    "helium",
+    "stablelm",
+    "qwen2_moe",
+    "deepseek_v3",
+    "gemma3_text",
+    "gpt_oss",
+    "falcon_h1",
+    "moonshine",
+]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_single_change_is_misunderstood(model_type):
+    class_name, config = single_changes.base_of(model_type)
+    assert single_changes.differences(class_name, config) == []
