@@ -171,6 +171,9 @@ _QWEN = {
 }
 
 
+_QWEN_KV = {"qwen2": 8, "qwen3_moe": 16}  # where the wrappers' text classes have a default of their own
+
+
 def qwen(fields: Fields, model_type: str) -> Architecture:
     """Qwen2-VL to Qwen3.5. The published Qwen2-VL and 2.5-VL files are flat."""
     text_type, class_name = _QWEN[model_type]
@@ -180,8 +183,8 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
             k: v for k, v in fields.config.items() if k not in (*_TOP, "architectures") or k == "vocab_size"
         }
         fields.ignore(*fields.config)
-    if text_type == "qwen2":  # the default of Qwen2VLTextConfig and Qwen2_5_VLTextConfig
-        config = {"num_key_value_heads": 8, **config}
+    if text_type in _QWEN_KV:
+        config = {"num_key_value_heads": _QWEN_KV[text_type], **config}
     text = _text(fields, text_type, config)
     t = Tensors()
     t.role = "vision"
@@ -190,7 +193,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
 
 
 def mllama(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "mllama_text_model", fields.mapping("text_config"), tie=False)
+    text = _text(fields, "mllama_text_model", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
     width = towers.mllama(t, "model.vision_model", _vision(fields))

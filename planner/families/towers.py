@@ -228,6 +228,8 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             "num_channels": 3, "image_size": 448, "patch_size": 14, "max_num_tiles": 4},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
+    heads = f.integer("attention_heads", 16, limit="heads")
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.attention_heads")
     patches = (v["image_size"] // patch) ** 2 + 1
     ratios = f.raw("supported_aspect_ratios")
     count = (len(ratios) if isinstance(ratios, list) else 8) + 1
