@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -136,3 +137,26 @@ def test_frequencies_that_depend_on_the_batch_are_refused_beyond_the_original_co
         require_fixed_rotary(config, longest + 1)
     assert refused.value.hint == f"--max-model-len {longest}"
     require_fixed_rotary({**config, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "needs"),
+    [
+        ("t5", "a cache of cross-attention for each request"),
+        ("whisper", "a cache of cross-attention for each request"),
+        ("deepseek_v3", "a latent pool"),
+        ("qwen3_next", "a pool of states"),
+        ("jamba", "a pool of states"),
+        ("bloom", "a bias for each head"),
+        ("gpt_oss", "a sink for each head"),
+    ],
+)
+async def test_families_that_are_not_served_say_what_it_would_take(
+    model_type: str, needs: str, folder: Path
+) -> None:
+    engine = HFEngine(plan_for(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    with pytest.raises(UnsupportedArchitecture, match=f"'{model_type}' is not served .*{needs}"):
+        await engine.start()
+    assert engine.pid is None
