@@ -234,6 +234,8 @@ class VLLMEngine:
         return outputs
 
     def _vector(self, request: GenerationRequest, output: Any, queued: float) -> Chunk:
+        if output.error is not None:
+            raise EngineDead(f"vLLM failed on this request: {_last_line(output.error)}")
         cached = output.num_cached_tokens or 0
         self._prefix_hit_tokens += cached
         self._shared_hit_tokens += 0 if request.cache_salt else cached
