@@ -262,6 +262,8 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         or not all(type(k) is int and 0 < k < 64 for k in kernel)
     ):
         raise ConfigError(f"{shown(kernel)} is not two small integers", field="vision_config.merge_kernel_size")
+    if fields.integer("projection_hidden_size", hidden, limit="width") != hidden:
+        raise ConfigError(f"is not the tower's {hidden}", field="projection_hidden_size")
     merged = hidden * kernel[0] * kernel[1]
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
