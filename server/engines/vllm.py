@@ -235,7 +235,7 @@ class VLLMEngine:
 
     def _vector(self, request: GenerationRequest, output: Any, queued: float) -> Chunk:
         if output.error is not None:
-            raise EngineDead(f"vLLM failed on this request: {_last_line(output.error)}")
+            raise EngineDead(f"vLLM failed on this request: {output.error.message[:300]}")
         cached = output.num_cached_tokens or 0
         self._prefix_hit_tokens += cached
         self._shared_hit_tokens += 0 if request.cache_salt else cached
