@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 import zmq
+from vllm.distributed import kv_events as vllm_events
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
@@ -156,3 +161,71 @@ def test_retry_after_is_what_is_promised_over_the_rate_of_giving_back(monkeypatc
     assert accounts.retry_after() == pytest.approx(2300 / (200 / 4))
     submit(20_000)
     assert accounts.retry_after() == 60.0
+
+
+def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_path: Path) -> None:
+    endpoint, system = f"ipc://{tmp_path}/events", tmp_path / "system.txt"
+    system.write_text(SYSTEM)
+    events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
+    command = [
+        sys.executable,
+        "-m",
+        "tonnage.server.cli",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--max-model-len",
+        "384",
+    ]
+    options = ("--kv-cache-memory-bytes", "24MiB", "--kv-events-config", events)
+    seen: dict[type, list[vllm_events.KVCacheEvent]] = {}
+    with (
+        subprocess.Popen(
+            [*command, *options, "--shared-system-prompt", str(system)], stdout=subprocess.PIPE, text=True
+        ) as process,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as subscriber,
+    ):
+        try:
+            assert process.stdout is not None
+            url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))
+            subscriber.connect(endpoint)
+            subscriber.subscribe("kv")
+            subscriber.setsockopt(zmq.RCVTIMEO, 500)
+            with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+                cached = []
+                for salt in ("one tenant", "another"):
+                    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
+                    body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
+                    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+                    cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+                assert cached[0] == 0 < cached[1]
+                # More prompts than the pool holds; the first may come before the subscription does.
+                for number in range(100):
+                    prompt = [number + 1] * 321
+                    body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
+                    client.post("/v1/completions", json=body).raise_for_status()
+                    for event in received(subscriber):
+                        seen.setdefault(type(event), []).append(event)
+                    if {vllm_events.BlockStored, vllm_events.BlockRemoved} <= seen.keys():
+                        break
+        finally:
+            process.terminate()
+            process.wait(60)
+    stored, removed = seen[vllm_events.BlockStored][-1], seen[vllm_events.BlockRemoved][-1]
+    assert isinstance(stored, vllm_events.BlockStored)
+    assert isinstance(removed, vllm_events.BlockRemoved)
+    assert stored.token_ids == prompt[: len(stored.token_ids)]
+    assert len(stored.block_hashes) * stored.block_size == len(stored.token_ids) == 320
+    assert removed.block_hashes
+
+
+def received(subscriber: zmq.Socket[bytes]) -> Iterator[vllm_events.KVCacheEvent]:
+    """The events that have come, as vLLM's own classes read them."""
+    while True:
+        try:
+            _, _, payload = subscriber.recv_multipart()
+        except zmq.Again:
+            return
+        yield from msgspec.msgpack.decode(payload, type=vllm_events.KVEventBatch).events
