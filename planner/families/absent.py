@@ -11,7 +11,7 @@ _DEFAULTS = {
         2: "glm glm4 ernie4_5 starcoder2 qwen3_next qwen3_5_moe_text",
         4: "minimax_m3 smollm3 qwen3_moe ernie4_5_moe mimo_v2_flash qwen3_5_text",
         5: "bitnet",
-        8: "mistral seed_oss mixtral phimoe minimax_m2 glm4_moe gpt_oss laguna "
+        8: "step3p7_text mistral seed_oss mixtral phimoe minimax_m2 glm4_moe gpt_oss laguna "
             "llama4_text minimax lfm2 lfm2_moe bamba falcon_h1 jamba nemotron_h mllama_text_model",
         16: "qwen2_moe",
         20: "helium",
@@ -19,7 +19,7 @@ _DEFAULTS = {
     },
     "head_dim": {
         64: "gpt_oss",
-        128: "minimax_m3 qwen3 helium seed_oss glm glm4 ernie4_5 minimax_m2 laguna llama4_text",
+        128: "minimax_m3 step3p7_text qwen3 helium seed_oss glm glm4 ernie4_5 minimax_m2 laguna llama4_text",
         192: "mimo_v2_flash",
         256: "qwen3_next qwen3_5_text qwen3_5_moe_text",
     },

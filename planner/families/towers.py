@@ -344,10 +344,11 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Layers with learned scales and two strided convolutions behind. Returns the output width."""
     f = Fields(config)
     v = _sizes(
-        f, {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 47, "num_attention_heads": 16,
+        f, {"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16,
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
+    inner = int(hidden * f.number("mlp_ratio", 8960 / 1536))  # intermediate_size is not read
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)
@@ -357,7 +358,7 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         here = f"{at}.layers.{i}"
         t.add(f"{here}.lambda_1", (hidden,), "vision", "VisionEncoderLayer")
         t.add(f"{here}.lambda_2", (hidden,), "vision", "VisionEncoderLayer")
-        _encoder_layer(t, here, hidden, v["intermediate_size"], ("layernorm_before", "layernorm_after"))
+        _encoder_layer(t, here, hidden, inner, ("layernorm_before", "layernorm_after"))
     t.rotary(hidden // v["num_attention_heads"] // 2, f"{at}.rotary_emb.")
     conv(t, f"{at}.downsampler1", (2 * hidden, hidden, 3, 3), True)
     conv(t, f"{at}.downsampler2", (4 * hidden, 2 * hidden, 3, 3), True)
