@@ -80,6 +80,7 @@ def test_every_mode_says_the_same_in_a_pool_that_is_too_small(mode: AdmissionMod
     assert {key[0] for key in wanted} == {str(i) for i in range(24)}
     scheduler = Scheduler(plan_for(24), policy=Policy(mode))
     assert run(scheduler, requests(24)) == wanted
+    assert scheduler.counters.prompt_tokens == sum(len(r.prompt_token_ids) for r in requests(24))
     if mode is AdmissionMode.GUARANTEED:
         assert scheduler.counters.preemptions == 0
     if mode is AdmissionMode.GREEDY:

@@ -195,7 +195,7 @@ class Scheduler:
             resumed = sequence if sequence.generated else None
             sequence.prompt_logprobs = [None]
             tokens = np.array(sequence.tokens, dtype=np.int32)
-            self._queue(Entry(sequence.request, tokens, sequence.arrived, resumed))
+            self._queue(Entry(sequence.request, tokens, sequence.arrived, resumed, again=True))
 
     def _admit(self, refused: list[Chunk]) -> Sequence | None:
         """Admit the next of the queue; None when all have to wait."""
@@ -210,7 +210,7 @@ class Scheduler:
                     Chunk(request.request_id, index, (), "error", error=str(answer)) for index in entry.indices
                 ]
                 continue
-            self._count("admit", "fits" if entry.resumed is None else "resumed")
+            self._count("admit", "resumed" if entry.again else "fits")
             return self._start(waiting.id, entry, answer)
         return None
 
@@ -243,9 +243,10 @@ class Scheduler:
         if sequence is not None:
             sequence.id, sequence.computed = number, cached
         else:
-            self.counters.prompt_tokens += len(request.prompt_token_ids)
-            self.counters.prefix_hit_tokens += cached
-            self.counters.shared_hit_tokens += answer.shared_tokens
+            if not entry.again:
+                self.counters.prompt_tokens += len(request.prompt_token_ids)
+                self.counters.prefix_hit_tokens += cached
+                self.counters.shared_hit_tokens += answer.shared_tokens
             sequence = Sequence(
                 number,
                 request,

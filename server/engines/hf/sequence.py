@@ -88,6 +88,7 @@ class Entry:
     tokens: np.ndarray  # int32, prompt and what was produced; converted once however often admission is asked
     arrived: float
     resumed: Sequence | None = None
+    again: bool = False  # it was admitted once and preempted: its prompt is counted already
 
     @property
     def sequences(self) -> int:
