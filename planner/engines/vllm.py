@@ -41,6 +41,8 @@ _INDEX_GROUP = 128
 # Models whose recurrent state vLLM keeps in float32 by default (model_executor/models/config.py,
 # NemotronHForCausalLMConfig; Qwen3.5 by its config's mamba_ssm_dtype; KDA in mamba_utils.py)
 FLOAT32_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear")
+# Models whose windows vLLM gives out by the layer's number (model_executor/models/gpt_oss.py)
+ALTERNATING = ("gpt_oss",)
 # Latent attention that vLLM runs, and stores, as full attention, V padded to K's head size
 # (model_executor/models/minicpm3.py)
 EXPANDED_MLA = ("minicpm3",)
@@ -97,6 +99,13 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
         )
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         return _compressed_pool(architecture, request)
+    if architecture.model_type in ALTERNATING and any(
+        (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
+    ):
+        raise UnsupportedArchitecture(
+            f"vLLM slides every second layer of {architecture.model_type} from the first on, whatever the file says",
+            field="layer_types",
+        )
     if architecture.model_type in FLOAT32_STATES:
         request = replace(request, float32_states=True)
     if architecture.model_type in EXPANDED_MLA:
