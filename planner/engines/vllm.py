@@ -103,7 +103,7 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
-            f"vLLM slides every second layer of {architecture.model_type}, the first included, whatever is listed",
+            f"vLLM slides every second layer of {architecture.model_type}, whatever the file lists",
             field="layer_types",
         )
     if architecture.model_type in FLOAT32_STATES:
