@@ -19,6 +19,7 @@ from tonnage.server.api.embeddings.protocol import (
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Generator, Submission, TokenCounts
 from tonnage.server.engines.base import Pooling, SamplingParams
+from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 
 
@@ -69,8 +70,15 @@ class EmbeddingService(OpenAIEvents):
             ]
         )
         generator.check_token_ids(prompts, "input")
-        # Admission and vLLM's scheduler count a prompt with the token after it.
-        generator.max_tokens(1, max(map(len, prompts)), param="input")
+        # Admission counts a prompt with the token after it.
+        longest, limit = max(map(len, prompts)), state.max_model_len - 1
+        if longest > limit:
+            state.accounts.refused["never", "max_model_len"] += 1
+            raise ApiError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"an input may have {limit} tokens on this server; the longest has {longest}",
+                param="input",
+            )
         params = SamplingParams(1, pooling=Pooling(request.dimensions))
         return Submission(
             prompts, params, cache_salt=request.cache_salt or "", priority=request.priority, lora=lora
