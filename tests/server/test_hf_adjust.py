@@ -179,6 +179,20 @@ def test_an_answer_matches_its_expression_choice_or_grammar(loop: EngineLoop, to
                 assert pattern == r"(ab)+c"
 
 
+def test_a_stop_token_that_is_text_ends_an_answer_within_its_grammar(
+    loop: EngineLoop, tokenizer: Tokenizer
+) -> None:
+    """It may be drawn wherever the grammar has it, not only at the end; what ends a complete text is EOS."""
+    comma = tokenizer.token_to_id(",")
+    grammar = Grammar("regex", "[0-9]{2},[0-9]{2}")
+    for stops in ((*EOS, comma), (comma,)):
+        (said,) = ask(loop, grammar=grammar, stop_token_ids=stops, seed=5, temperature=1.0)
+        assert said[-1].finish_reason == "stop"
+        assert re.fullmatch("[0-9]{2}", tokenizer.decode(tokens_of(said)))
+    (whole,) = ask(loop, grammar=grammar, stop_token_ids=EOS, seed=5, temperature=1.0)
+    assert re.fullmatch("[0-9]{2},[0-9]{2}", tokenizer.decode(tokens_of(whole)))
+
+
 def test_a_grammar_that_is_not_understood_ends_its_own_request(loop: EngineLoop) -> None:
     for grammar in (Grammar("json_schema", '{"type": "nothing"}'), Grammar("regex", "(")):
         ((chunk,),) = ask(loop, grammar=grammar)

@@ -29,6 +29,7 @@ class Grammars:
 
     def __init__(self, path: str, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
+        self._textless: frozenset[int] = frozenset()  # known with the compiler
 
     @functools.cached_property
     def _compiler(self) -> Any:
@@ -42,13 +43,17 @@ class Grammars:
 
         tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
+        # Only what stands for no text can end a text: EOS and the other special tokens.
+        self._textless = frozenset((*info.stop_token_ids, *info.special_token_ids))
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_KEPT_BYTES)
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> GrammarMatcher:
         """A matcher at the start of an answer. Raises GrammarError, or DeploymentError without xgrammar."""
         compiler = self._compiler
+        # Another stop token of the request is one of the grammar's own; it ends the answer where it is drawn.
+        ends = tuple(token for token in stop_token_ids if token in self._textless)
         try:
-            return GrammarMatcher(_compile(compiler, grammar), stop_token_ids, self._vocab_size)
+            return GrammarMatcher(_compile(compiler, grammar), ends, self._vocab_size)
         except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad grammar
             message = str(error).strip().splitlines()
             raise GrammarError(message[-1][:300] if message else "not understood", field=grammar.kind) from None
@@ -70,7 +75,8 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
 
 
 class GrammarMatcher:
-    """One answer's way through a grammar. After a complete text a stop token may follow."""
+    """One answer's way through a grammar. After a complete text a stop token may follow; without any, the text
+    ends when it is complete."""
 
     def __init__(self, compiled: Any, stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
         import xgrammar
