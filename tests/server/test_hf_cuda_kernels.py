@@ -136,6 +136,15 @@ def test_flex_attention_is_the_reference(case: tuple[Any, ...], eager: None) -> 
     )
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_of_a_batch_beyond_the_limits_of_a_server(eager: None) -> None:
+    def make(batch: Batch, pool: PagedPool) -> FlexAttention:
+        return FlexAttention(batch, pool, Buffers(pool, Limits(pool.layout, 1000, 64, 1, 1)))
+
+    compare(CASES[0], make)
+    compare(CASES[1], make, [(30, 1)])
+
+
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_flex_attention_reads_every_block_that_is_seen(case: tuple[Any, ...]) -> None:
     """The compiled kernel reads the blocks that the block mask names; the uncompiled one reads all."""

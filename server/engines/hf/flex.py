@@ -34,17 +34,24 @@ class Buffers:
     """
 
     def __init__(self, pool: PagedPool, limits: Limits) -> None:
-        device, groups = pool.tensor.device, range(len(pool.layout.groups))
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        rows = limits.max_num_batched_tokens + limits.max_num_seqs * TILE
+        self.device, self.groups = pool.tensor.device, len(pool.layout.groups)
         self.width = max(2, -(-limits.max_model_len // pool.layout.block_size))
-        self.sequence, self.position = zeros(rows), zeros(rows)
-        self.table = [zeros(limits.max_num_seqs, self.width) for _ in groups]
-        self.place = zeros(len(pool.tensor))
-        self.attend = torch.compile(flex_attention, fullgraph=True) if device.type == "cuda" else flex_attention
+        self.place = self._zeros(len(pool.tensor))
+        self._hold(limits.max_num_batched_tokens + limits.max_num_seqs * TILE, limits.max_num_seqs)
+        compiled = self.device.type == "cuda"
+        self.attend = torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _hold(self, rows: int, sequences: int) -> None:
+        self.sequence, self.position = self._zeros(rows), self._zeros(rows)
+        self.table = [self._zeros(sequences, self.width) for _ in range(self.groups)]
+
+    def fit(self, rows: int, sequences: int) -> None:
+        """Larger arrays where these do not do: the self-check's batch may be beyond a small server's limits."""
+        if rows > len(self.sequence) or sequences > len(self.table[0]):
+            self._hold(max(rows, len(self.sequence)), max(sequences, len(self.table[0])))
 
 
 class FlexAttention(PagedAttention):
@@ -60,6 +67,7 @@ class FlexAttention(PagedAttention):
         row = np.repeat(self._sequence, TILE)
         number = np.arange(len(row)) - ((np.cumsum(tiles) - tiles) * TILE)[row]
         position = np.where(number < queries[row], (batch.kv_len - queries)[row] + number, -1)
+        buffers.fit(len(row), len(tiles))
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
         self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)  # [T]
