@@ -21,7 +21,7 @@ FAMILIES = [
     "gemma3_text",
     "gpt_oss",
     "falcon_h1",
-    "moonshine",
+    "whisper",
 ]
 
 
