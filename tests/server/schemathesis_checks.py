@@ -17,7 +17,7 @@ CROSS_FIELD = {
     "stream_options", "top_logprobs", "max_tokens", "min_tokens", "best_of", "prompt", "messages", "n",
     "tokens",
     "structured_outputs", "continue_final_message", "chat_template_kwargs", "logit_bias", "stop_token_ids",
-    "input", "text",
+    "input", "text", "tools", "tool_choice",
 }  # fmt: skip
 
 
@@ -27,6 +27,12 @@ def refusals_of_valid_bodies_are_right(ctx, response, case) -> None:
         return
     error = response.json()["error"]
     if error["code"] in RIGHT or (error["code"] == "invalid_value" and error["param"] in CROSS_FIELD):
+        return
+    # The engine of this test generates text.
+    if error["code"] == "unsupported_endpoint" and case.path == "/v1/embeddings":
+        return
+    # The arguments of a call are JSON in a string, which a schema of the body cannot say.
+    if error["code"] == "invalid_value" and str(error["param"]).endswith(".tool_calls"):
         return
     # An OpenAPI document has its bounds as doubles: beyond 2**53 a whole range of integers is "equal" to one.
     if error["param"] == "seed" and "9223372036854775808" in error["message"]:
