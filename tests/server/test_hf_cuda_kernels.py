@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tonnage.cache.admission import Limits
 from tonnage.planner.build import make_plan
@@ -22,6 +22,7 @@ from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import Deployment
 from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.commands import doctor
+from tonnage.server.engines.base import limits_of
 from tonnage.server.engines.hf import cuda
 from tonnage.server.engines.hf.attention import Candidate
 from tonnage.server.engines.hf.batch import Batch
@@ -31,9 +32,10 @@ from tonnage.server.engines.hf.flex import TILE, Buffers, FlexAttention
 from tonnage.server.engines.hf.gather import GatherAttention, attend
 from tonnage.server.engines.hf.messages import Ready
 from tonnage.server.engines.hf.pool import PagedPool
+from tonnage.server.engines.hf.profile import full_batch
 from tonnage.server.engines.hf.runner import ModelRunner
 from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.selfcheck import OtherLogits, checked_attention
+from tonnage.server.engines.hf.selfcheck import OtherLogits, checked_attention, self_check
 
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -353,6 +355,20 @@ def test_what_fails_the_self_check_is_passed_over_by_name(
     assert runner.attention == "gather"
     assert "fourth failed the self-check ('llama' gives other logits" in caplog.messages[-1]
     assert caplog.messages[-1].endswith("allowed)); going on with gather")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_whole_model_passes_the_self_check_through_flex_attention(tmp_path: Path, eager: None) -> None:
+    """Gemma 2: windows in every other layer, capped scores; a self-check larger than a step may be."""
+    config = Gemma2Config(**TINY, head_dim=16, sliding_window=24, query_pre_attn_scalar=16)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    plan = make_plan(str(tmp_path), Deployment(dtype="float32", kv_cache_memory_bytes=1 << 19, **limits))
+    runner = ModelRunner(plan)
+    buffers = Buffers(runner.pool, limits_of(plan))
+    runner._step = lambda batch: FlexAttention(batch, runner.pool, buffers)
+    assert self_check(runner) < 1e-5
+    assert runner.forward(full_batch(runner)).isfinite().all()
 
 
 def test_doctor_says_which_attention_a_gpu_would_get(
