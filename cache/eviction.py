@@ -13,8 +13,7 @@ looks at two blocks of each class and holds for the next `RUN` evictions.
 
 **LRU** takes the oldest block of all lists. It is the rule until half as many blocks have been evicted as the
 pool has: before, too little has been seen. From then on the pool counts on a sample what it hits and what LRU
-would have hit; it returns to LRU while its own count is less than the other by more than `TOLERANCE` and by a
-32nd of the sample.
+would have hit; it returns to LRU while its own count of late is the smaller one by more than `SLACK`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Eviction = Literal["adaptive", "lru"]
 
 LRU, LEARNED = range(2)  # the rules
 RUN = 32
-TOLERANCE = 0.02
+SLACK = 1 / 64  # of the sample of a full pool: what luck with one or two requests makes
 OLDEST, YOUNGEST = 0, 1  # ends of a list
 
 
@@ -59,11 +58,11 @@ def choose_rule(core: Core) -> None:
     evicted = 0
     for cause in range(BY_RESET):
         evicted += counters[EVICTIONS + cause]
-    slack = (blocks >> core.constants[SAMPLE_SHIFT]) / 32
-    own, lru = core.scores[0], core.scores[1]
-    if 2 * evicted < blocks or own < (1 - TOLERANCE) * lru - slack:
+    slack = SLACK * (blocks >> core.constants[SAMPLE_SHIFT])
+    ahead = core.scores[0] - core.scores[1]
+    if 2 * evicted < blocks or ahead < -slack:
         counters[RULE] = LRU
-    elif own >= (1 - TOLERANCE / 2) * lru - slack / 2:
+    elif ahead >= -slack / 2:
         counters[RULE] = LEARNED
 
 

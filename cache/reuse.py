@@ -79,7 +79,7 @@ PRIOR_REQUESTS = 15.0  # as many, reused as often as the mean, are mixed into ea
 PRIOR_EVENTS = 1.25  # ... and as many reuses into the hazard of each age
 LEVEL_UNTIL = 2.0  # capacities
 NEIGHBOURS = 2  # ages that a hazard is averaged over, to each side
-HORIZON = 8.0  # capacities of look-ups that the two counts of hits look back over
+HORIZON = 1.0  # capacities of look-ups that the two counts of hits look back over
 
 NEVER, LIVING, REUSED, ENDED = range(4)  # status of an entry: unused, not seen again yet, seen again, replaced
 
