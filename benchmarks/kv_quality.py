@@ -4,7 +4,9 @@ The text (README.md and LICENSE of this repository) is cut into windows of ``--w
 whose log probabilities the engine gives, computed in chunks of ``--max-num-batched-tokens`` through the paged
 pool, as serving does. Beside it: bytes of a token, and the largest difference from ``auto`` at one token.
 
-    python benchmarks/kv_quality.py --json
+    python benchmarks/kv_quality.py --json                  (half an hour on 2 busy cores: all but bfloat16
+                                                            computes with the reference attention)
+    python benchmarks/kv_quality.py --json --windows 1 --kv-cache-dtypes auto,fp8,int8_per_token_head
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="folder (default: the demo model)")
     parser.add_argument("--dtype", default="bfloat16")
+    names = ("auto", *HF_KV_DTYPE_BYTES)
+    parser.add_argument("--kv-cache-dtypes", default=",".join(names), help="compared with the first of them")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--max-num-batched-tokens", type=int, default=256)
@@ -85,7 +89,7 @@ def main() -> None:
         : args.windows
     ]
     rows = []
-    for name in ("auto", *HF_KV_DTYPE_BYTES):
+    for name in args.kv_cache_dtypes.split(","):
         row = measure(folder, windows, args.dtype, name, args.max_num_batched_tokens)
         assert row["planned_bytes"] == row["measured_bytes"], row
         first = rows[0] if rows else row
