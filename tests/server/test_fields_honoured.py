@@ -244,17 +244,13 @@ def add_special_tokens(api: Api) -> None:
         assert api.ask(prompt="hello", add_special_tokens=flag).prompt_tokens == expected
 
 
-def penalty(name: str, more: float, less: float) -> Callable[[Api], None]:
-    """Of eighteen words the more different ones come, the more a repetition costs."""
-    words = (
-        "fox dog cat tree house river stone cloud road door book lamp chair fish bird wolf moon star rain snow"
-    )
-    bias = {str(TOKENIZER.encode(f" {word}").ids[0]): 100 for word in words.split()}
+def penalty(**flags: Any) -> Callable[[Api], None]:
+    """A text that goes round in circles leaves them."""
 
     def check(api: Api) -> None:
-        texts = [api.ask(tokens=12, logit_bias=bias, **{name: value}).text for value in (more, less)]
-        many, few = (len(set(text.split())) for text in texts)
-        assert many > few, texts
+        given = {"prompt": "a b a b a b a b a b a b", "tokens": 32, "ignore_eos": True}
+        before, after = (api.ask(**given, **more).text for more in ({}, flags))
+        assert before != after
 
     return check
 
@@ -432,9 +428,9 @@ GENERATION: dict[str, Callable[[Api], None]] = {
     "cache_salt": cache_salt,
     "request_id": request_id,
     "add_special_tokens": add_special_tokens,
-    "presence_penalty": penalty("presence_penalty", 2.0, -2.0),
-    "frequency_penalty": penalty("frequency_penalty", 2.0, -2.0),
-    "repetition_penalty": penalty("repetition_penalty", 1.3, 0.8),
+    "presence_penalty": penalty(presence_penalty=2.0),
+    "frequency_penalty": penalty(frequency_penalty=2.0),
+    "repetition_penalty": penalty(repetition_penalty=1.5),
     "logit_bias": logit_bias,
     "min_tokens": min_tokens,
     "structured_outputs": structured_outputs,
