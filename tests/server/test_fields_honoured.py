@@ -482,7 +482,7 @@ def test_every_row_has_a_check(path: str) -> None:
     assert set(TABLES) - set(CHECKS) == {"/v1/embeddings"}  # in test_vllm_embeddings
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=BACKENDS)
 def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
@@ -503,17 +503,10 @@ def http(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert process.returncode == 0
 
 
-# vLLM gets what the three endpoints have in common from one of them.
-ROWS = [
-    pytest.param(backend, path, field, id=f"{backend}-{path}-{field}")
-    for backend in BACKENDS
-    for path, checks in CHECKS.items()
-    for field in checks
-    if backend == "hf" or path == COMPLETIONS or field not in BOTH
-]
+ROWS = [(path, field) for path, checks in CHECKS.items() for field in checks]
 
 
-@pytest.mark.parametrize(("http", "path", "field"), ROWS, indirect=["http"])
+@pytest.mark.parametrize(("path", "field"), ROWS)
 def test_honoured(http: httpx.Client, path: str, field: str) -> None:
     CHECKS[path][field](Api(http, path))
 
@@ -568,7 +561,6 @@ def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> tuple[str, list
     return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], finish
 
 
-@pytest.mark.parametrize("http", BACKENDS, indirect=True)
 def test_forced_calls_of_a_real_model(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
         "model": "demo", "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 200, "temperature": 0,
@@ -592,7 +584,6 @@ def test_forced_calls_of_a_real_model(client: openai.OpenAI) -> None:
     assert joined(list(stream)) == ("", [call], "tool_calls")
 
 
-@pytest.mark.parametrize("http", BACKENDS, indirect=True)
 def test_free_calls_of_a_real_model(client: openai.OpenAI) -> None:
     """auto: what the demo model says is up to it, and streamed it is the same; a strict function's call has the
     form of its schema once it begins, here after a prompt that ends with the beginning of one."""
