@@ -1,5 +1,4 @@
-"""The demo model quantized by GPTQModel itself: file, load and first forward hold what the plan says, and the
-Hugging Face engine serves it.
+"""The demo model quantized by GPTQModel itself: file, load and first forward hold what the plan says.
 
 Run by ``make test-gptq`` alone: GPTQModel needs another PyTorch than vLLM for CPU. Quantizing takes a minute or
 two; the first forward compiles GPTQModel's kernel, some minutes more on the first run of a machine.
@@ -7,12 +6,8 @@ two; the first forward compiles GPTQModel's kernel, some minutes more on the fir
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,37 +37,20 @@ TEXTS = (
 ) * 2  # calibration: what is learned from them changes no size
 
 
-@pytest.fixture(scope="module")
-def said(pytestconfig: pytest.Config):
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]):
     """said("what"): a line before and after what takes minutes, shown although output is captured."""
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-
-    def show(line: str) -> None:
-        with capture.global_and_fixture_disabled():
-            print(line, flush=True)
 
     @contextmanager
-    def around(what: str) -> Iterator[None]:
+    def line(what: str) -> Iterator[None]:
         begun = time.monotonic()
-        show(f"\n{what} ...")
+        with capsys.disabled():
+            print(f"\n{what} ...", flush=True)
         yield
-        show(f"{what}: {time.monotonic() - begun:.0f} s")
+        with capsys.disabled():
+            print(f"{what}: {time.monotonic() - begun:.0f} s", flush=True)
 
-    return around
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, said) -> Path:
-    """The demo model quantized by GPTQModel, and saved."""
-    from gptqmodel import GPTQModel, QuantizeConfig
-
-    made = tmp_path_factory.mktemp("gptq") / "model"
-    os.chdir(made.parent)  # GPTQModel writes its logs where it stands
-    with said("quantizing the demo model"):
-        model = GPTQModel.load(str(ensure_demo()), QuantizeConfig(bits=4, group_size=GROUP_SIZE))
-        model.quantize(list(TEXTS), batch_size=len(TEXTS))
-        model.save(str(made))
-    return made
+    return line
 
 
 def storages(model: torch.nn.Module) -> int:
@@ -87,9 +65,17 @@ def storages(model: torch.nn.Module) -> int:
     return sum(seen.values())
 
 
-def test_the_three_figures(folder: Path, said) -> None:
+def test_the_three_figures(tmp_path: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # GPTQModel writes its logs where it stands
+    from gptqmodel import GPTQModel, QuantizeConfig
     from transformers import AutoModelForCausalLM
 
+    folder = tmp_path / "gptq"
+    with said("quantizing the demo model"):
+        model = GPTQModel.load(str(ensure_demo()), QuantizeConfig(bits=4, group_size=GROUP_SIZE))
+        model.quantize(list(TEXTS), batch_size=len(TEXTS))
+        model.save(str(folder))
+        del model
     source = resolve_model(str(folder))
     architecture, quantization = build_architecture(source.config), read_quantization(source.config, None)
     assert (quantization.scheme, quantization.group_size) == ("gptq", GROUP_SIZE)
@@ -115,44 +101,3 @@ def test_the_three_figures(folder: Path, said) -> None:
         for tensor in architecture.tensors
     )
     assert storages(loaded) == warm == WARM
-
-
-def test_the_engine_answers_as_gptqmodel_does(folder: Path, said) -> None:
-    """Five greedy tokens over HTTP, through our scheduler and paged cache: those of GPTQModel's generate."""
-    from gptqmodel import GPTQModel
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer("The capital of France is").input_ids
-    with said("GPTQModel's own generate"):
-        model = GPTQModel.load(str(folder), device="cpu", dtype=torch.bfloat16)
-        out = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=5, do_sample=False)
-    wanted = tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True)
-    flags = ["--kv-cache-memory-bytes", "32MiB", "--max-model-len", "512", "--max-num-seqs", "4", "--port", "0"]
-    command = [
-        sys.executable,
-        "-m",
-        "tonnage.server.cli",
-        "serve",
-        str(folder),
-        "--served-model-name",
-        "m",
-        *flags,
-    ]
-    with said("the same through the server"):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-            assert url is not None, "the server ended before it was ready"
-            body = {"model": "m", "prompt": prompt, "max_tokens": 5, "temperature": 0}
-            request = urllib.request.Request(
-                f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-            )
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(request, timeout=600) as answer:
-                answered = json.load(answer)["choices"][0]["text"]
-        finally:
-            process.terminate()
-            process.wait(60)
-    assert answered == wanted
