@@ -293,13 +293,13 @@ def priority(api: Api) -> None:
         ended[name] = time.monotonic()
 
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(SEQUENCES):
-            pool.submit(one, "first", 150, priority=-5)
+        for tokens in (150, 300):  # one place is free long before the other
+            pool.submit(one, "first", tokens, priority=-5)
         wait_until(api, running=SEQUENCES)
-        low = pool.submit(one, "low", 1, priority=9)
+        low = pool.submit(one, "low", 30, priority=9)
         wait_until(api, waiting=1)
-        fillers = [pool.submit(one, "high", 1, priority=-9)]
-        for future in (low, *fillers):
+        high = pool.submit(one, "high", 1, priority=-9)
+        for future in (low, high):
             future.result()
     assert ended["high"] < ended["low"]
 
