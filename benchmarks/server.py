@@ -1,8 +1,8 @@
 """What the server costs: tokens a second through SSE on one core, and vLLM behind it against vLLM alone.
 
-    python benchmarks/server.py                fake engine only: half a minute
-    python benchmarks/server.py --vllm         also the vLLM backend against a bare vLLM server: three minutes
-    python benchmarks/server.py --preemptions  also both of these with a small pool: two minutes
+    python benchmarks/server.py                the fake engine, then vLLM behind tonnage and bare: four minutes
+    python benchmarks/server.py --only-fake    half a minute
+    python benchmarks/server.py --preemptions  also vLLM, both ways, with a small pool: two minutes more
 
 The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, health_p99_ms,
 vllm{throughput_ratio, ttft_added_ms (closed loop), open_loop{ttft_added_ms}}, preemptions. tokens_per_second
@@ -323,7 +323,7 @@ def vllm(*, small_pool: bool = False) -> dict[str, Any]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--vllm", action="store_true", help="also run vLLM, bare and behind tonnage")
+    p.add_argument("--only-fake", action="store_true", help="without vLLM, bare and behind tonnage")
     p.add_argument("--preemptions", action="store_true", help="also count both sides' preemptions")
     p.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
     p.add_argument("--load", nargs=4, type=int, help=argparse.SUPPRESS)
@@ -334,7 +334,7 @@ def main() -> None:
     result: dict[str, Any] = {"fake": uvloop.run(fake())}
     result["health_p99_ms"] = result["fake"].pop("health_p99_ms")
     print(json.dumps(result), file=sys.stderr, flush=True)
-    if arguments.vllm:
+    if not arguments.only_fake:
         result["vllm"] = vllm()
     if arguments.preemptions:
         result["preemptions"] = vllm(small_pool=True)
