@@ -10,7 +10,9 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -37,9 +39,10 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+SEQUENCES = 2
 FLAGS = [
     *("--port", "0", "--served-model-name", "demo", "--kv-cache-memory-bytes", "256MiB"),
-    *("--max-model-len", "1024", "--max-num-seqs", "2"),
+    *("--max-model-len", "1024", "--max-num-seqs", str(SEQUENCES)),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -282,9 +285,38 @@ def structured_outputs(api: Api) -> None:
 
 
 def priority(api: Api) -> None:
-    """That lower ones run first is shown in test_hf_scheduler and test_ledger; here that it is bounded."""
-    assert api.ask(priority=-5).text == api.ask().text
+    """While a request fills the batch a late one with a lower number is let in before an earlier one."""
+    ended: dict[str, float] = {}
+
+    def one(name: str, tokens: int, **more: Any) -> None:
+        api.ask(prompt=f"{name} {LONG}", tokens=tokens, ignore_eos=True, **more)
+        ended[name] = time.monotonic()
+
+    with ThreadPoolExecutor(4) as pool:
+        # one place is free long before the other
+        running = [pool.submit(one, "first", tokens, priority=-5) for tokens in (150, 300)]
+        wait_until(api, running=SEQUENCES)
+        low = pool.submit(one, "low", 30, priority=9)
+        wait_until(api, waiting=1)
+        high = pool.submit(one, "high", 1, priority=-9)
+        for future in (*running, low, high):
+            future.result()
+    assert ended["high"] < ended["low"]
     assert api.post(priority=2000).json()["error"]["param"] == "priority"
+
+
+def wait_until(api: Api, **wanted: int) -> None:
+    deadline = time.monotonic() + 30
+    for what, count in wanted.items():
+        while metric(api.http, "tonnage_engine_requests", f'state="{what}"') < count:
+            assert time.monotonic() < deadline, (what, count)
+            time.sleep(0.02)
+
+
+def metric(http: httpx.Client, name: str, label: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    lines = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def prompt(api: Api) -> None:

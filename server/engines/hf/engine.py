@@ -66,6 +66,7 @@ HONOURED = BASIC_PARAMS | {
     "repetition_penalty",
     "logit_bias",
     "min_tokens",
+    "priority",
 }
 
 
