@@ -39,6 +39,9 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 # Seconds for the last bytes of drained answers; what runs longer is cut off.
 _GRACE_SECONDS = 1
 
+# Seconds in which a client that is behind can still read its answer's last event.
+_LAST_EVENT_SECONDS = 5.0
+
 _EPILOG = """
 Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
 file (--config): max_model_len = 8192. A flag wins over the environment, that over the file.
@@ -106,11 +109,19 @@ def run(argv: list[str]) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers (ours drain first), and patient with an answer that it cut off."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's cancels what ran too long and leaves; the error event behind full buffers would be lost."""
+        await super().shutdown(sockets)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_EVENT_SECONDS):
+                while self.server_state.connections:
+                    await asyncio.sleep(0.05)
 
 
 def listen(host: str, port: int) -> socket.socket:
