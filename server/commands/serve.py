@@ -9,6 +9,7 @@ import errno
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -118,10 +119,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's cancels what ran too long and leaves; the error event behind full buffers would be lost."""
         await super().shutdown(sockets)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_EVENT_SECONDS):
-                while self.server_state.connections:
-                    await asyncio.sleep(0.05)
+        until = time.monotonic() + _LAST_EVENT_SECONDS
+        while self.server_state.connections and time.monotonic() < until:
+            await asyncio.sleep(0.05)
 
 
 def listen(host: str, port: int) -> socket.socket:
