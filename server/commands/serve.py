@@ -9,7 +9,6 @@ import errno
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -40,8 +39,8 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 # Seconds for the last bytes of drained answers; what runs longer is cut off.
 _GRACE_SECONDS = 1
 
-# Seconds in which a client that is behind can still read its answer's last event.
-_LAST_EVENT_SECONDS = 5.0
+# Turns of 50 ms in which a client that is behind can still read its answer's last event.
+_LAST_EVENT_TURNS = 100
 
 _EPILOG = """
 Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
@@ -119,8 +118,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's cancels what ran too long and leaves; the error event behind full buffers would be lost."""
         await super().shutdown(sockets)
-        until = time.monotonic() + _LAST_EVENT_SECONDS
-        while self.server_state.connections and time.monotonic() < until:
+        for _ in range(_LAST_EVENT_TURNS):
+            if not self.server_state.connections:
+                break
             await asyncio.sleep(0.05)
 
 
