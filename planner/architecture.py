@@ -115,11 +115,12 @@ class CacheLayer:
 class Rotary:
     """Rotary embedding: rotated dimensions per head, and how many distinct frequency tables there are
     (Gemma 3: one for full, one for sliding layers). ``mrope``: a position has three axes (time and a
-    picture's two)."""
+    picture's two). ``positions``: rows of a table where they are not ``max_model_len``."""
 
     dim: int
     tables: int
     mrope: bool = False
+    positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

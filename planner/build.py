@@ -231,6 +231,8 @@ def num_blocks_of(chosen: Resolved, pool: Pool, size: int, fixed: int, weights: 
     use: the memory is the host's, and other programs want some.
     """
     flags = chosen.flags
+    if not pool.demands:
+        return 1  # an encoder: the null block alone
     if flags.num_gpu_blocks_override is not None and flags.engine == "vllm":
         return flags.num_gpu_blocks_override
     given = flags.kv_cache_memory_bytes
@@ -284,6 +286,10 @@ def _intervals(loaded: Weights, rank: RankPlan, runtime: Runtime) -> dict[str, t
 
 
 def _kv_terms(pool: Pool, num_blocks: int, chosen: Resolved) -> list[Term]:
+    if not pool.demands:
+        from tonnage.planner.engines.encoder import terms as encoder_terms
+
+        return encoder_terms()
     layout = pool.layout
     plain = all(group.kind in ("full", "sliding", "chunked") for group in layout.groups)
     per_token = f"{layout.kv_heads} KV heads x {layout.head_size} x {layout.dtype_bytes} bytes"

@@ -102,6 +102,10 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     seqs, tokens = _batch(deployment, max_model_len, memory, version)
     if takes_whole_prompts(deployment, architecture):
         deployment, tokens = replace(deployment, enable_prefix_caching=False), max(max_model_len, 2048)
+    if architecture.kind == "encoder":
+        from tonnage.planner.engines.encoder import whole_texts
+
+        deployment, tokens = whole_texts(deployment, max_model_len, tokens)
     chosen = _dtype(deployment, architecture, dtype)
     block_size = _block_size(deployment, any(layer.kind == "mla" for layer in architecture.cache_layers))
     share = _utilization(deployment, version)

@@ -31,6 +31,10 @@ def tensors_of(architecture: Architecture, deployment: Deployment) -> tuple[Tens
     scales in each attention layer."""
     if deployment.engine == "hf":
         return architecture.tensors
+    if architecture.kind == "encoder" and deployment.engine == "vllm":
+        from tonnage.planner.engines.encoder import vllm_tensors
+
+        return vllm_tensors(architecture)
     out = []
     for tensor in architecture.tensors:
         if tensor.role == "buffer":

@@ -61,7 +61,10 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Bytes one more token costs in the long run; None for a hybrid, where it has no single meaning."""
+        """Bytes one more token costs in the long run; None for a hybrid, where it has no single meaning. An
+        encoder keeps nothing: 0, and no group."""
+        if not self.groups:
+            return 0
         if len(self.groups) != 1 or self.groups[0].kind == "state":
             return None
         if self.page_bytes is not None:

@@ -145,6 +145,8 @@ def memory_rows(plan: Plan) -> list[tuple[str, int, str]]:
 
 def capacity_lines(plan: Plan) -> list[str]:
     cache, layout = plan.kv_cache, plan.kv_cache.layout
+    if not layout.groups:
+        return [f"KV cache: none (an encoder); at most {plan.deployment.max_num_seqs:,} texts in a step"]
     lines = [
         f"KV cache: {cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes ({layout.dtype}), "
         f"{cache.usable_blocks:,} usable; {cache.tokens:,} tokens",

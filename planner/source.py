@@ -16,6 +16,9 @@ from tonnage.planner.records import dataclass
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# Whose files sentence-transformers adds the longest text to, for vLLM (transformers_utils/config.py 0.32.0,
+# get_sentence_transformer_tokenizer_config) as for itself: sentence_bert_config.json and its like
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert", "modernbert")
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
@@ -92,7 +95,7 @@ def _demo() -> ModelSource:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the ``hf_quant_config.json`` that ModelOpt writes beside it where the config itself
-    does not say how the weights are stored."""
+    does not say how the weights are stored, and an encoder's longest text from sentence_bert_config.json."""
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
@@ -100,6 +103,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ConfigError("has no quantization object", field=beside.name)
         config["quantization_config"] = {"quant_method": "modelopt", **found}
+    if config.get("model_type") in _ENCODERS and "max_seq_length" not in config:
+        for beside in sorted(folder.glob("sentence_*_config.json")):
+            config["max_seq_length"] = load_config(beside).get("max_seq_length")
+            break
     return config
 
 

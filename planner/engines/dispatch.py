@@ -15,6 +15,10 @@ __all__ = ["Capacity", "Pool", "build_pool", "capacity"]
 def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
     """The pool of one rank under the engine of ``chosen``. Raises UnsupportedArchitecture."""
     flags = chosen.flags
+    if architecture.kind == "encoder":
+        from tonnage.planner.engines import encoder
+
+        return encoder.build_pool(architecture, flags, chosen.block_size)
     if flags.engine == "vllm":
         from tonnage.planner.engines import vllm
 
@@ -32,6 +36,10 @@ def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
 
 def capacity(pool: Pool, chosen: Resolved, num_blocks: int) -> Capacity:
     """What ``num_blocks`` hold, counted as the engine prints it."""
+    if not pool.demands:
+        from tonnage.planner.engines import encoder
+
+        return encoder.capacity(chosen.max_num_seqs)
     if chosen.flags.engine == "vllm":
         from tonnage.planner.engines import vllm
 

@@ -1,4 +1,8 @@
-"""BERT: an encoder alone. Shapes after transformers 5.19, models/bert/."""
+"""Encoders in BERT's layout: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, MPNet and DistilBERT, alone (``...Model``),
+with the head they were trained with (``...ForMaskedLM``) or with a classifier. Shapes after transformers 5.19.
+
+An encoder reads a whole text in one step and keeps nothing between steps: no KV cache, by its own nature.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +14,176 @@ from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.fields import Fields
+from tonnage.planner.records import dataclass
+
+# What published files carry of training, of a tokenizer or of other heads.
+_NO_SHAPE = (
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
+    "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "output_past", "activation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """``body``: where a model with a head keeps the encoder. ``names``: query, key, value, output, its norm,
+    the MLP's two, the last norm, below one layer. ``padded``: positions begin behind the padding token's."""
+
+    name: str
+    body: str
+    layers: str = "encoder.layer"
+    names: tuple[str, ...] = (
+        "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
+        "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+    )  # fmt: skip
+    token_types: bool = True
+    pooler: bool = True
+    padded: bool = False
+    buckets: bool = False  # a table of relative positions beside the absolute ones
+
+
+_ROBERTA: dict[str, Any] = {"body": "roberta", "padded": True}
+_STYLES = {
+    "bert": Style("Bert", "bert"),
+    "roberta": Style("Roberta", **_ROBERTA),
+    "xlm-roberta": Style("XLMRoberta", **_ROBERTA),
+    "camembert": Style("Camembert", **_ROBERTA),
+    "mpnet": Style(
+        "MPNet", "mpnet", token_types=False, padded=True, buckets=True,
+        names=(
+            "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
+            "attention.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
+        ),
+    ),
+    "distilbert": Style(
+        "DistilBert", "distilbert", "transformer.layer", token_types=False, pooler=False,
+        names=(
+            "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
+            "sa_layer_norm", "ffn.lin1", "ffn.lin2", "output_layer_norm",
+        ),
+    ),
+}  # fmt: skip
+_TIED_BIAS = {"bert": "cls.predictions.bias", "distilbert": None}  # of the others: lm_head.bias
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    """An encoder keeps nothing between requests: no cache."""
-    fields.ignore(*IGNORED)
-    known: dict[str, Kind] = {"BertModel": "encoder"}
-    class_name, kind = wanted(fields, known, "BertModel")
+    fields.ignore(*IGNORED, *_NO_SHAPE)
+    style = _STYLES[model_type]
+    class_name, kind = wanted_class(fields, style.name)
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", limit="positions")
-    types = fields.integer("type_vocab_size", 2, limit="vocab")
     if fields.raw("position_embedding_type") not in (None, "absolute"):
         raise UnsupportedArchitecture("only absolute positions are planned", field="position_embedding_type")
-    fields.ignore("hidden_dropout_prob", "directionality", "pooler_fc_size", "pooler_num_attention_heads")
-    fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
     t = Tensors()
-    t.vocabulary("embeddings.word_embeddings", vocab, hidden)
-    t.embedding("embeddings.position_embeddings", positions, hidden)
-    t.embedding("embeddings.token_type_embeddings", types, hidden)
-    t.norm("embeddings.LayerNorm", hidden, "layer")
-    t.buffer("embeddings.position_ids", (1, positions), "BertEmbeddings", "int64")
-    t.buffer("embeddings.token_type_ids", (1, positions), "BertEmbeddings", "int64")
-    for _, at in t.layers(layers, "encoder.layer"):
-        for name in ("query", "key", "value"):
-            t.linear(f"{at}.attention.self.{name}", hidden, hidden, bias=True, shard="column")
-        t.linear(f"{at}.attention.output.dense", hidden, hidden, bias=True, shard="row")
-        t.norm(f"{at}.attention.output.LayerNorm", hidden, "layer")
-        t.plain_mlp(at, hidden, inner, bias=True, names=("intermediate.dense", "output.dense"))
-        t.norm(f"{at}.output.LayerNorm", hidden, "layer")
-    t.linear("pooler.dense", hidden, hidden, "head", bias=True)
-    more: dict[str, Any] = {"max_model_len": positions, "gated": False, "kind": kind}
+    headed = not class_name.endswith("Model")
+    at = f"{style.body}." if headed else ""
+    _embeddings(t, at, fields, style, (vocab, positions, hidden))
+    for _, layer in t.layers(layers, f"{at}{style.layers}"):
+        query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in style.names)
+        for name in (query, key, value):
+            t.linear(name, hidden, hidden, bias=True, shard="column")
+        t.linear(out, hidden, hidden, bias=True, shard="row")
+        t.norm(norm, hidden, "layer")
+        t.linear(up, inner, hidden, "mlp", bias=True, shard="column")
+        t.linear(down, hidden, inner, "mlp", bias=True, shard="row")
+        t.norm(last, hidden, "layer")
+    if style.buckets:
+        t.embedding(
+            f"{at}encoder.relative_attention_bias",
+            fields.integer("relative_attention_num_buckets", 32, limit="vocab"), heads,
+        )  # fmt: skip
+    if style.pooler and (not headed or (class_name == "BertForSequenceClassification")):
+        t.linear(f"{at}pooler.dense", hidden, hidden, "head", bias=True)
+    if class_name.endswith("ForMaskedLM"):
+        _masked_head(t, fields, model_type, vocab, hidden)
+    elif headed:
+        _classifier(t, fields, model_type, hidden)
+    longest = text_length(fields, positions - _offset(fields, model_type, style))
+    more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
     return common.decoder(
         fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
         inner=inner, vocab=vocab, **more,
     )  # fmt: skip
+
+
+def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
+    """The class ``architectures`` names; the bare encoder where it names none. A model that was changed into
+    a decoder has layers of another kind."""
+    for field in ("is_decoder", "add_cross_attention"):
+        if fields.boolean(field, False):
+            raise UnsupportedArchitecture(f"a {name} that decodes is not planned", field=field)
+    known: dict[str, Kind] = {
+        f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    }
+    return wanted(fields, known, f"{name}Model")
+
+
+def label_count(fields: Fields) -> int:
+    """Outputs of a classifier: ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, 5.19)."""
+    listed = fields.raw("id2label")
+    if isinstance(listed, dict) and listed:
+        return len(listed)
+    return fields.integer("num_labels", 2, limit="vocab")
+
+
+def text_length(fields: Fields, positions: int) -> int:
+    """``max_seq_length`` of sentence_bert_config.json (planner/source.py puts it beside config.json's fields)
+    where there is one and the positions reach that far."""
+    if positions < 1:
+        raise UnsupportedArchitecture(
+            "leaves no position behind the padding token's", field="max_position_embeddings"
+        )
+    return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)
+
+
+def _offset(fields: Fields, model_type: str, style: Style) -> int:
+    """Positions no token ever has: RoBERTa counts from ``pad_token_id`` + 1, MPNet from 2 whatever the file
+    says (MPNetEmbeddings.padding_idx)."""
+    if not style.padded:
+        return 0
+    return 2 if model_type == "mpnet" else fields.integer("pad_token_id", 1, limit="vocab", minimum=0) + 1
+
+
+def _embeddings(t: Tensors, at: str, fields: Fields, style: Style, sizes: tuple[int, int, int]) -> None:
+    vocab, positions, hidden = sizes
+    t.vocabulary(f"{at}embeddings.word_embeddings", vocab, hidden)
+    t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
+    t.buffer(f"{at}embeddings.position_ids", (1, positions), "Embeddings", "int64")
+    if style.token_types:
+        types = fields.integer("type_vocab_size", 2, limit="vocab")
+        t.embedding(f"{at}embeddings.token_type_embeddings", types, hidden)
+        t.buffer(f"{at}embeddings.token_type_ids", (1, positions), "Embeddings", "int64")
+    t.norm(f"{at}embeddings.LayerNorm", hidden, "layer")
+
+
+def _masked_head(t: Tensors, fields: Fields, model_type: str, vocab: int, hidden: int) -> None:
+    """A dense layer, its norm, and the vocabulary's matrix, which is the embedding's where they are tied."""
+    tied = fields.boolean("tie_word_embeddings", True)
+    words = f"{_STYLES[model_type].body}.embeddings.word_embeddings.weight"
+    bias = _TIED_BIAS.get(model_type, "lm_head.bias")
+    dense, norm, decoder = {
+        "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
+                 "cls.predictions.decoder"),
+        "distilbert": ("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+    }.get(model_type, ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"))  # fmt: skip
+    t.linear(dense, hidden, hidden, "head", bias=True)
+    t.norm(norm, hidden, "layer")
+    t.head(decoder, vocab, hidden, words if tied else None)
+    if bias is not None:
+        t.add(bias, (vocab,), "head", "Head", shard=0)
+    t.add(f"{decoder}.bias", (vocab,), "head", "Linear", shard=0, tied_to=bias if tied else None)
+
+
+def _classifier(t: Tensors, fields: Fields, model_type: str, hidden: int) -> None:
+    labels = label_count(fields)
+    if model_type == "bert":
+        t.linear("classifier", labels, hidden, "head", bias=True)
+        return
+    distilled = model_type == "distilbert"
+    t.linear("pre_classifier" if distilled else "classifier.dense", hidden, hidden, "head", bias=True)
+    t.linear("classifier" if distilled else "classifier.out_proj", labels, hidden, "head", bias=True)

@@ -35,7 +35,8 @@ _MODULES = {
     "gpt": "gpt2 gpt_neo gptj codegen opt bloom mpt",
     "remote_code": "qwen chatglm exaone mimo mixformer-sequential phi3small nemotron-nas",
     "seq2seq": "bart mbart pegasus whisper t5 mt5 umt5 t5gemma moonshine moshi musicgen_decoder",
-    "bert": "bert",
+    "bert": "bert roberta xlm-roberta camembert mpnet distilbert",
+    "modernbert": "modernbert",
     "recurrent": "recurrent_gemma rwkv xlstm",
     "gemma": "gemma gemma2 gemma3_text vaultgemma",
     "gemma3n": "gemma3n_text",
@@ -49,7 +50,7 @@ _MODULES = {
     "falcon": "falcon RefinedWeb RefinedWebModel",
     "gpt_bigcode": "gpt_bigcode",
 }
-_OWN_CLASSES = ("seq2seq", "bert")  # adapters that read ``architectures`` themselves
+_OWN_CLASSES = ("seq2seq", "bert", "modernbert")  # adapters that read ``architectures`` themselves
 _ADAPTERS = {model_type: module for module, types in _MODULES.items() for model_type in types.split()}
 
 # Other spellings of standard fields: attribute_map of the config classes (transformers 5.19) and, for
@@ -71,6 +72,12 @@ _ALIASES = {
     "mpt": {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     "qwen3_moe": {"num_experts": "num_local_experts"},  # the spelling transformers 5.19 writes
     "step3p7_text": {"num_experts": "n_routed_experts"},
+    "distilbert": {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
     "exaone": {"num_hidden_layers": "num_layers"},
     "RefinedWeb": {
         "num_attention_heads": "n_head",

@@ -21,6 +21,7 @@ _RENAMED_WHOLESALE = frozenset(
     minimax
     minimax_m3 minimax_m3_vl mllama nemotron_h qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe
     qwen3_next step3p7 t5gemma jetmoe granitemoe granitemoehybrid granitemoeshared zamba zamba2 bert
+    roberta xlm-roberta camembert mpnet distilbert modernbert
     """.split()  # noqa: SIM905
 )
 _STORED_AS = {"gptq": ".qweight", "awq": ".qweight"}

@@ -60,6 +60,8 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     residual = 2 * tokens * hidden * size
     logits = seqs * architecture.vocab_size * 4 * LOGITS_COPIES
     gathered = _kernel_bytes(architecture, chosen)
+    if architecture.kind == "encoder":  # vectors are taken from the hidden states, and nothing is paged
+        logits = gathered = 0
     value = max(attention + gathered, mlp) + residual + logits
     formula = (
         f"max(attention {attention + gathered:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "

@@ -152,7 +152,7 @@ def base_of(model_type: str) -> tuple[str, dict[str, Any]]:
     mutated = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutated)
     config = mutated.config_of_sizes(model_type, 0).to_dict()
-    name = "BertModel" if model_type == "bert" else mutated.class_name(model_type)
+    name = mutated.class_name(model_type)
     return name, {**config, "model_type": model_type, "architectures": None}
 
 

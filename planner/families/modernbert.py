@@ -1,0 +1,96 @@
+"""ModernBERT: an encoder with rotary positions, whose layers see everything or a window by turns. Shapes after
+transformers 5.19, models/modernbert/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.planner.architecture import Architecture, Rotary
+from tonnage.planner.families import common
+from tonnage.planner.families.bert import label_count, text_length, wanted_class
+from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.fields import Fields
+
+# Of training and of heads: no shape.
+_NO_SHAPE = (
+    "classifier_activation", "classifier_dropout", "classifier_pooling", "decoder_bias", "classifier_bias",
+    "deterministic_flash_attn", "initializer_cutoff_factor", "local_attention", "mlp_dropout", "pooling_mode",
+    "reference_compile", "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction",
+    "layer_norm_eps", "position_embedding_type", "attention_layer", "cls_token_id",
+)  # fmt: skip
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    fields.ignore(*_NO_SHAPE)
+    class_name, kind = wanted_class(fields, "ModernBert")
+    hidden, heads, _, head_size = common.geometry(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    positions = fields.integer("max_position_embeddings", 8192, limit="positions")
+    norm = "layer" if fields.boolean("norm_bias", False) else "layer-weight"
+    attention_bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
+    kinds = _kinds(fields, layers)
+    t = Tensors()
+    headed = not class_name.endswith("Model")
+    at = "model." if headed else ""
+    t.vocabulary(f"{at}embeddings.tok_embeddings", vocab, hidden)
+    t.norm(f"{at}embeddings.norm", hidden, norm)
+    for index, layer in t.layers(layers, f"{at}layers"):
+        if index:  # the embedding's norm stands before the first
+            t.norm(f"{layer}.attn_norm", hidden, norm)
+        t.linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, bias=attention_bias, shard="column")
+        t.linear(f"{layer}.attn.Wo", hidden, hidden, bias=attention_bias, shard="row")
+        t.norm(f"{layer}.mlp_norm", hidden, norm)
+        t.plain_mlp(f"{layer}.mlp", hidden, inner, bias=mlp_bias, names=("Wi", "Wo"), fused_gate=True)
+    t.norm(f"{at}final_norm", hidden, norm)
+    for name in sorted(set(kinds)):
+        for table in ("inv_freq", "original_inv_freq"):
+            t.buffer(f"{at}rotary_emb.{name}_{table}", ((head_size + 1) // 2,), "RotaryEmbedding", "float32")
+    if headed:
+        _head(t, fields, class_name, norm, vocab, hidden)
+    rotary = Rotary(head_size, _tables(fields, kinds), positions=positions)
+    more: dict[str, Any] = {"max_model_len": text_length(fields, positions), "kind": kind, "rotary": rotary}
+    return common.decoder(
+        fields, model_type, class_name, t, Heads(hidden, heads, heads, head_size), (), layers=layers,
+        inner=inner, vocab=vocab, **more,
+    )  # fmt: skip
+
+
+def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Listed, or every third (``global_attn_every_n_layers``) sees everything."""
+    every = fields.integer("global_attn_every_n_layers", 3, limit="layers")
+    listed = fields.layer_types(layers)
+    if listed is not None:
+        return listed
+    return tuple("sliding_attention" if i % every else "full_attention" for i in range(layers))
+
+
+def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
+    """Distinct tables of an engine that keeps one for each rope: rope_parameters by kind of layer, or the two
+    thetas of the first published files (160,000 and 10,000 where they are not given)."""
+    fields.ignore("rope_theta", "rope_scaling")
+    given = fields.raw("rope_parameters")
+    thetas = {
+        "full_attention": fields.number("global_rope_theta", 160_000.0),
+        "sliding_attention": fields.number("local_rope_theta", 10_000.0),
+    }
+    seen = set()
+    for kind in set(kinds):
+        rope = given.get(kind) if isinstance(given, dict) else None
+        if rope is not None:
+            common.rope_kind(rope, f"rope_parameters.{kind}")
+        seen.add(repr(sorted(rope.items())) if isinstance(rope, dict) else repr(thetas[kind]))
+    return len(seen)
+
+
+def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hidden: int) -> None:
+    """A dense layer and its norm, then the vocabulary or the labels."""
+    t.linear("head.dense", hidden, hidden, "head", bias=fields.boolean("classifier_bias", False))
+    t.norm("head.norm", hidden, norm)
+    if class_name.endswith("ForMaskedLM"):
+        tied = fields.boolean("tie_word_embeddings", True)
+        words = "model.embeddings.tok_embeddings.weight" if tied else None
+        t.head("decoder", vocab, hidden, words, bias=fields.boolean("decoder_bias", True))
+    else:
+        t.linear("classifier", label_count(fields), hidden, "head", bias=True)

@@ -1,0 +1,40 @@
+"""Builds vLLM's own model classes of encoders on the meta device and says how many bytes they hold before a CPU
+packs them; one JSON line a folder. No weights, no engine."""
+
+import json
+import sys
+import tempfile
+
+import torch
+
+
+def main(folders: list[str]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    ready = False
+    for folder in folders:
+        arguments = EngineArgs(
+            model=folder, runner="pooling", dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
+            max_model_len=64,
+        )  # fmt: skip
+        config: VllmConfig = arguments.create_engine_config()
+        with set_current_vllm_config(config):
+            if not ready:
+                store = tempfile.mktemp()
+                init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+                initialize_model_parallel(1, 1)
+                ready = True
+            with set_default_torch_dtype(torch.float32), torch.device("meta"):
+                model = initialize_model(vllm_config=config)
+        held = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+        names = {n: tuple(t.shape) for n, t in model.named_buffers()}
+        answer = {"folder": folder, "bytes": sum(held.values()), "buffers": names}
+        print("RESULT " + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
