@@ -24,7 +24,8 @@ class TensorSpec:
 
     ``module_class`` is the class that owns it: quantizers replace by class (``Linear``, not its
     subclasses). ``tied_to`` names the tensor whose storage it shares: it costs nothing. ``dtype`` None:
-    the model's dtype; buffers state their own.
+    the model's dtype; buffers state their own. ``stored``: the dtype in published checkpoints (``model``: the
+    model's). None: of a parameter ``dtype``, and a buffer is in none.
 
     Expert weights are one tensor [experts, out, in] (``transposed``: [experts, in, out]); a checkpoint
     stores ``matrices`` matrices per expert instead (2 for a fused gate and up projection).
@@ -45,6 +46,7 @@ class TensorSpec:
     kv_units: int = 0
     matrices: int = 1
     transposed: bool = False
+    stored: str | None = None
 
     @property
     def elements(self) -> int:

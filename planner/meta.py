@@ -114,29 +114,42 @@ def _field(config: Any, name: str) -> int:
 
 
 def _tensors(model: Any) -> tuple[TensorSpec, ...]:
-    """Parameters and buffers in the modules' order; a shared parameter costs once."""
+    """Parameters and buffers in the modules' order; a shared parameter costs once.
+
+    from_pretrained keeps a dtype that a constructor names, and fp32 where the class says so (transformers 5.19,
+    core_model_loading.py); everything else is in the dtype the model is built in here, ``None``."""
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    built = str(model.dtype)
+
+    def kept(name: str, tensor: Any) -> str | None:
+        if any(piece in name for piece in strict):
+            return "float32"
+        return None if str(tensor.dtype) == built else str(tensor.dtype).removeprefix("torch.")
+
     seen: dict[int, str] = {}
     out = []
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}".lstrip(".")
             first = seen.setdefault(id(parameter), name)
-            kept = "float32" if any(piece in name for piece in strict) else None
             out.append(
                 TensorSpec(
                     name, tuple(parameter.shape), _role(path, module, tuple(parameter.shape), module is head),
-                    type(module).__name__, _layer(name), tied_to=None if first == name else first, dtype=kept,
+                    type(module).__name__, _layer(name), tied_to=None if first == name else first,
+                    dtype=kept(name, parameter),
                 )
             )  # fmt: skip
         for leaf, buffer in module.named_buffers(recurse=False):
-            name, dtype = f"{path}.{leaf}".lstrip("."), str(buffer.dtype).removeprefix("torch.")
+            name = f"{path}.{leaf}".lstrip(".")
+            dtype = kept(name, buffer)
+            stored = None if leaf in module._non_persistent_buffers_set else dtype or "model"
             out.append(
                 TensorSpec(
-                    name, tuple(buffer.shape), "buffer", type(module).__name__, _layer(name), dtype=dtype
+                    name, tuple(buffer.shape), "buffer", type(module).__name__, _layer(name), dtype=dtype,
+                    stored=stored,
                 )
-            )
+            )  # fmt: skip
     return tuple(out)
 
 

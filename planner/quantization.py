@@ -143,10 +143,12 @@ class Quantization:
         return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
-        """Bytes of the checkpoint's tensors for ``tensor`` (buffers are not stored)."""
-        if tensor.tied_to is not None or not tensor.is_parameter:
+        """Bytes of the checkpoint's tensors for ``tensor`` (of buffers those that are stored)."""
+        if tensor.tied_to is not None or not (tensor.is_parameter or tensor.stored):
             return 0
         found = self.format_of(tensor)
+        if found is None and tensor.stored is not None:
+            return tensor.elements * ELEMENT_BYTES[dtype if tensor.stored == "model" else tensor.stored]
         extra = 0
         if found is not None:
             count, out, into = matrices(tensor)

@@ -39,13 +39,25 @@ class Tensors:
         tied_to: str | None = None,
         matrices: int = 1,
         transposed: bool = False,
+        stored: str | None = None,
     ) -> None:
         """One tensor. ``kv``: (rows of KV heads, number of KV heads) along the divided dimension."""
         if self.role is not None and role != "buffer":
             role = self.role
         self.specs.append(
             TensorSpec(
-                name, shape, role, module_class, self.layer, tied_to, dtype, shard, *kv, matrices, transposed
+                name,
+                shape,
+                role,
+                module_class,
+                self.layer,
+                tied_to,
+                dtype,
+                shard,
+                *kv,
+                matrices,
+                transposed,
+                stored,
             )
         )
 
@@ -60,11 +72,15 @@ class Tensors:
         shard: Shard = None,
         kv: tuple[int, int] = (0, 0),
         module_class: str | None = None,
+        dtype: str | None = None,
+        stored: str | None = None,
     ) -> None:
         """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
-        self.add(f"{module}.weight", (out, into), role, module_class, shard=dim, kv=kv)
+        self.add(
+            f"{module}.weight", (out, into), role, module_class, shard=dim, kv=kv, dtype=dtype, stored=stored
+        )
         if bias:
             self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
 
@@ -109,8 +125,10 @@ class Tensors:
         self.norm(norm, width)
         self.head("lm_head", vocab, width, f"{embedding}.weight" if tied else None)
 
-    def buffer(self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None) -> None:
-        self.add(name, shape, "buffer", module_class, dtype=dtype)
+    def buffer(
+        self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None, stored: str | None = None
+    ) -> None:
+        self.add(name, shape, "buffer", module_class, dtype=dtype, stored=stored)
 
     def attention(
         self,
@@ -214,13 +232,26 @@ class Tensors:
         if bias:
             self.add(f"{at}.{down}_bias", (count, hidden), "expert", module_class)
 
-    def router(self, module: str, count: int, hidden: int, *, linear: bool = False, bias: bool = False) -> None:
+    def router(
+        self,
+        module: str,
+        count: int,
+        hidden: int,
+        *,
+        linear: bool = False,
+        bias: bool = False,
+        dtype: str | None = None,
+        stored: str | None = None,
+    ) -> None:
         """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which quantizers may replace."""
-        self.linear(module, count, hidden, "router", bias=bias, module_class="Linear" if linear else "Router")
+        kind = "Linear" if linear else "Router"
+        self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
 
-    def correction_bias(self, name: str, shape: tuple[int, ...]) -> None:
-        """e_score_correction_bias: kept in fp32 (a buffer of the models' own classes)."""
-        self.buffer(name, shape, "Router", "float32")
+    def correction_bias(self, name: str, shape: tuple[int, ...], dtype: str | None = "float32") -> None:
+        """e_score_correction_bias, a buffer of the models' own classes. Published in fp32 (DeepSeek-V3's and
+        MiniMax-M2's headers); transformers 5.19 keeps it so where a family's _keep_in_fp32_modules_strict or
+        its constructor says so, else it is loaded in the model's dtype (``dtype`` None)."""
+        self.buffer(name, shape, "Router", dtype, "float32")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))

@@ -88,7 +88,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.add(f"{at}.{name}.scale", (3,), "norm", "HyperConnection")
         t.router(f"{at}.mlp.gate", count, hidden)
         if i < hashed:
-            t.buffer(f"{at}.mlp.gate.tid2eid", (vocab, chosen), "HashRouter", "int64")
+            t.buffer(f"{at}.mlp.gate.tid2eid", (vocab, chosen), "HashRouter", "int64", "int64")
         else:
             t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
         t.experts(f"{at}.mlp.experts", count, hidden, inner)

@@ -74,7 +74,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.norm(f"{at}.{name}", hidden)
         if per_layer:
             gemma3n.per_layer_input(t, at, hidden, per_layer)
-        t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None)
+        t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None, "model")
     t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     for kind in dict.fromkeys(kinds):
         size = full.head_size if kind == "full_attention" else sliding.head_size

@@ -231,7 +231,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
             continue
         t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
         t.router(f"{at}.mlp.gate", count, d.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
@@ -329,7 +329,8 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
                 ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
                 ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
             ):  # fmt: skip
-                t.buffer(f"{here}.{name}", shape, "LightningAttention", "float32")
+                # computed, not in the published files; transformers makes them in the model's dtype
+                t.buffer(f"{here}.{name}", shape, "LightningAttention", None)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)

@@ -63,7 +63,7 @@ def _apertus(t: Tensors, at: str, dims: Heads, inner: int) -> None:
     for name in ("alpha_p", "alpha_n"):
         t.add(f"{at}.mlp.act_fn.{name}", (1,), "mlp", "XIELUActivation")
     for name in ("beta", "eps"):
-        t.buffer(f"{at}.mlp.act_fn.{name}", (), "XIELUActivation", None)
+        t.buffer(f"{at}.mlp.act_fn.{name}", (), "XIELUActivation", None, "model")
 
 
 def _diffllama(t: Tensors, at: str, dims: Heads, inner: int) -> None:

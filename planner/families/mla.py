@@ -235,7 +235,7 @@ def _longcat(fields: Fields) -> Architecture:
         )  # fmt: skip
         t.add(f"{at}.mlp.experts.down_proj", (count, d.hidden, inner), "expert", "Experts", shard=2)
         t.router(f"{at}.mlp.router.classifier", count + empty, d.hidden, linear=True, bias=router_bias)
-        t.correction_bias(f"{at}.mlp.router.e_score_correction_bias", (count + empty,))
+        t.correction_bias(f"{at}.mlp.router.e_score_correction_bias", (count + empty,), None)
         for half in range(2):
             attention(t, f"{at}.self_attn.{half}", d, bias)
             t.gated_mlp(f"{at}.mlps.{half}", d.hidden, dense)

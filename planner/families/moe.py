@@ -27,7 +27,10 @@ class Variant:
     router: str = "gate"
     router_linear: bool = False
     router_bias: bool = False
+    router_dtype: str | None = None  # of the loaded model
+    router_stored: str | None = None  # of the published files
     correction: str | None = None  # name of e_score_correction_bias below the MLP
+    correction_dtype: str | None = "float32"
     correction_parameter: bool = False
     shared: str | None = None  # module of the shared expert
     shared_gate: bool = False
@@ -75,7 +78,8 @@ _VARIANTS = {
     "granitemoe": _GRANITE,
     "minimax_m2": Variant(
         "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size",
-        correction="e_score_correction_bias", qkv_bias=False, out_bias=False, qk_norm="full",
+        correction="e_score_correction_bias", correction_dtype=None, qkv_bias=False, out_bias=False,
+        qk_norm="full", router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
         ignored=(
             "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
             "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
@@ -84,7 +88,8 @@ _VARIANTS = {
     "ernie4_5_moe": Variant(
         "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k",
         correction="gate.moe_statics.e_score_correction_bias",
-        correction_parameter=True, shared="shared_experts", qkv_bias=("use_bias", False),
+        correction_parameter=True, router_dtype="float32",  # _keep_in_fp32_modules_strict
+        shared="shared_experts", qkv_bias=("use_bias", False),
         out_bias=("use_bias", False), tied=True, ignored=("moe_norm_min",),
     ),
     "glm4_moe": Variant(
@@ -99,7 +104,8 @@ _VARIANTS = {
     "hunyuan_v1_moe": Variant(
         "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size",
         per_token_field="moe_topk", router="gate.wg",
-        router_linear=True, shared="shared_mlp", qk_norm="head",
+        router_linear=True, router_dtype="float32",  # by its constructor
+        shared="shared_mlp", qk_norm="head",
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
 }  # fmt: skip
@@ -147,12 +153,15 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{at}.{v.mlp}", dims.hidden, dense)
             continue
         mlp = f"{at}.{v.mlp}"
-        t.router(f"{mlp}.{v.router}", count, dims.hidden, linear=v.router_linear, bias=v.router_bias)
+        t.router(
+            f"{mlp}.{v.router}", count, dims.hidden, linear=v.router_linear, bias=v.router_bias,
+            dtype=v.router_dtype, stored=v.router_stored,
+        )  # fmt: skip
         t.experts(f"{mlp}.experts", count, dims.hidden, inner)
         if v.correction_parameter:
             t.add(f"{mlp}.{v.correction}", (1, count), "router", "Statics", dtype="float32")
         elif v.correction is not None:
-            t.correction_bias(f"{mlp}.{v.correction}", (count,))
+            t.correction_bias(f"{mlp}.{v.correction}", (count,), v.correction_dtype)
         if not shared:
             continue
         if model_type == "granitemoeshared":

@@ -85,7 +85,7 @@ def laguna(fields: Fields) -> Architecture:
             continue
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         t.router(f"{at}.mlp.gate", count, dims.hidden)
-        t.add(f"{at}.mlp.gate.e_score_correction_bias", (count,), "router", "Router", dtype="float32")
+        t.add(f"{at}.mlp.gate.e_score_correction_bias", (count,), "router", "Router")
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     for kind in dict.fromkeys(kinds):
@@ -132,7 +132,7 @@ def mimo_v2(fields: Fields) -> Architecture:
     if fields.raw("n_shared_experts"):
         raise UnsupportedArchitecture("shared experts are not known here", field="n_shared_experts")
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
-    share = common.rotary_share(fields)
+    share = _kind_shares(fields, ("full_attention", "sliding_attention"), 0.334)["full_attention"]
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, full.hidden)
     cache = []
@@ -201,7 +201,7 @@ def step3p7(fields: Fields) -> Architecture:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
         t.router(f"{at}.mlp.gate", count, dims.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
@@ -262,7 +262,7 @@ def minimax_m3(fields: Fields) -> Architecture:
             t.plain_mlp(f"{at}.mlp", dims.hidden, dense, names=("gate_up_proj", "down_proj"), fused_gate=True)
             continue
         t.router(f"{at}.mlp.gate", count, dims.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
         t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
         if number:
             t.plain_mlp(
@@ -401,10 +401,10 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
     return tuple(value)
 
 
-def _kind_shares(fields: Fields, kinds: tuple[str, ...]) -> dict[str, float]:
-    """partial_rotary_factor of each layer kind: in ``rope_parameters`` by kind, else one for full layers."""
+def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
+    """partial_rotary_factor of each layer kind: in ``rope_parameters`` by kind, else one for all."""
     parameters = fields.raw("rope_parameters")
-    base = fields.number("partial_rotary_factor", 1.0)
+    base = fields.number("partial_rotary_factor", default)
     out = {}
     for kind in dict.fromkeys(kinds):
         own = parameters.get(kind) if isinstance(parameters, dict) else None

@@ -214,8 +214,8 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             t.norm(f"{here}.{name}_layernorm", hidden)
     if f.boolean("standardize", False):
-        t.buffer(f"{at}.std_bias", (hidden,), "Gemma4VisionModel", None)
-        t.buffer(f"{at}.std_scale", (hidden,), "Gemma4VisionModel", None)
+        t.buffer(f"{at}.std_bias", (hidden,), "Gemma4VisionModel", None, "model")
+        t.buffer(f"{at}.std_scale", (hidden,), "Gemma4VisionModel", None, "model")
     t.rotary(size // 2, f"{at}.encoder.rotary_emb.")
     return hidden
 
