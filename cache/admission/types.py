@@ -60,7 +60,8 @@ class AdmissionRequest:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What there is to promise. ``usable_blocks`` leaves out the null block; ``max_num_batched_tokens`` is the
-    most positions one sequence computes in one step. Raises CacheConfigError, naming the field."""
+    most positions one sequence computes in one step. A layout without groups (an encoder's) stores nothing:
+    there are no blocks, and only lengths and sequences limit. Raises CacheConfigError, naming the field."""
 
     layout: KVLayout
     usable_blocks: int
@@ -75,12 +76,12 @@ class Limits:
                 f"{block_size} is not a power of two", field="block_size", hint="for example 16"
             )
         for field in ("usable_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if field == "usable_blocks" and not self.layout.groups:
+                continue
             if getattr(self, field) < 1:
                 raise CacheConfigError(
                     f"{getattr(self, field)} is below 1", field=field, hint="give at least 1"
                 )
-        if not self.layout.groups:
-            raise CacheConfigError("the layout has no group", field="layout")
         for group in self.layout.groups:
             if group.kind not in ("full", "sliding"):
                 raise CacheConfigError(f"a group of kind {group.kind!r} is not understood", field="layout")
