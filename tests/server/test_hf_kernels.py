@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.server.engines.hf.attention import NAME, PagedBatch, register
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.fuse import fuse
 from tonnage.server.engines.hf.gather import GatherAttention
 from tonnage.server.engines.hf.in_place import InPlaceAttention, Scratch, serves
 from tonnage.server.engines.hf.kernels import linear, small
 from tonnage.server.engines.hf.kernels.attention import cut
+from tonnage.server.engines.hf.layers import fuse_layers
 from tonnage.server.engines.hf.pool import PagedPool
 
 # (context after the step, queries of the step): decodes, whole prompts, chunks, chunks longer than the rows of
@@ -183,7 +187,7 @@ def test_shares_cover_every_item_once_and_are_even() -> None:
     assert max(cost) < 0.5 * sum(cost)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 9, 16, 21, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7, 9, 16, 21, 70, 199])
 @pytest.mark.parametrize(("k", "columns"), [(576, 192), (64, 16), (80, 48), (1000, 32), (33, 16)])
 def test_linear(rows: int, k: int, columns: int) -> None:
     torch.manual_seed(rows)
@@ -236,3 +240,77 @@ def test_nan_stays_nan() -> None:
     for found in (linear.linear(x, weight), linear.gated(x, weight, weight, (1.0, 0.0))):
         assert found.isnan().all(dim=1).tolist() == [False, True, False]
     assert small.rms_norm(x, weight[0], 1e-5, 0.0).isnan().any(dim=1).tolist() == [False, True, False]
+
+
+def tiny(family: str) -> torch.nn.Module:
+    """Two random layers of a family in bfloat16, norms and biases not at their neutral start."""
+    common = dict(  # noqa: C408
+        vocab_size=256, hidden_size=576, intermediate_size=208, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, attn_implementation=NAME,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    if family.startswith("gemma"):
+        common |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common)).bfloat16().eval()
+    for parameter in model.requires_grad_(False).parameters():
+        if parameter.ndim == 1:
+            parameter.normal_(1.0, 0.2)
+        else:
+            parameter.mul_(5)
+    return model
+
+
+# Beside the plain shape: biases, norms of heads, four norms with 1 + weight and GELU, capped scores.
+@pytest.mark.parametrize(
+    ("family", "threads"),
+    [("llama", 1), ("llama", 2), ("qwen2", 2), ("qwen3", 1), ("gemma2", 2), ("gemma3_text", 2)],
+)
+def test_a_layer_in_one_call_gives_the_bits_of_its_modules(family: str, threads: int) -> None:
+    register()
+    model = tiny(family)
+    layout = layout_of(16, 2, 32, 24 if family.startswith("gemma") else None)
+    pool, batch, _ = filled(layout, seed=3)
+    other = PagedPool(layout, pool.tensor.shape[0], torch.device("cpu"))
+    other.tensor.copy_(pool.tensor)
+    fuse(model)
+    assert fuse_layers(model, layout, 6, threads) == 2
+
+    def answer(pool: PagedPool) -> torch.Tensor:
+        scratch = Scratch(pool, threads)
+        return model(
+            input_ids=torch.arange(len(batch.positions))[None] % 256,
+            position_ids=torch.from_numpy(batch.positions)[None],
+            use_cache=False,
+            paged_batch=PagedBatch(InPlaceAttention(batch, pool, 6, scratch), pool),
+        ).logits
+
+    found = answer(pool)
+    for layer in model.model.layers:
+        del layer.forward
+    want = answer(other)
+    assert torch.isfinite(want).all()
+    assert torch.equal(found, want)
+    assert torch.equal(pool.tensor.view(torch.int16), other.tensor.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("granite", "a factor on what is added"),
+        ("olmo2", "no norm before"),
+        ("smollm3", "layers without angles"),
+    ],
+)
+def test_a_layer_that_does_more_keeps_its_own_code(family: str, why: str) -> None:
+    register()
+    model = tiny(family)
+    if family == "granite":
+        for layer in model.model.layers:
+            layer.residual_multiplier = 0.22
+    if family == "smollm3":
+        for layer in model.model.layers:
+            layer.self_attn.use_rope = False
+    assert fuse(model)["gated mlp"] == 2
+    assert fuse_layers(model, layout_of(16, 2, 32, None), 6, 1) == 0, why
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tonnage.server.engines.base import SamplingParams
-from tonnage.server.engines.hf.sampling import TOP, sample
+from tonnage.server.engines.hf.sampling import TOP, most_likely, sample
 from tonnage.server.engines.hf.sequence import generator
 
 CASES = [
@@ -85,3 +85,20 @@ def test_the_stream_belongs_to_seed_and_index() -> None:
     assert generator(7, 1).random(4).tolist() != first
     assert generator(8, 0).random(4).tolist() != first
     assert generator(None, 0).random() != generator(None, 0).random()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [1, 30, 513, 5000])
+def test_the_likeliest_token_and_what_cannot_be_drawn_from(dtype: torch.dtype, width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    rows = torch.randn(40, width, generator=draw).to(dtype)  # in bfloat16 with ties
+    rows[10:15] = -rows[10:15].abs()
+    rows[15:20] = torch.where(rows[15:20] > 0, 0.0, -0.0).to(dtype)  # all equal: the first
+    want = rows.argmax(-1).tolist()
+    assert most_likely(rows) == (want, [True] * 40)
+    for value, good in ((float("nan"), False), (float("inf"), False), (float("-inf"), width > 1)):
+        other = rows.clone()
+        other[7, width // 2] = value
+        assert most_likely(other)[1] == [True] * 7 + [good] + [True] * 32
+    rows[3] = float("-inf")
+    assert most_likely(rows)[1] == [True] * 3 + [False] + [True] * 36

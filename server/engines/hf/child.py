@@ -21,11 +21,12 @@ from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
-from tonnage.server.engines.hf.adjust import adjust, logprobs
+from tonnage.server.engines.hf.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
+from tonnage.server.engines.hf.sampling import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
 from tonnage.server.gguf_tokenizer import model_files
 from tonnage.server.sharing import Sharing
@@ -92,7 +93,6 @@ class EngineLoop:
         from tonnage.server.engines.hf.loading import storage_bytes
         from tonnage.server.engines.hf.profile import device_bytes, profile
         from tonnage.server.engines.hf.runner import ModelRunner
-        from tonnage.server.engines.hf.sampling import sample
         from tonnage.server.engines.hf.selfcheck import checked_attention
 
         self.plan = plan
@@ -106,7 +106,6 @@ class EngineLoop:
         self.activation_bytes = profile(self.runner)
         self.device_bytes = device_bytes(self.runner.device)
         self.warm_weights_bytes = storage_bytes(self.runner.model)
-        self._sample = sample
 
     def ready(self) -> Ready:
         return Ready(
@@ -151,7 +150,7 @@ class EngineLoop:
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
         logits = self._score_prompts(logits, picked)
         reached = [sequence for sequence in picked if sequence.samples]
-        finite = logits.amax(dim=-1).isfinite().tolist() if reached else []  # amax hands NaN on
+        likeliest, finite = most_likely(logits) if reached else ([], [])
         if not all(finite):
             # Before anything of the step is published: what such a request has written is for nobody else.
             broken = [sequence for sequence, good in zip(reached, finite, strict=True) if not good]
@@ -159,14 +158,18 @@ class EngineLoop:
             chunks += self.scheduler.fail(broken, "the model produced NaN or infinite logits")
             picked = [s for s in picked if s.id in self.scheduler.running]
             reached = [s for s in reached if s.id in self.scheduler.running]
-            logits = logits[[at for at, good in enumerate(finite) if good]]
+            kept = [at for at, good in enumerate(finite) if good]
+            logits, likeliest = logits[kept], [likeliest[at] for at in kept]
         drawing = self.scheduler.fork(picked)
         if len(drawing) > len(reached):  # forks follow their parent and draw from its logits
             row = {id(sequence): at for at, sequence in enumerate(reached)}
-            at = [row.get(id(sequence), -1) for sequence in drawing]
-            logits = logits[list(itertools.accumulate(at, max))]
+            at = list(itertools.accumulate((row.get(id(sequence), -1) for sequence in drawing), max))
+            logits, likeliest = logits[at], [likeliest[place] for place in at]
         if not drawing:
             return chunks
+        if all(is_greedy(s.params) and s.params.logprobs is None and not needs_adjusting(s) for s in drawing):
+            return chunks + self.scheduler.finish(drawing, likeliest)
+        logits = logits.float()
         adjusted = adjust(logits, drawing)
         if adjusted is not logits and not all(possible := adjusted.amax(dim=-1).isfinite().tolist()):
             stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
@@ -174,7 +177,7 @@ class EngineLoop:
             drawing = [sequence for sequence, good in zip(drawing, possible, strict=True) if good]
             logits, adjusted = logits[torch.tensor(possible)], adjusted[torch.tensor(possible)]
         if drawing:
-            tokens = self._sample(adjusted, [s.params for s in drawing], [s.random for s in drawing])
+            tokens = sample(adjusted, [s.params for s in drawing], [s.random for s in drawing])
             asking = [at for at, s in enumerate(drawing) if s.params.logprobs is not None]
             scored = logprobs(
                 logits[asking],

@@ -32,7 +32,7 @@ def fuse(model: nn.Module) -> Counter[str]:
         return done
     for module in list(model.modules()):
         if _is_gated_mlp(module):
-            mlps = [functools.partial(_mlp, module, act, linear) for act in ACTIVATIONS.values()]
+            mlps = [functools.partial(gated_mlp, module, act, linear) for act in ACTIVATIONS.values()]
             done["gated mlp"] += _try(module, mlps, _SAME)
         elif _is_rms_norm(module):
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
@@ -74,7 +74,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def _mlp(module: nn.Module, activation: tuple[float, float], linear, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def gated_mlp(module: nn.Module, activation: tuple[float, float], linear, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear.linear(inner, module.down_proj.weight)
 
@@ -140,7 +140,8 @@ def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[.
 
 
 def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
-    """``own`` in place on [1, heads, T, size] views of contiguous [1, T, heads, size]; else ``own`` itself."""
+    """``own``, in place on [1, heads, T, size] views of contiguous [1, T, heads, size]; else ``own`` itself
+    where it is not one row of a head a token."""
 
     def apply(
         q: torch.Tensor,
@@ -160,12 +161,12 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
             or cosine.shape != (1, len(flat_q), size)
             or cosine.dtype != torch.bfloat16
             or not (cosine.is_contiguous() and sine.is_contiguous())
-            or not (flat_q.is_contiguous() and flat_k.is_contiguous())
         ):
             return own(q, k, cosine, sine, *args, **kwargs)
+        flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()  # a copy after a norm of each head
         rotate(flat_q, cosine[0], sine[0])
         rotate(flat_k, cosine[0], sine[0])
-        return q, k
+        return flat_q.transpose(0, 1)[None], flat_k.transpose(0, 1)[None]
 
     return apply
 

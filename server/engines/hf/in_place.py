@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.kernels.attention import TILE, attend, cut, scratch_floats
+from tonnage.server.engines.hf.kernels.linear import gate_values
 from tonnage.server.engines.hf.pool import PagedPool
 
 
@@ -42,6 +45,7 @@ class InPlaceAttention:
         self._token = layout.kv_heads * layout.head_size * 2  # bytes of K of one token in one layer
         self._block = layout.layer_slots * 2 * layout.block_size * self._token
         self._base = pool.tensor.data_ptr()
+        self._memory: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -53,7 +57,6 @@ class InPlaceAttention:
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        layout = self._pool.layout
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = torch.empty_like(query)
         attend(
@@ -61,6 +64,16 @@ class InPlaceAttention:
             key.data_ptr(),
             value.data_ptr(),
             output.data_ptr(),
+            *self.arguments(group, slot, query.shape[1], scaling, softcap),
+        )
+        return output
+
+    def arguments(
+        self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
+    ) -> tuple[Any, ...]:
+        """Of :func:`.kernels.attention.attend` for one layer, after the addresses of q, k, v and the output."""
+        layout = self._pool.layout
+        return (
             self._base + slot * 2 * layout.block_size * self._token,
             self._write[group],
             self._tables[group],
@@ -68,7 +81,7 @@ class InPlaceAttention:
             self._shares,
             layout.block_size,
             self._block,
-            query.shape[1],
+            heads,
             layout.kv_heads,
             layout.head_size,
             np.float32(scaling),
@@ -76,4 +89,12 @@ class InPlaceAttention:
             self._windows[group],
             self._scratch.work,
         )
-        return output
+
+    def memory(self, values: int) -> tuple[int, int]:
+        """Addresses of ``values`` bfloat16 values and of what `linear.matmul` needs for gates: one piece of
+        memory for all layers of the step."""
+        gates = gate_values(self._scratch.threads)
+        if self._memory is None or len(self._memory) < values + gates:
+            self._memory = torch.empty(values + gates, dtype=torch.bfloat16)
+        address = self._memory.data_ptr()
+        return address + 2 * gates, address

@@ -62,7 +62,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 def _step(runner: ModelRunner) -> None:
     batch = full_batch(runner)
-    logits = runner.forward(batch)
+    logits = runner.forward(batch).float()  # as where somebody draws at random
     rows = len(logits)
     generators = [np.random.default_rng(row) for row in range(rows)]
     sample(logits, [SamplingParams(max_tokens=1, top_p=0.9)] * rows, generators)

@@ -31,9 +31,14 @@ class ModelRunner:
         self.fused = fuse(self.model)
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         query_heads: int = self.model.config.get_text_config().num_attention_heads
+        threads = torch.get_num_threads()
         self._candidates = candidates(
-            self.pool, query_heads, torch.get_num_threads(), DTYPES[plan.deployment.dtype], limits_of(plan)
+            self.pool, query_heads, threads, DTYPES[plan.deployment.dtype], limits_of(plan)
         )
+        if self._candidates[0].name == "in place":
+            from tonnage.server.engines.hf.layers import fuse_layers
+
+            self.fused["layer"] = fuse_layers(self.model, layout, query_heads, threads)
         self.next_attention()
 
     def next_attention(self, why: str = "") -> bool:
@@ -57,7 +62,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Write the K/V of the batch, return logits [L, vocabulary] in float32 for ``batch.logits_at``."""
+        """Write the K/V of the batch, return logits [L, vocabulary] in the model's dtype for
+        ``batch.logits_at``."""
         if batch.copies:
             self.pool.copy_blocks(
                 np.array([copy.src for copy in batch.copies], dtype=np.int64),
@@ -72,4 +78,5 @@ class ModelRunner:
             paged_batch=paged,
         )
         self.attention_calls = paged.calls
-        return output.logits[0].float()
+        logits: torch.Tensor = output.logits[0]
+        return logits

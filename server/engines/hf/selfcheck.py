@@ -54,7 +54,7 @@ def self_check(runner: ModelRunner) -> float:
     for step in range(3):
         counts = [_chunk(len(p), done[i], step) for i, p in enumerate(prompts)]
         batch = _batch(layout, prompts, tables, done, counts)
-        logits = runner.forward(batch)
+        logits = runner.forward(batch).float()
         if runner.attention_calls != layers:
             raise UnsupportedArchitecture(
                 f"{config.model_type!r} called the paged attention in {runner.attention_calls} of its "

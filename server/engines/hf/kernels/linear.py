@@ -17,6 +17,9 @@ from tonnage.server.engines.hf.kernels.vector import dot_tile
 
 _ZERO = np.float32(0)
 
+# Rows of x that pass one block of columns before the next block, and their bytes at most.
+PANEL, PANEL_BYTES = 64, 1 << 17
+
 # Columns (rows of W) per block: 16 rows of W stay in the first-level cache while all rows of x pass.
 # Tiles by rows of x; the number is how many rows of the next block each fetches ahead, so that the tiles of one
 # block together fetch 16.
@@ -31,7 +34,7 @@ _tile_1_ahead = dot_tile(1, 16, 16)
 
 
 @compiled()
-def _block(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
+def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
     """16 columns: ``w`` and ``out`` are the addresses of the first; ``stride`` bytes between rows of out."""
     size = 2 * k
     row = 0
@@ -63,22 +66,46 @@ def _block(x: int, w: int, out: int, rows: int, k: int, stride: int) -> None:
             _tile_1(xr, size, w, size, k, to, stride, 0)
 
 
+@compiled()
+def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, int, int]:
+    """(first row, last row, first block, last block) of a thread: some of the columns, or where each thread
+    gets a panel or more, some of the rows, so that its panels stay in its own cache."""
+    if rows >= PANEL * threads:
+        return thread * rows // threads, (thread + 1) * rows // threads, 0, blocks
+    return 0, rows, thread * blocks // threads, (thread + 1) * blocks // threads
+
+
+@compiled()
+def panel_rows(k: int) -> int:
+    """Rows of x that pass a block of columns before the next block: what of x fits the second-level cache."""
+    return max(16, min(PANEL, PANEL_BYTES // (2 * k) // 16 * 16))
+
+
 @compiled(parallel=True)
-def _linear(
+def matmul(
     x: int, w: int, up: int, out: int, scratch: int, rows: int, columns: int, k: int, linear: float,
     cubic: float, threads: int,
 ) -> None:  # fmt: skip
-    """out = x w^T, and with ``up`` (an address, or 0): act(x w^T) * (x up^T)."""
-    blocks = columns // 16
+    """out = x w^T, and with ``up`` (an address, or 0): act(x w^T) * (x up^T), for which ``scratch`` holds 32
+    bytes a thread and row of a panel."""
+    panel = panel_rows(k)
     for thread in prange(threads):
-        ups = scratch + 32 * rows * thread
-        for block in range(thread * blocks // threads, (thread + 1) * blocks // threads):
-            to = out + 32 * block
-            _block(x, w + 32 * block * k, to, rows, k, 2 * columns)
-            if up:
-                _block(x, up + 32 * block * k, ups, rows, k, 32)
-                for row in range(rows):
-                    gate_row(to + 2 * columns * row, ups + 32 * row, 16, linear, cubic)
+        ups = scratch + 32 * PANEL * thread
+        top, bottom, first, last = share(thread, threads, rows, columns // 16)
+        for row in range(top, bottom, panel):
+            height = min(panel, bottom - row)
+            for block in range(first, last):
+                to = out + 2 * columns * row + 32 * block
+                block_of_columns(x + 2 * k * row, w + 32 * block * k, to, height, k, 2 * columns)
+                if up:
+                    block_of_columns(x + 2 * k * row, up + 32 * block * k, ups, height, k, 32)
+                    for r in range(height):
+                        gate_row(to + 2 * columns * r, ups + 32 * r, 16, linear, cubic)
+
+
+def gate_values(threads: int) -> int:
+    """bfloat16 values `matmul` needs beside its output where it gates."""
+    return 16 * PANEL * threads
 
 
 def serves(weight: torch.Tensor) -> bool:
@@ -98,7 +125,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         x = x.contiguous()
     out = torch.empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
     rows = x.numel() // k
-    _linear(
+    matmul(
         x.data_ptr(), weight.data_ptr(), 0, out.data_ptr(), 0, rows, columns, k, _ZERO, _ZERO,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -115,8 +142,8 @@ def gated(
     threads = torch.get_num_threads()
     rows = x.numel() // k
     out = torch.empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
-    scratch = torch.empty(16 * rows * threads, dtype=torch.bfloat16)
-    _linear(
+    scratch = torch.empty(gate_values(threads), dtype=torch.bfloat16)
+    matmul(
         x.data_ptr(), gate.data_ptr(), up.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows, columns, k,
         np.float32(activation[0]), np.float32(activation[1]), threads,
     )  # fmt: skip

@@ -145,6 +145,25 @@ def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, 
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
+    """out = a + b, bfloat16, rounded once; ``out`` may be a or b."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        a, b, out, n = args
+
+        def step(index: Any, _: list[Any]) -> list[Any]:
+            offset = _bytes(builder, index, 1)
+            total = builder.fadd(_widen(builder, a, offset), _widen(builder, b, offset))
+            store(builder, to_bfloat(builder, total), out, offset)
+            return []
+
+        _loop(builder, n, [], step)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
     """Rotary embedding in place: x and its other half ``half`` values on; cosine and sine have 2 x half."""
 

@@ -14,7 +14,9 @@ SERIAL = 32768
 
 
 @compiled()
-def _norm(x: int, weight: int, out: int, first: int, last: int, n: int, epsilon: float, shift: float) -> None:
+def norm_rows(
+    x: int, weight: int, out: int, first: int, last: int, n: int, epsilon: float, shift: float
+) -> None:
     for row in range(first, last):
         mean = square_sum(x + 2 * n * row, n) / np.float32(n)
         factor = np.float32(1.0) / np.sqrt(mean + epsilon)
@@ -26,7 +28,7 @@ def _norms(
     x: int, weight: int, out: int, rows: int, n: int, epsilon: float, shift: float, threads: int
 ) -> None:
     for thread in prange(threads):
-        _norm(x, weight, out, thread * rows // threads, (thread + 1) * rows // threads, n, epsilon, shift)
+        norm_rows(x, weight, out, thread * rows // threads, (thread + 1) * rows // threads, n, epsilon, shift)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float) -> torch.Tensor:
@@ -38,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float
     rows = x.numel() // n
     eps, plus = np.float32(epsilon), np.float32(shift)
     if x.numel() < SERIAL:
-        _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, rows, n, eps, plus)
+        norm_rows(x.data_ptr(), weight.data_ptr(), out.data_ptr(), 0, rows, n, eps, plus)
     else:
         threads = torch.get_num_threads()
         _norms(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps, plus, threads)
@@ -46,7 +48,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, shift: float
 
 
 @compiled()
-def _rotate(x: int, heads: int, first: int, last: int, size: int, rotated: int, cosine: int, sine: int) -> None:
+def rotate_rows(
+    x: int, heads: int, first: int, last: int, size: int, rotated: int, cosine: int, sine: int
+) -> None:
     for token in range(first, last):
         for head in range(heads):
             at = x + 2 * size * (token * heads + head)
@@ -56,4 +60,42 @@ def _rotate(x: int, heads: int, first: int, last: int, size: int, rotated: int, 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> None:
     """Rotary embedding in place on ``x`` [T, heads, size] contiguous; cosine and sine [T, rotated]."""
     tokens, heads, size = x.shape
-    _rotate(x.data_ptr(), heads, 0, tokens, size, cosine.shape[-1], cosine.data_ptr(), sine.data_ptr())
+    rotate_rows(x.data_ptr(), heads, 0, tokens, size, cosine.shape[-1], cosine.data_ptr(), sine.data_ptr())
+
+
+_INFINITE = np.int16(0x7F80)  # larger magnitudes are NaN
+_HALVES = np.int16(0x7FFF)
+CHUNK = 512  # values among which the first maximum is looked for
+
+
+@compiled(parallel=True)
+def _peaks(bits, first, finite):  # type: ignore[no-untyped-def]
+    rows, columns = bits.shape
+    for row in prange(rows):
+        values = bits[row]
+        best, at, largest = np.int16(-0x8000), 0, np.int16(0)
+        for start in range(0, columns, CHUNK):
+            top = np.int16(-0x8000)
+            for i in range(start, min(start + CHUNK, columns)):
+                value = values[i]
+                size = np.int16(value & _HALVES)
+                largest = max(largest, size)
+                # Ordered as the numbers are: a negative one the other way round, -0 as 0.
+                top = max(top, np.int16(-size) if value < 0 else size)
+            if top > best:
+                best, at = top, start
+        for i in range(at, min(at + CHUNK, columns)):
+            value = values[i]
+            size = np.int16(value & _HALVES)
+            if (np.int16(-size) if value < 0 else size) == best:
+                first[row] = i
+                break
+        finite[row] = largest <= _INFINITE and -_INFINITE < best < _INFINITE
+
+
+def peaks(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Place of the first maximum of each row of ``logits`` [L, columns] bfloat16 on a CPU, and whether it is a
+    finite number in a row without NaN."""
+    first, finite = np.zeros(len(logits), np.int64), np.zeros(len(logits), np.bool_)
+    _peaks(logits.contiguous().view(torch.int16).numpy(), first, finite)
+    return first, finite

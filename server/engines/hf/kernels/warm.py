@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tonnage.server.engines.hf.kernels import attention, linear, small
+from tonnage.server.engines.hf.kernels import attention, layer, linear, small
 
 
 def compile_all() -> None:
@@ -18,6 +18,7 @@ def compile_all() -> None:
     small.rms_norm(rows[:1], rows[0], 1e-5, 0.0)
     small.rms_norm(torch.zeros(small.SERIAL // 32, 32, dtype=torch.bfloat16), rows[0], 1e-5, 0.0)
     small.rotate(torch.zeros(1, 1, 32, dtype=torch.bfloat16), rows[:1], rows[:1])
+    small.peaks(rows)
     block = torch.zeros(2, 1, 2, 16, 1, 32, dtype=torch.bfloat16)
     token = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
     items, shares = attention.cut(np.array([0, 1]), np.array([1], np.int64), 1, 1, 1)
@@ -26,6 +27,15 @@ def compile_all() -> None:
     places = [tensor.data_ptr() for tensor in (token, token, token, out, block)]
     write, tables = np.array([32], np.int64), np.array([[1]], np.int32)
     geometry = (16, 2 * 16 * 64, 1, 1, 32)  # block size, bytes of a block, heads, KV heads, head size
-    attention.attend(
-        *places, write, tables, items, shares, *geometry, np.float32(1.0), np.float32(0.0), 0, work
+    numbers = (np.float32(1.0), np.float32(0.0))
+    step = (write, tables, items, shares, *geometry, *numbers, 0, work)
+    attention.attend(*places, *step)
+    # A layer of one row; all its weights are the same zeros.
+    memory = torch.zeros(2048 + linear.gate_values(1), dtype=torch.bfloat16)
+    weights = np.full(len(layer.WEIGHTS), memory.data_ptr(), np.int64)
+    answer = torch.zeros_like(token)
+    x, work, gates = (tensor.data_ptr() for tensor in (token, memory[1024:], memory[2048:]))
+    one = np.float32(1.0)
+    layer.layer(
+        x, answer.data_ptr(), work, gates, weights, x, x, 1, 32, 32, one, one, one, one, block.data_ptr(), *step
     )
