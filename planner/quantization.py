@@ -45,7 +45,9 @@ _FLAGS = {
 }
 FLAG_VALUES = tuple(_FLAGS)
 _BITSANDBYTES = ("int8", "nf4")  # made from nn.Linear while loading; experts and heads stay as they are
-_GPTQ_CLASSES = ("Linear", "FalconLinear")
+# Which classes a method replaces. ``KeptLinear``: an nn.Linear of a family's _keep_in_fp32_modules, which every
+# quantizer of transformers leaves alone (5.19, quantizers/base.py)
+_CLASSES = {"gptq": ("Linear", "FalconLinear"), "int8": ("Linear", "Conv1D"), "nf4": ("Linear", "Conv1D")}
 _TOWERS = ("vision", "audio", "projector")
 _SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 
@@ -74,13 +76,16 @@ class Quantization:
 
     def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
         """Format of this weight, None when it stays in its dtype."""
-        if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding", "router"):
+        if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
+            return None
+        # bitsandbytes replaces every nn.Linear, a router too; the other formats' tools leave routers alone
+        if tensor.role == "router" and self._default().kind not in _BITSANDBYTES:
             return None
         if tensor.role == "expert":
             return self._expert_format(tensor)
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
-        classes = _GPTQ_CLASSES if self._default().kind == "gptq" else ("Linear",)
+        classes = _CLASSES.get(self._default().kind, ("Linear",))
         # V4's grouped projection is a subclass of nn.Linear that FP8 checkpoints store as any other
         if tensor.module_class not in classes and tensor.module_class != "GroupedLinear":
             return None
@@ -204,7 +209,8 @@ class Quantization:
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
     """(how many, out, in) of the matrices stored for this weight: experts are stored one by one."""
     if len(tensor.shape) == 2:
-        return 1, tensor.shape[0], tensor.shape[1]
+        rows, columns = tensor.shape
+        return (1, columns, rows) if tensor.module_class == "Conv1D" else (1, rows, columns)
     experts, rows, columns = tensor.shape
     if tensor.transposed:
         rows, columns = columns, rows

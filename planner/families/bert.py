@@ -98,7 +98,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             fields.integer("relative_attention_num_buckets", 32, limit="vocab"), heads,
         )  # fmt: skip
     if style.pooler and (not headed or (class_name == "BertForSequenceClassification")):
-        t.linear(f"{at}pooler.dense", hidden, hidden, "head", bias=True)
+        t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
     if class_name.endswith("ForMaskedLM"):
         _masked_head(t, fields, model_type, vocab, hidden)
     elif headed:

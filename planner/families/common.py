@@ -243,7 +243,7 @@ class Tensors:
         dtype: str | None = None,
         stored: str | None = None,
     ) -> None:
-        """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which quantizers may replace."""
+        """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which bitsandbytes replaces."""
         kind = "Linear" if linear else "Router"
         self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
 

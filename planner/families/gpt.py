@@ -56,7 +56,7 @@ def finish(
 
 
 def gpt2(fields: Fields, model_type: str) -> Architecture:
-    """Conv1D stores its matrices [in, out]; quantizers that replace nn.Linear do not touch it."""
+    """Conv1D stores its matrices [in, out]; bitsandbytes turns them and replaces them as nn.Linear."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")

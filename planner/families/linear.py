@@ -387,7 +387,7 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
         if i < dense:
             t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
         else:
-            t.router(f"{at}.feed_forward.gate", count, dims.hidden, linear=True)
+            t.router(f"{at}.feed_forward.gate", count, dims.hidden)
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, expert)
             t.correction_bias(f"{at}.feed_forward.expert_bias", (count,))
         t.norm(f"{at}.operator_norm", dims.hidden)

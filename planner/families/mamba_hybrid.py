@@ -163,7 +163,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
             mixer.add(t, f"{at}.mamba")
             cache.append(mixer.cache(i))
         if routes[i] and count > 1:
-            t.router(f"{at}.feed_forward.router", count, dims.hidden)
+            t.router(f"{at}.feed_forward.router", count, dims.hidden, linear=True)
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, inner)
         else:
             t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner)

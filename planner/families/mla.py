@@ -144,7 +144,7 @@ def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
             t.linear(f"{index}.wq_b", index_heads * index_size, d.q_rank)
             t.linear(f"{index}.wk", index_size, d.hidden)
             t.norm(f"{index}.k_norm", index_size, "layer")
-            t.linear(f"{index}.weights_proj", index_heads, d.hidden)
+            t.linear(f"{index}.weights_proj", index_heads, d.hidden, module_class="KeptLinear")
         t.layer_norms(at, d.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense, bias=mlp_bias)

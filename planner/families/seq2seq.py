@@ -208,7 +208,7 @@ def t5(fields: Fields, model_type: str) -> Architecture:
             here = f"{at}.{len(places)}"
             for part in ("wi_0", "wi_1") if gated else ("wi",):
                 t.linear(f"{here}.DenseReluDense.{part}", inner, hidden, "mlp", shard="column")
-            t.linear(f"{here}.DenseReluDense.wo", hidden, inner, "mlp", shard="row")
+            t.linear(f"{here}.DenseReluDense.wo", hidden, inner, "mlp", shard="row", module_class="KeptLinear")
             t.norm(f"{here}.layer_norm", hidden)
         t.layer = None
         t.norm(f"{side}.final_layer_norm", hidden)

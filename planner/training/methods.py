@@ -38,7 +38,7 @@ IA3_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn", "mlp.c_proj")),
     "opt": ("q_proj", "k_proj", "fc2"),
 }
-LINEARS = ("Linear", "FalconLinear", "Conv1D")
+LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
 _ADAPTER_DTYPE = 4  # PEFT casts adapters of a 16-bit base to fp32 (autocast_adapter_dtype)
 
 
