@@ -47,7 +47,7 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
     blocks, anchor = core.blocks, core.constants[ANCHOR]
     used, cached = 0, 0
     for group in range(core.constants[GROUPS]):
-        if core.windows[group] > 0:
+        if core.windows[group] != 0:
             continue
         for at in range(count):
             block = core.blocks[FIRST_GROUP + group, core.tables[anchor, row, at]]

@@ -73,7 +73,7 @@ def _check_tables(manager: KVCacheManager) -> None:
         for group, table in enumerate(manager.tables):
             first = int(rows.first[group, row])
             window = manager.windows[group]
-            if first and (window is None or first * block_size > max(0, computed - window + 1)):
+            if first and first * block_size > oldest_read(window, computed):
                 _broken("tables", f"row {row} group {group}: blocks below {first} are gone and still needed")
             entries = table[row].tolist()
             if any(entries[:first]) or any(entries[held:]) or not all(entries[first:held]):
@@ -88,6 +88,15 @@ def _check_tables(manager: KVCacheManager) -> None:
                     _broken("tables", f"block {block} is at {places[block]} and at {(group, at)}")
                 if (at + 1) * block_size > computed:
                     writers[block].append(row)
+        for state, blocks in enumerate(manager.states):
+            block = int(blocks[row])
+            if (block == NULL_BLOCK) != (held == 0):
+                _broken("tables", f"row {row} state {state}: block {block}, {held} blocks of tokens")
+            if block != NULL_BLOCK:
+                counts[block] += 1
+                if places.setdefault(block, (-1 - state, 0)) != (-1 - state, 0):
+                    _broken("tables", f"block {block} is at {places[block]} and is state {state} of row {row}")
+                writers[block].append(row)
     for block, owners in writers.items():
         if counts[block] > 1 and not all(rows.shared_tail[row] for row in owners):
             _broken("exclusive writes", f"block {block} can be written by rows {owners}")
@@ -140,7 +149,8 @@ def _check_promises(manager: KVCacheManager) -> None:
             if sequences.family(row) is not family or family.slot != slot:
                 _broken("promise", f"row {row} is not of the request in slot {slot}")
             for table, window in zip(manager.tables, windows, strict=True):
-                (full if window is None else sliding).update(table[row].tolist())
+                (sliding if window else full).update(table[row].tolist())
+            sliding.update(int(blocks[row]) for blocks in manager.states)
         full.discard(NULL_BLOCK)
         sliding.discard(NULL_BLOCK)
         blocks_of[slot] = full
@@ -193,7 +203,7 @@ def _check_nodes(manager: KVCacheManager) -> None:
     reader, index = manager.index, manager.state.index
     assert reader is not None
     nodes = set(reader.nodes().tolist())
-    full = [group for group, window in enumerate(manager.windows) if window is None]
+    full = [group for group, window in enumerate(manager.windows) if window == 0]
     if len(nodes) != len(reader):
         _broken("prefix index", f"{len(nodes)} nodes, kept {len(reader)}")
     contents = set()
@@ -231,7 +241,7 @@ def _check_nodes(manager: KVCacheManager) -> None:
 
 def _check_holders(manager: KVCacheManager) -> None:
     rows, index, size = manager.rows, manager.state.index, manager.block_size
-    anchor = manager.windows.index(None)
+    anchor = manager.windows.index(0)
     for row in manager.sequences.row_of.values():
         salt = manager.sequences.family(row).salt
         computed = int(rows.computed[row]) // size
@@ -244,7 +254,7 @@ def _check_holders(manager: KVCacheManager) -> None:
             for at, block in enumerate(table[row].tolist()):
                 node = int(index.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
-                    if at < computed and manager.windows[group] is None:
+                    if at < computed and manager.windows[group] == 0:
                         _broken("prefix index", f"row {row} block {at} counts as published and is not")
                     continue
                 if at >= computed:
@@ -281,9 +291,16 @@ def _check_order(manager: KVCacheManager) -> None:
             _broken("reachability", f"node {node} is in use and its parent {parent} is not")
         for group, window in enumerate(manager.windows):
             block = int(index.blocks[group, node])
-            if block in cached and (window is not None or (block == node and not children[node])):
+            if block in cached and (window != 0 or (block == node and not children[node])):
                 expected.add(block)
                 if block == node and listed.get(block) != index.kind[node] & CLASS_MASK:
                     _broken("reachability", f"node {node} is listed as {listed.get(block)}")
     if expected != set(listed):
         _broken("reachability", f"blocks {sorted(expected ^ set(listed))} should be listed, or should not")
+
+
+def oldest_read(window: int, computed: int) -> int:
+    """First position that a query at a position >= ``computed`` may read; ``window`` as `groups.reach` says."""
+    if window == 0:
+        return 0
+    return max(0, computed - window + 1) if window > 0 else computed - computed % -window

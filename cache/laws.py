@@ -40,6 +40,7 @@ from tonnage.cache.state import (
     ROOT,
     SHARED_TAIL,
     SLOTS,
+    STATES,
     USED_FULL,
     Core,
     Int32Array,
@@ -97,14 +98,23 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
                 counts[block] += 1
             if held < table.size and table[held] != NULL_BLOCK:
                 return TABLES, row
+        for at in range(core.constants[STATES]):
+            block = core.states[at, row]
+            if (block == NULL_BLOCK) != (held == 0):
+                return TABLES, row
+            counts[block] += 1
     for row in range(rows.shape[1]):
         if rows[REQUEST, row] < 0:
             continue
+        to_copy = rows[SHARED_TAIL, row] != 0 and rows[SLOTS, row] <= rows[COMPUTED, row]
         for group in range(core.constants[GROUPS]):
             for at in range(rows[COMPUTED, row] // size, rows[ROOM, row] // size):
-                to_copy = rows[SHARED_TAIL, row] != 0 and rows[SLOTS, row] <= rows[COMPUTED, row]
                 if counts[core.tables[group, row, at]] > 1 and not to_copy:
                     return WRITES, row
+        for at in range(core.constants[STATES]):
+            block = core.states[at, row]
+            if block != NULL_BLOCK and counts[block] > 1 and not to_copy:
+                return WRITES, row
     counts[NULL_BLOCK] = 0
     return HOLD, 0
 
@@ -161,7 +171,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
         if core.rows[REQUEST, row] < 0:
             continue
         for group in range(core.constants[GROUPS]):
-            if core.windows[group] > 0:
+            if core.windows[group] != 0:
                 continue
             for at in range(core.rows[ROOM, row] // core.constants[BLOCK_SIZE]):
                 block = core.tables[group, row, at]
@@ -209,7 +219,7 @@ def _nodes(core: Core, counts: Int32Array, states: Int32Array) -> tuple[int, int
             continue
         sliding = False
         for group in range(core.constants[GROUPS]):
-            if core.windows[group] > 0 and blocks[FIRST_GROUP + group, node] == block:
+            if core.windows[group] != 0 and blocks[FIRST_GROUP + group, node] == block:
                 sliding = True
         if (states[block] == _LISTED_STATE) != (sliding or (block == node and counts[node] == 0)):
             return REACH, block

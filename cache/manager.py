@@ -51,6 +51,7 @@ from tonnage.cache.errors import (
 )
 from tonnage.cache.events import AllBlocksCleared, EventLog, Subscriber
 from tonnage.cache.eviction import Eviction
+from tonnage.cache.groups import num_states, paged, reach
 from tonnage.cache.hashing import HashBlock, hash_rows, seed_of
 from tonnage.cache.invariants import check_invariants
 from tonnage.cache.pool import BlockPool, check_num_blocks
@@ -102,9 +103,10 @@ class KVCacheManager:
         check_num_blocks(num_blocks)
         self.limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens)
         self.block_size = layout.block_size
-        self.windows = tuple(g.window if g.kind == "sliding" else None for g in layout.groups)
-        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.
-        self.prefix_caching = enable_prefix_caching and None in self.windows
+        self.windows = tuple(reach(group) for group in paged(layout))
+        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix. And a
+        # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
+        self.prefix_caching = enable_prefix_caching and 0 in self.windows and num_states(layout) == 0
         key = secrets.randbits(64) if hash_seed is None else hash_seed
         self.state = new_state(
             self.limits,
@@ -119,11 +121,12 @@ class KVCacheManager:
         self.index = PrefixIndex(self.state) if self.prefix_caching else None
         self.rows = self.state.rows
         self._events = EventLog(self.state, self.block_size) if kv_events else None
-        self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)
+        self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)  # of the paged groups
+        self.states: tuple[Int32Array, ...] = tuple(self.rows.states)  # of the state groups: [rows]
         self.sequences = Sequences(max_num_seqs)
         self.salts = Salts(key)
         self._hash_block = hash_block
-        self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)
+        self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
         self.promises = Promises(self.state, self.limits)
         # Without a policy the sum of all promises fits: no call of `grant` is needed then.
         self.admission = None if policy is None else Admission(policy, self.limits)
@@ -217,7 +220,7 @@ class KVCacheManager:
         if not short.any():
             return ends
         rows, size = self.rows, self.block_size
-        full = sum(window is None for window in self.windows)
+        full = self.windows.count(0)
         reach = rows.room[batch] + granted // full * size
         # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
         reach[rows.shared_tail[batch] != 0] = 0
@@ -285,7 +288,7 @@ class KVCacheManager:
         for row in self.sequences.row_of.values():
             held = int(self.rows.room[row]) // self.block_size
             for table, window in zip(self.tables, self.windows, strict=True):
-                if window is None:
+                if window == 0:
                     tables.append(table[row, :held])
                     owners.append(np.full(held, place[int(self.rows.request[row])]))
         return last_owners(self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks)
@@ -461,9 +464,8 @@ class KVCacheManager:
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """As `slots`, for a flat batch: one row and one position each, unchecked; int64."""
-        shift, mask = self.block_size.bit_length() - 1, self.block_size - 1
-        blocks = self.tables[group][rows, positions >> shift].astype(np.int64)
-        slots: Int64Array = (blocks << shift) + (positions & mask)
+        at, offsets = np.divmod(positions, self.block_size)
+        slots: Int64Array = self.tables[group][rows, at].astype(np.int64) * self.block_size + offsets
         return slots
 
     def stats(self) -> CacheStats:

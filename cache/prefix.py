@@ -132,7 +132,7 @@ def match(core: Core, row: int, blocks: int) -> int:
     while count > 0:  # a sliding group may lack blocks of the last window: the hit ends before them
         missing = -1
         for group in range(core.constants[GROUPS]):
-            if core.windows[group] > 0:
+            if core.windows[group] != 0:
                 first = first_needed(core.windows[group], count * core.constants[BLOCK_SIZE], core)
                 for at in range(count - 1, first - 1, -1):
                     if core.blocks[FIRST_GROUP + group, table[at]] == NULL_BLOCK:
@@ -149,6 +149,8 @@ def match(core: Core, row: int, blocks: int) -> int:
 @compiled
 def first_needed(window: int, computed: int, core: Core) -> int:
     """Index of the first block that a query at a position >= ``computed`` can still read (0 for full)."""
+    if window < 0:
+        return computed // -window * -window // int(core.constants[BLOCK_SIZE])
     if window == 0 or computed < window:
         return 0
     return (computed - window + 1) // int(core.constants[BLOCK_SIZE])
@@ -275,7 +277,7 @@ def _forget(core: Core, block: int) -> None:
     node = blocks[NODE_OF, block]
     if block != node:
         for group in range(core.constants[GROUPS]):
-            if core.blocks[FIRST_GROUP + group, node] == block and core.windows[group] > 0:
+            if core.blocks[FIRST_GROUP + group, node] == block and core.windows[group] != 0:
                 core.blocks[FIRST_GROUP + group, node] = NULL_BLOCK
                 blocks[NODE_OF, block] = NULL_BLOCK
                 uncache(core, block)

@@ -1,8 +1,8 @@
 """The arrays that hold the whole state of the block manager, and nothing else.
 
 Named tuples of numpy arrays: what the compiled loops take, and what the laws in `tonnage.cache.invariants` are
-stated about. *blocks* is num_blocks, *groups* the groups of the layout, *rows* max_num_seqs, *slots* request
-slots (one for each request with its n sequences; as many as rows).
+stated about. *blocks* is num_blocks, *groups* the paged groups of the layout, *states* its state groups, *rows*
+max_num_seqs, *slots* request slots (one for each request with its n sequences; as many as rows).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.types import Limits
+from tonnage.cache.groups import num_states, paged, reach
 from tonnage.cache.memory import reserved, resident
 
 Int32Array = npt.NDArray[np.int32]
@@ -70,7 +71,7 @@ SAMPLED, FEW_SAMPLED, FEWER_BELOW = 4096, 2048, 131_072
 REACH = 8
 
 # Entries of Constants
-BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, LEARNING, SAMPLE_SHIFT, CONSTANTS = range(9)
+BLOCK_SIZE, GROUPS, ANCHOR, MAX_STEP, CACHING, LOGGED, LEARNING, SAMPLE_SHIFT, STATES, CONSTANTS = range(10)
 
 
 class Pool(NamedTuple):
@@ -109,6 +110,7 @@ class Rows(NamedTuple):
     """One row per live sequence."""
 
     tables: Int32Array  # [groups, rows, max_blocks]
+    states: Int32Array  # [states, rows] the block of a recurrent state
     tokens: Int32Array  # [rows, max_model_len]
     hashes: UInt64Array  # [rows, max_blocks] of the full blocks of tokens, the first `hashed` of them
     length: Int64Array  # [rows] tokens known
@@ -148,12 +150,13 @@ class Core(NamedTuple):
     salt_nodes: Int32Array
     seeds: UInt64Array
     tables: Int32Array
+    states: Int32Array
     tokens: Int32Array
     hashes: UInt64Array
     rows: Int64Array  # [FIRST + groups, rows]
     requests: Int32Array  # [REQUEST_FIELDS, slots]
     counters: Int64Array
-    windows: Int64Array  # [groups] 0: full attention
+    windows: Int64Array  # [groups] `tonnage.cache.groups.reach`
     constants: Int64Array  # [CONSTANTS]
     history: Int32Array  # [HISTORY_FIELDS, entries] the ring of `tonnage.cache.reuse`
     traits: UInt8Array  # [TRAITS, entries]
@@ -172,7 +175,7 @@ class Core(NamedTuple):
     stored: Int32Array
     before: Int64Array  # [rows] scratch: compiled code allocates nothing
     after: Int64Array  # [rows]
-    scratch: Int32Array  # [groups * rows]
+    scratch: Int32Array  # [(groups + states) * rows]
 
 
 class State(NamedTuple):
@@ -198,9 +201,10 @@ def new_state(
 ) -> State:
     """An empty pool. Rows and salts are reserved for the worst case; their memory is taken where it is used."""
     layout = limits.layout
-    groups, rows, size = len(layout.groups), limits.max_num_seqs, layout.block_size
+    rows, size = limits.max_num_seqs, layout.block_size
+    windows = np.array([reach(group) for group in paged(layout)], np.int64)
+    groups, states = len(windows), num_states(layout)
     max_blocks = -(-limits.max_model_len // size)
-    windows = np.array([(g.window or 0) if g.kind == "sliding" else 0 for g in layout.groups], np.int64)
     nodes = num_blocks if caching else 1
 
     def ints(*shape: int) -> Int32Array:
@@ -210,7 +214,7 @@ def new_state(
         return np.zeros(shape, np.int64)
 
     constants = longs(CONSTANTS)
-    constants[BLOCK_SIZE], constants[GROUPS] = size, groups
+    constants[BLOCK_SIZE], constants[GROUPS], constants[STATES] = size, groups, states
     constants[ANCHOR] = int(np.flatnonzero(windows == 0)[0]) if (windows == 0).any() else 0
     constants[MAX_STEP] = limits.max_num_batched_tokens
     constants[CACHING], constants[LOGGED] = caching, logged
@@ -228,6 +232,7 @@ def new_state(
         salt_nodes=reserved(nodes + rows, dtype=np.int32),
         seeds=reserved(nodes + rows, dtype=np.uint64),
         tables=reserved(groups, rows, max_blocks, dtype=np.int32),
+        states=ints(states, rows),
         tokens=reserved(rows, limits.max_model_len, dtype=np.int32),
         hashes=reserved(rows, max_blocks if caching else 1, dtype=np.uint64),
         rows=longs(FIRST + groups, rows),
@@ -252,7 +257,7 @@ def new_state(
         stored=ints(num_blocks if logged else 1),
         before=longs(rows),
         after=longs(rows),
-        scratch=ints(groups * rows),
+        scratch=ints((groups + states) * rows),
     )
     blocks = core.blocks
     blocks[NEXT, : num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
@@ -295,6 +300,7 @@ def _named(core: Core, num_blocks: int) -> State:
         index,
         Rows(
             tables=core.tables,
+            states=core.states,
             tokens=core.tokens,
             hashes=core.hashes,
             length=rows[LENGTH],

@@ -39,6 +39,7 @@ from tonnage.cache.state import (
     SHARED,
     SHARED_TAIL,
     SLOTS,
+    STATES,
     TURN,
     Core,
     Int32Array,
@@ -103,7 +104,16 @@ def _check_room(core: Core, batch: Int64Array, computed: Int64Array, ends: Int64
                     core.scratch[copied] = block
                     copied += 1
                     available -= 1
+            for at in range(core.constants[STATES]):
+                block = core.states[at, row]
+                if blocks[REFS, block] > 1:
+                    blocks[REFS, block] -= 1
+                    core.scratch[copied] = block
+                    copied += 1
+                    available -= 1
         if end > rows[ROOM, row]:
+            for at in range(core.constants[STATES]):
+                available -= core.states[at, row] == NULL_BLOCK
             available += _drop_dead(core, row, computed[i], -1)
             available -= groups * ((end + size - 1) // size - rows[ROOM, row] // size)
         if available < 0:
@@ -122,7 +132,7 @@ def _drop_dead(core: Core, row: int, computed: int, change: int) -> int:
     """Add ``change`` to the references of the blocks that the row's windows have left; how many have none."""
     blocks, gone = core.blocks, 0
     for group in range(core.constants[GROUPS]):
-        if core.windows[group] > 0:
+        if core.windows[group] != 0:
             for at in range(core.rows[FIRST + group, row], first_needed(core.windows[group], computed, core)):
                 block = core.tables[group, row, at]
                 blocks[REFS, block] += change
@@ -138,7 +148,7 @@ def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64
     for i in range(batch.size):
         row, end, count = batch[i], ends[i], 0
         for group in range(core.constants[GROUPS]):
-            if core.windows[group] > 0:
+            if core.windows[group] != 0:
                 continue
             if end > rows[ROOM, row]:
                 count += (end + size - 1) // size - rows[ROOM, row] // size
@@ -158,13 +168,15 @@ def _extend_row(core: Core, row: int, end: int, copies: Int32Array, copied: int)
         return copied
     have, need = rows[ROOM, row] // size, (end + size - 1) // size
     for group in range(core.constants[GROUPS]):
-        if core.windows[group] > 0:
+        if core.windows[group] != 0:
             first = first_needed(core.windows[group], rows[COMPUTED, row], core)
             for at in range(core.rows[FIRST + group, row], first):
                 release(core, core.tables[group, row, at], False, slot)
                 core.tables[group, row, at] = NULL_BLOCK
             core.rows[FIRST + group, row] = max(first, core.rows[FIRST + group, row])
     short = (need - have) * core.constants[GROUPS] - core.counters[FREE]
+    for at in range(core.constants[STATES]):
+        short += core.states[at, row] == NULL_BLOCK
     if short > 0:
         evict(core, short, FOR_PREFILL if end <= core.requests[PROMPT, slot] else FOR_DECODE)
     for group in range(core.constants[GROUPS]):
@@ -173,6 +185,9 @@ def _extend_row(core: Core, row: int, end: int, copies: Int32Array, copied: int)
             core.tables[group, row, at] = pop_free(core, full, slot)
         if full:
             core.requests[HELD, slot] += need - have
+    for at in range(core.constants[STATES]):
+        if core.states[at, row] == NULL_BLOCK:
+            core.states[at, row] = pop_free(core, False, slot)
     rows[ROOM, row] = need * size
     return copied
 
@@ -192,6 +207,16 @@ def _copy_shared_tail(core: Core, row: int, copies: Int32Array, copied: int) -> 
             release(core, shared, full, slot)  # the others of its request still hold it
             if full:
                 core.requests[HELD, slot] += 1
+            copies[0, copied], copies[1, copied] = shared, own
+            copied += 1
+    for state in range(core.constants[STATES]):
+        shared = core.states[state, row]
+        if core.blocks[REFS, shared] > 1:
+            if core.counters[FREE] == 0:
+                evict(core, 1, FOR_COPY)
+            own = pop_free(core, False, slot)
+            core.states[state, row] = own
+            release(core, shared, False, slot)
             copies[0, copied], copies[1, copied] = shared, own
             copied += 1
     rows[SHARED_TAIL, row] = 0
@@ -297,6 +322,11 @@ def share(core: Core, parent: int, child: int) -> None:
             core.blocks[REFS, block] += 1  # of the same request: nobody's private count changes
             core.tables[group, child, at] = block
         core.rows[FIRST + group, child] = core.rows[FIRST + group, parent]
+    for at in range(core.constants[STATES]):
+        block = core.states[at, parent]
+        if block != NULL_BLOCK:
+            core.blocks[REFS, block] += 1
+        core.states[at, child] = block
     length, hashed = rows[LENGTH, parent], rows[HASHED, parent]
     for at in range(length):
         core.tokens[child, at] = core.tokens[parent, at]
@@ -310,7 +340,7 @@ def share(core: Core, parent: int, child: int) -> None:
     rows[ROOM, child] = held * size
     # The parent's slots go back to what is computed: writing again takes an extend, which copies.
     rows[SLOTS, child] = rows[SLOTS, parent] = computed
-    if computed % size != 0:
+    if computed % size != 0 or core.constants[STATES] > 0:  # a state is written in every step
         rows[SHARED_TAIL, child] = rows[SHARED_TAIL, parent] = 1
 
 
@@ -331,6 +361,10 @@ def leave(core: Core, row: int) -> None:
                 requests[HELD, slot] -= 1
             release(core, block, full, slot)
             core.tables[group, row, at] = NULL_BLOCK
+    for at in range(core.constants[STATES]):
+        if core.states[at, row] != NULL_BLOCK:
+            release(core, core.states[at, row], False, slot)
+            core.states[at, row] = NULL_BLOCK
     for group in range(core.constants[GROUPS]):
         core.rows[FIRST + group, row] = 0
     rows[LENGTH, row] = rows[COMPUTED, row] = rows[SLOTS, row] = rows[ROOM, row] = rows[LIMIT, row] = 0

@@ -25,7 +25,6 @@ from tonnage.cache.admission.policy import (
 )
 from tonnage.cache.admission.promise import (
     ceil_div,
-    first_needed_block,
     group_promise,
     largest_prompt,
     promised_blocks,
@@ -67,7 +66,6 @@ __all__ = [
     "committed_peak",
     "decide",
     "decide_running",
-    "first_needed_block",
     "grant",
     "group_promise",
     "head_start",

@@ -18,12 +18,12 @@ from tonnage.cache.admission.policy import (
     Newcomer,
     Policy,
     decide_running,
-    full_groups,
     head_start,
     victim,
 )
 from tonnage.cache.admission.safety import Int64Array, Leaving, grant, is_safe
 from tonnage.cache.admission.types import AdmissionRequest, Decision, Limits
+from tonnage.cache.groups import num_full
 from tonnage.cache.snapshot import Int32Array, RunningSnapshot
 
 IntArray = npt.NDArray[np.integer]
@@ -36,7 +36,7 @@ class Admission:
         self.policy = policy
         self.limits = limits
         self.forecast = LengthForecast(policy.quantile)
-        self._groups = full_groups(limits)
+        self._groups = num_full(limits.layout)
 
     def decide(
         self,

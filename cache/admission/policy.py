@@ -27,6 +27,7 @@ from tonnage.cache.admission.promise import refusal, split_promise
 from tonnage.cache.admission.safety import finishing_order, slack_of
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Limits, Never, Wait, WaitReason
 from tonnage.cache.errors import CacheConfigError
+from tonnage.cache.groups import num_full
 from tonnage.cache.snapshot import Int32Array, RunningSnapshot
 
 IntArray = npt.NDArray[np.integer]
@@ -177,7 +178,7 @@ def _blocks_short(
     """Blocks missing by the mode's rule; 0 or less: it fits."""
     margin = int(policy.reserve * limits.usable_blocks)
     capacity = snapshot.capacity - sliding - margin
-    block_size, groups = limits.layout.block_size, full_groups(limits)
+    block_size, groups = limits.layout.block_size, num_full(limits.layout)
     prompt_blocks = -(-new.request.prompt_tokens // block_size) * groups
     if head is not None and (groups == 0 or policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT)):
         return 1  # first come first served
@@ -250,7 +251,7 @@ def head_start(
     The first end of a running request after which the peak with the head fits; the later the start, the less
     there is beside it, so it is found by bisection.
     """
-    block_size, groups = limits.layout.block_size, full_groups(limits)
+    block_size, groups = limits.layout.block_size, num_full(limits.layout)
     if groups == 0:  # nobody passes it
         return Head(new.request, new.output_left, 0)
     _, sliding = split_promise(new.request, limits)
@@ -278,8 +279,3 @@ def victim(snapshot: RunningSnapshot, candidates: IntArray, mode: AdmissionMode)
     computed = snapshot.prompt - snapshot.prompt_left + snapshot.output
     lost = computed[candidates].astype(np.int64) - np.asarray(candidates) / (1 + len(snapshot))
     return int(candidates[int(np.argmin(lost))])
-
-
-def full_groups(limits: Limits) -> int:
-    """Groups counted block by block; each block of tokens takes one block in each of them."""
-    return sum(group.kind == "full" for group in limits.layout.groups)

@@ -13,6 +13,9 @@ For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
   touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks when they start at the last slot of
   a block (reached: the bound is exact). Forks may have no common block left in their windows: times n, or
   the full group's count where that is less.
+- chunked group of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
+  those of the step; the sliding bound with ``W = C``.
+- state group: one block for each sequence (a fork copies it before its first step).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
+from tonnage.cache.groups import paged, reach
 from tonnage.planner.layout import KVGroup
 
 
@@ -29,22 +33,17 @@ def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def first_needed_block(window: int | None, computed: int, block_size: int) -> int:
-    """Index of the first block that a query at a position >= ``computed`` can still read (0 for full)."""
-    if window is None:
-        return 0
-    return max(0, computed - window + 1) // block_size
-
-
 def group_promise(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
     """Most blocks the request's n sequences can hold in one group at once (see the module's argument)."""
     block_size = limits.layout.block_size
     total = ceil_div(request.total_tokens, block_size)
     shared = request.prompt_tokens // block_size
     as_full = shared + request.n * (total - shared)
-    if group.kind == "full" or group.window is None:
+    if group.kind == "state":
+        return request.n
+    if reach(group) == 0:
         return as_full
-    span = group.window - 1 + limits.max_num_batched_tokens
+    span = abs(reach(group)) - 1 + limits.max_num_batched_tokens
     return min(as_full, request.n * ceil_div(span + block_size - 1, block_size))
 
 
@@ -54,8 +53,8 @@ def promised_blocks(request: AdmissionRequest, limits: Limits) -> int:
 
 
 def split_promise(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
-    """`promised_blocks` in two parts: (full groups, sliding groups)."""
-    full = sum(group_promise(g, request, limits) for g in limits.layout.groups if g.kind == "full")
+    """`promised_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
+    full = sum(group_promise(g, request, limits) for g in paged(limits.layout) if reach(g) == 0)
     return full, promised_blocks(request, limits) - full
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
+from tonnage.cache.groups import check_groups
 from tonnage.planner.layout import KVLayout
 
 
@@ -71,10 +72,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         block_size = self.layout.block_size
-        if block_size < 1 or block_size & (block_size - 1):
-            raise CacheConfigError(
-                f"{block_size} is not a power of two", field="block_size", hint="for example 16"
-            )
+        if block_size < 1:
+            raise CacheConfigError(f"{block_size} is below 1", field="block_size", hint="for example 16")
         for field in ("usable_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if field == "usable_blocks" and not self.layout.groups:
                 continue
@@ -82,13 +81,8 @@ class Limits:
                 raise CacheConfigError(
                     f"{getattr(self, field)} is below 1", field=field, hint="give at least 1"
                 )
-        for group in self.layout.groups:
-            if group.kind not in ("full", "sliding"):
-                raise CacheConfigError(f"a group of kind {group.kind!r} is not understood", field="layout")
-            if group.kind == "sliding" and (group.window is None or group.window < 1):
-                raise CacheConfigError(
-                    f"a sliding group with window {group.window}", field="layout", hint="a window is at least 1"
-                )
+        if self.layout.groups:
+            check_groups(self.layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,11 +199,11 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
             hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(DEVICES),
         )
     layout = plan.kv_cache.layout
-    layers = sum(len(group.layers) for group in layout.groups)
+    layers = sum(len(group.layers) for group in layout.groups if group.kind != "state")
     return StepTime(
         weights_bytes=plan.rank.weights_bytes,
         parameters=plan.model.parameters,
-        kv_bytes_per_token=layers * 2 * layout.kv_heads * layout.head_size * layout.dtype_bytes,
+        kv_bytes_per_token=layers * layout.slot_bytes // layout.block_size,
         bandwidth=bandwidth,
         flops=flops,
     )

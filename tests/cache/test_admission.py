@@ -154,11 +154,10 @@ def test_a_request_for_nothing_is_refused_by_name(field: str) -> None:
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
-        ({"layout": layout_of(FULL, block_size=24)}, "block_size"),
         ({"layout": layout_of(FULL, block_size=0)}, "block_size"),
-        ({"layout": layout_of()}, "layout"),
         ({"layout": layout_of(KVGroup("sliding", (0,)))}, "layout"),
-        ({"layout": layout_of(KVGroup("chunked", (0,), window=8))}, "layout"),  # type: ignore[arg-type]
+        ({"layout": layout_of(KVGroup("chunked", (0,)))}, "layout"),
+        ({"layout": layout_of(KVGroup("cross", (0,)))}, "layout"),
     ],
 )
 def test_limits_that_cannot_work_are_refused_by_name(change: dict[str, object], field: str) -> None:

@@ -1,10 +1,10 @@
 """Random operations against an independent oracle: a plain model of what every slot of the pool must hold.
 
 The oracle plays the engine. What it "writes" into a slot is the identity of (group, salt, all tokens up to this
-position), because that is what K/V depends on. After every operation each live sequence must find, through its
-block tables, exactly the values of its own tokens wherever a query may still look; free blocks are overwritten
-with poison first. Two writers of one block, a wrong prefix hit, a missing copy or a block dropped too early
-all show as a wrong value.
+position), because that is what K/V depends on; a recurrent state takes that of its last position. After
+every operation each live sequence must find, through its block tables, exactly the values of its own tokens
+wherever a query may still look; free blocks are overwritten with poison first. Two writers of one block, a
+wrong prefix hit, a missing copy or a block dropped too early all show as a wrong value.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ LAYOUTS = {
         KVGroup("sliding", (3,), window=9),
     ),
     "sliding only": (KVGroup("sliding", (0,), window=6),),
+}
+WITH_STATES = {  # and a pool small enough to refuse, large enough to serve
+    "chunked and latents": ((KVGroup("chunked", (0,), window=8), KVGroup("mla", (1,))), 28),
+    "two states and full": ((KVGroup("state", (0,)), FULL, KVGroup("state", (2,))), 24),
+    "state and sliding": ((KVGroup("sliding", (0,), window=5), KVGroup("state", (1,))), 12),
+    "state only": ((KVGroup("state", (0,)),), 3),
 }
 POISON = ("poison",)
 
@@ -122,7 +128,8 @@ class Oracle:
         self.copy(copies)
         for sequence, token in zip(sequences, tokens, strict=True):
             self.live[sequence].tokens.append(token)
-            self.manager.slots(sequence, 0, 0, len(self.live[sequence].tokens))
+            for group in range(len(self.manager.tables)):
+                self.manager.slots(sequence, group, 0, len(self.live[sequence].tokens))
         self.count("decodes", len(sequences))
 
     def copy(self, copies: tuple[BlockCopy, ...]) -> None:
@@ -146,6 +153,9 @@ class Oracle:
         self.copy(copies)
         for sequence, end in ends.items():
             model = self.live[sequence]
+            self.check_states(sequence)  # what the step goes on from
+            for at, block in self.states(sequence):
+                self.pool[block * size] = self.values(model, at)[end - 1]
             for group in range(len(self.manager.tables)):
                 slots = self.manager.slots(sequence, group, model.computed, end).tolist()
                 for slot, value in zip(slots, self.values(model, group)[model.computed : end], strict=True):
@@ -159,6 +169,19 @@ class Oracle:
             self.manager.commit_many(list(ends), list(ends.values()))
         for sequence, end in ends.items():
             self.live[sequence].computed = end
+            self.check_states(sequence)
+
+    def states(self, sequence: int) -> list[tuple[int, int]]:
+        """Number, after those of the tables, and block of each recurrent state."""
+        row, tables = self.manager.row(sequence), len(self.manager.tables)
+        return [(tables + i, int(blocks[row])) for i, blocks in enumerate(self.manager.states)]
+
+    def check_states(self, sequence: int) -> None:
+        model = self.live[sequence]
+        for at, block in self.states(sequence):
+            assert model.computed == 0 or (
+                self.pool[block * self.block_size] == self.values(model, at)[model.computed - 1]
+            ), (sequence, at)
 
     def fork(self, sequence: int) -> int:
         model = self.live[sequence]
@@ -185,8 +208,11 @@ class Oracle:
     def check_reads(self, sequence: int, end: int) -> None:
         """Every position below ``end`` that a query at >= computed may look at holds this sequence's value."""
         model = self.live[sequence]
-        for group, spec in enumerate(self.manager.limits.layout.groups):
+        paged = [spec for spec in self.manager.limits.layout.groups if spec.kind != "state"]
+        for group, spec in enumerate(paged):
             start = 0 if spec.window is None else max(0, model.computed - spec.window + 1)
+            if spec.kind == "chunked":
+                start = model.computed // spec.window * spec.window
             slots = self.manager.slots(sequence, group, 0, end).tolist()
             expected = self.values(model, group)
             for position in range(min(start, end), end):
@@ -199,6 +225,7 @@ class Oracle:
             self.pool[block * self.block_size : (block + 1) * self.block_size] = [POISON] * self.block_size
         for sequence, model in self.live.items():
             self.check_reads(sequence, model.computed)
+            self.check_states(sequence)
         stats = self.manager.stats()
         assert stats.used + stats.cached + stats.free == stats.usable
         assert stats.used <= stats.promised <= stats.usable
@@ -283,19 +310,33 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_ten_thousand_random_operations(groups: tuple[KVGroup, ...]) -> None:
+    many_operations(groups, 14 * len(groups), seeds=10)
+
+
+@pytest.mark.parametrize(("groups", "blocks"), WITH_STATES.values(), ids=WITH_STATES.keys())
+def test_states_chunks_and_latents(groups: tuple[KVGroup, ...], blocks: int) -> None:
+    many_operations(groups, blocks, seeds=3)
+
+
+def many_operations(groups: tuple[KVGroup, ...], blocks: int, seeds: int) -> None:
     seen: dict[str, int] = {}
     evictions = merged = 0
-    for seed in range(10):
-        blocks = 14 * len(groups) + 4 * seed
-        oracle = make_oracle(groups, blocks, budget=(3, 8, 16)[seed % 3], size=(1, 2, 4)[seed % 3])
+    for seed in range(seeds):
+        oracle = make_oracle(
+            groups,
+            blocks + (4 if blocks > 8 else 1) * seed,
+            budget=(3, 8, 16)[seed % 3],
+            size=(1, 3, 4)[seed % 3],
+        )
         run(oracle, 1000, seed)
         for what, number in oracle.outcomes.items():
             seen[what] = seen.get(what, 0) + number
         evictions += oracle.manager.stats().evictions
         merged += oracle.manager.stats().merged
     # The run must have been one in which everything happened.
-    assert min(seen[what] for what in ("Admitted", "Wait", "Never", "forks", "copies", "decodes")) > 20
-    if any(group.kind == "full" for group in groups):
+    assert min(seen[what] for what in ("Admitted", "Wait", "Never", "forks", "copies", "decodes")) > 2 * seeds
+    kinds = {group.kind for group in groups}
+    if kinds & {"full", "mla"} and "state" not in kinds:
         assert min(evictions, merged, seen["hit tokens"]) > 100
     else:
         assert (evictions, merged, seen["hit tokens"]) == (0, 0, 0)
@@ -323,10 +364,10 @@ class ManagerMachine(RuleBasedStateMachine):
     """Hypothesis searches for the shortest sequence of public calls that breaks a law or the oracle."""
 
     @initialize(
-        groups=st.sampled_from(list(LAYOUTS.values())),
+        groups=st.sampled_from([*LAYOUTS.values(), *(groups for groups, _ in WITH_STATES.values())]),
         blocks=st.integers(6, 50),
         budget=st.integers(1, 12),
-        size=st.sampled_from([1, 2, 4]),
+        size=st.sampled_from([1, 2, 3, 4]),
         bits=st.sampled_from([2, 64]),
     )
     def build(self, groups: tuple[KVGroup, ...], blocks: int, budget: int, size: int, bits: int) -> None:

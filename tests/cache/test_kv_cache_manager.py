@@ -409,9 +409,24 @@ def test_a_pool_without_a_usable_block_is_refused(blocks: int) -> None:
         make(blocks=blocks)
 
 
-def test_a_block_size_that_is_no_power_of_two_is_refused() -> None:
-    with pytest.raises(CacheConfigError, match="12 is not a power of two"):
-        make(block_size=12)
+def test_blocks_of_any_size_are_slots_of_any_position() -> None:
+    manager = make(block_size=12)
+    start(manager, 1, list(range(30)))
+    slots, blocks = manager.slots(1, 0, 0, 30), manager.tables[0][manager.row(1)]
+    assert slots.tolist() == [int(blocks[p // 12]) * 12 + p % 12 for p in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (KVGroup("cross", (0,)), "'cross' is not understood"),
+        (KVGroup("chunked", (0,)), "a chunked group with window None"),
+        (KVGroup("full", (0,), block_size=8), "blocks of 8 tokens in a pool of blocks of 4"),
+    ],
+)
+def test_groups_without_a_place_in_the_pool_are_refused(group: KVGroup, words: str) -> None:
+    with pytest.raises(CacheConfigError, match=words):
+        make(group)
 
 
 def test_a_finished_id_can_be_used_again() -> None:
