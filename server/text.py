@@ -59,6 +59,9 @@ class Tokenizer:
             rust = RustTokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"{path}: {str(error)[:200]}", field="tokenizer.json") from None
+        # What the file was trained with: a long prompt would be cut without a word, a short one filled up.
+        rust.no_truncation()
+        rust.no_padding()
         return cls(rust, _eos_token_ids(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

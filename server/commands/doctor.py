@@ -7,12 +7,13 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from tonnage.server.api.fields import TABLES, Standing
+from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
 
@@ -66,8 +67,10 @@ def run(argv: list[str]) -> int:
     if arguments.model:
         report["model"] = _model(arguments.model)
     if arguments.fields or arguments.json:
+        honours = _honours()
         report["fields"] = {
-            path: {name: _rule(rule) for name, rule in table.items()} for path, table in TABLES.items()
+            path: {name: _rule(path, rule, honours) for name, rule in table.items()}
+            for path, table in TABLES.items()
         }
     if arguments.json:
         print(json.dumps(report))
@@ -146,8 +149,22 @@ def _model(name: str) -> dict[str, Any]:
     return {"name": name, "auto": asdict(choice), "hf": why_not_hf(name) or "served"}
 
 
-def _rule(rule: Any) -> dict[str, Any]:
+def _honours() -> dict[str, frozenset[str]]:
+    """What each backend acts on, of the fields of SamplingParams."""
+    from tonnage.server.engines import vllm_params
+    from tonnage.server.engines.base import BASIC_PARAMS
+    from tonnage.server.engines.hf import engine as hf
+
+    grammar = {"grammar"} if find_spec("xgrammar") else set()  # HFEngine.honours
+    return {"hf": hf.HONOURED | grammar, "vllm": vllm_params.HONOURED, "fake": BASIC_PARAMS}
+
+
+def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+    """``backends``: those that honour the field; the others refuse it by name."""
     shown: dict[str, Any] = {"class": rule.standing.value}
+    if rule.standing is Standing.HONOURED:
+        able = ["vllm"] if path == "/v1/embeddings" else list(honours)
+        shown["backends"] = [name for name in able if not rule.needs or rule.needs in honours[name]]
     if rule.needs:
         shown["needs"] = rule.needs
     if rule.why:
@@ -156,10 +173,10 @@ def _rule(rule: Any) -> dict[str, Any]:
 
 
 def _condition(rule: dict[str, Any]) -> str:
-    """What an honoured field takes: of the engine, or of the model."""
+    """Who honours the field, and what it takes of the model."""
     if rule["class"] != Standing.HONOURED.value:
         return ""
-    return str(rule.get("needs") or rule.get("why", ""))
+    return "; ".join(filter(None, (", ".join(rule["backends"]), rule.get("why", ""))))
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -191,5 +208,6 @@ def _print(report: dict[str, Any]) -> None:
                 for name, rule in table.items()
                 if rule["class"] == standing.value
             ]
-            print(f"{path}: {standing.value}\n  " + "\n  ".join(names))
+            by = " (by these backends; the others refuse it)" if standing is Standing.HONOURED else ""
+            print(f"{path}: {standing.value}{by}\n  " + "\n  ".join(names))
     sys.stdout.flush()

@@ -124,6 +124,11 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field="enable_lora",
             hint="take --backend vllm",
         )
+    if settings.runner == "generate" and not plan.kv_cache.layout.groups:
+        raise DeploymentError(
+            f"{plan.model.architecture} is an encoder: it generates no text", field="runner",
+            hint="leave it out, or --runner pooling for embeddings",
+        )  # fmt: skip
     embeds = settings.runner == "pooling" or (settings.runner == "auto" and _is_embedding_model(plan))
     if settings.backend != "vllm" and embeds:
         raise DeploymentError(
@@ -153,8 +158,8 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
 
 
 def _is_embedding_model(plan: Plan) -> bool:
-    """sentence-transformers' list of modules lies beside the weights of the models saved by it."""
-    return (Path(plan.model.path) / "modules.json").is_file()
+    """An encoder, or saved by sentence-transformers, whose list of modules lies beside the weights."""
+    return not plan.kv_cache.layout.groups or (Path(plan.model.path) / "modules.json").is_file()
 
 
 def _sharing(settings: Settings, plan: Plan) -> Sharing:

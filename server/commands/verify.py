@@ -107,6 +107,8 @@ async def _full_batch(engine: Engine) -> None:
     longest = (deployment.max_model_len or engine.plan.model.max_model_len) - _NEW_TOKENS
     pool = engine.plan.kv_cache.tokens // sequences - engine.plan.kv_cache.layout.block_size - _NEW_TOKENS
     budget = 2 * (deployment.max_num_batched_tokens or 0) // sequences
+    if not engine.plan.kv_cache.layout.groups:
+        pool = longest  # an encoder has none, and needs none
     length = max(1, min(longest, pool, max(16, budget)))
     draw = random.Random(0)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)

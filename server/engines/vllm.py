@@ -207,7 +207,10 @@ class VLLMEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         self._refuse()
-        wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
+        prompt, output = len(request.prompt_token_ids), request.params.max_tokens
+        if self.embeds:  # nothing follows the prompt: its last token stands for the one that is asked for
+            prompt, output = max(1, prompt - 1), 1
+        wish = AdmissionRequest(prompt, output, request.n)
         arrived = time.monotonic()
         await self._ledger.enter(request.request_id, wish, request.priority)
         queued = time.monotonic() - arrived
@@ -410,7 +413,8 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
         "kv_cache_dtype": "auto"
         if deployment.kv_cache_dtype == deployment.dtype
         else deployment.kv_cache_dtype,
-        "kv_cache_memory_bytes": plan.rank.kv_pool_bytes,
+        # 0 would mean: as much as is free. An encoder's pool has no use for the byte.
+        "kv_cache_memory_bytes": max(1, plan.rank.kv_pool_bytes),
         "gpu_memory_utilization": deployment.gpu_memory_utilization,
         "enable_prefix_caching": deployment.enable_prefix_caching,
         "enforce_eager": enforce_eager,

@@ -37,6 +37,8 @@ def headroom(
     taken = pool.promised if pool.committed is None else pool.committed
     blocks = max(0, pool.usable - taken)
     seats = max(0, limits.max_num_seqs - sequences)
+    if not limits.layout.groups:  # an encoder stores nothing
+        return Headroom(0, seats, limits.max_model_len if seats else 0)
     if mix.requests:
         typical, width = mix.blocks, mix.sequences
     else:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat.chat_completion_message import ChatCompletionMessage
+from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
+from toolcalls import ASK, CLOCK, WEATHER, joined, told
 
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.server.api.tools import ForcedReader
@@ -39,16 +39,6 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 {% endif %}"""
 
 
-def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    parameters = {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
-
-
-WEATHER = function("get_weather", {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2]}})
-CLOCK = function("get_time", {"zone": {"type": "string", "pattern": "^[A-Z]{3}$"}})
-ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 TEXT = (
     "I look.\n<tool_call>\n"
     '{"name": "get_weather", "arguments": {"city": "Paris", "why": "a } \\"é\\" 日本"}}\n</tool_call>\n'
@@ -65,32 +55,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("template") / "tools.jinja"
     file.write_text(TEMPLATE)
     return file
-
-
-def told(message: ChatCompletionMessage) -> list[tuple[str, Any]]:
-    """(name, arguments) of the message's calls; their ids are distinct."""
-    calls = message.tool_calls or []
-    assert len({call.id for call in calls}) == len(calls)
-    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
-
-
-def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> tuple[str, list[tuple[str, Any]], str | None]:
-    """Text, calls and finish_reason of a stream, put together as OpenAI's clients do."""
-    text, calls, finish = "", {}, None
-    for chunk in chunks:
-        for choice in (choice for choice in chunk.choices if choice.index == index):
-            text += choice.delta.content or ""
-            finish = choice.finish_reason or finish
-            for call in choice.delta.tool_calls or []:
-                if call.index not in calls:
-                    assert call.id
-                    assert call.type == "function"
-                    calls[call.index] = [call.function.name, ""]
-                else:
-                    assert (call.id, call.function.name) == (None, None)
-                calls[call.index][1] += call.function.arguments or ""
-    assert sorted(calls) == list(range(len(calls)))
-    return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], finish
 
 
 @needs_vllm

@@ -28,6 +28,7 @@ import pydantic
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from serving import BARE_ENVIRONMENT
 
 from tonnage.server.demo_model import ensure_demo
 
@@ -174,7 +175,7 @@ def bare(gptq: Path) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"},
+        env=os.environ | BARE_ENVIRONMENT,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ import openai
 import pytest
 import torch
 from safetensors.torch import save_file
+from serving import BARE_ENVIRONMENT, serving
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
@@ -87,7 +87,7 @@ def bare(adapters: dict[str, Path]) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"},
+        env=os.environ | BARE_ENVIRONMENT,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
@@ -98,27 +98,17 @@ def bare(adapters: dict[str, Path]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def client(adapters: dict[str, Path], bare: dict[str, Any]) -> Iterator[openai.OpenAI]:
     """The server, after bare vLLM: two would compete for the cores."""
-    command = [
-        *(sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "0"),
+    flags = [
         *("--kv-cache-memory-bytes", str(POOL), "--max-model-len", str(LENGTH), "--max-num-seqs", "8"),
         *("--enable-lora", "--max-loras", str(SLOTS), "--max-lora-rank", str(RANK), "--lora-modules"),
         ",".join(f"{name}={path}" for name, path in adapters.items()),
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-        assert url is not None, "the server ended before it was ready"
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        with (
-            httpx.Client(trust_env=False, timeout=120) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
-        ):
-            yield made
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+    with (
+        serving("demo", "--backend", "vllm", *flags) as url,
+        httpx.Client(trust_env=False, timeout=120) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
+    ):
+        yield made
 
 
 @needs_vllm

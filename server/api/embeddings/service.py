@@ -70,8 +70,7 @@ class EmbeddingService(OpenAIEvents):
             ]
         )
         generator.check_token_ids(prompts, "input")
-        # Admission counts a prompt with the token after it.
-        longest, limit = max(map(len, prompts)), state.max_model_len - 1
+        longest, limit = max(map(len, prompts)), state.max_model_len
         if longest > limit:
             state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(

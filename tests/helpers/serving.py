@@ -1,0 +1,42 @@
+"""`tonnage serve` in a process of its own, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+# vLLM on its own, to compare with. Its engine core runs in the process that asked (one import of torch less, a
+# third of the start); every core computes, as behind the server.
+BARE_ENVIRONMENT = {
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}  # fmt: skip
+
+
+@contextmanager
+def serving(model: str, *flags: str, killed: bool = False) -> Iterator[str]:
+    """URL of a server that is ready, on a free port. At the end it is asked to stop, or ``killed`` (kill -9, as
+    when memory runs out); neither may leave one of its processes behind."""
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", model, "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    family: list[psutil.Process] = []
+    try:
+        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
+        assert url is not None, "the server ended before it was ready"
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield url
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.kill() if killed else process.terminate()
+        process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=30)
+        for child in alive:
+            child.kill()
+    assert alive == [], "processes outlived the server"
+    assert killed or process.returncode == 0
