@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from tonnage.cache.admission.peak import growth_of, peak_of
-from tonnage.cache.admission.policy import full_groups
+from tonnage.cache.groups import num_full
 from tonnage.cache.manager import KVCacheManager
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.base import PoolStats
@@ -67,7 +67,7 @@ def _committed(manager: KVCacheManager) -> int | None:
 
     None where admission counts the sum of promises: requests that end at different times never hold all of it.
     """
-    groups = full_groups(manager.limits)
+    groups = num_full(manager.limits.layout)
     if manager.admission is None or groups == 0:
         return None
     snapshot, limits = manager.running(), manager.limits

@@ -69,3 +69,17 @@ def test_a_bad_line_is_named_by_its_number(
     assert "line 3" in capsys.readouterr().err
     assert main([*flags, "--skip-bad-lines", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["skipped_lines"] == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LiquidAI__LFM2-1.2B", "Qwen__Qwen3.5-27B", "meta-llama__Llama-4-Scout-17B-16E-Instruct"],
+    ids=["short convolutions", "gated delta, blocks of 784", "chunked"],
+)
+def test_states_and_chunks_are_replayed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
+    flags = [TRACE, "--model", str(tmp_path), "--gpu", "b300", "--kv-cache-memory-bytes", "20GiB"]
+    speed = ["--memory-bandwidth", "8000", "--flops", "1000", "--max-model-len", "8192", "--limit", "40"]
+    assert main(["replay", *flags, *speed, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["finished"], record["preemptions"]) == (40, 0)
