@@ -77,7 +77,11 @@ def vllm_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
     for each rope; four scales in each attention layer."""
     out = []
     for tensor in architecture.tensors:
-        if tensor.role == "head" or (tensor.role == "norm" and _of_head(tensor.name)):
+        if (
+            tensor.role == "head"
+            or "pooler." in tensor.name
+            or (tensor.role == "norm" and _of_head(tensor.name))
+        ):
             continue
         if tensor.role == "buffer" and not tensor.name.endswith("position_ids"):
             continue
