@@ -29,6 +29,8 @@ LAYOUTS = {
         KVGroup("full", (2,)),
         KVGroup("sliding", (3,), window=40),
     ),
+    "chunked, latents": (KVGroup("chunked", (0,), window=16), KVGroup("mla", (1,))),
+    "two states, full": (KVGroup("state", (0,)), FULL, KVGroup("state", (2,))),
 }
 ROWS, LENGTH = 64, 96
 

@@ -12,7 +12,7 @@ class CacheError(TonnageError):
 
 
 class CacheConfigError(CacheError):
-    """Pool, layout or limits that cannot work: zero blocks, a block size that is no power of two ..."""
+    """Pool, layout or limits that cannot work: zero blocks, a group of a kind that has no table ..."""
 
     code = "invalid_kv_cache_config"
 
