@@ -133,3 +133,18 @@ def test_eos_ids_come_from_generation_config_then_config(tmp_path, tokenizer_fol
 def test_text_needs_no_torch() -> None:
     code = "import sys, tonnage.server.text; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_a_tokenizer_saved_while_it_cut_and_filled_up_does_neither(tokenizer_folder, tmp_path) -> None:
+    """Files of sentence-transformers say how their training batches were made."""
+    document = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    document["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    document["padding"] = {
+        "strategy": {"Fixed": 16}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text((tokenizer_folder / "config.json").read_text())
+    saved, plain = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tokenizer_folder)
+    for text in ("fox", "one two three four five six seven eight nine ten eleven"):
+        assert saved.encode(text) == plain.encode(text)
