@@ -7,6 +7,8 @@ the better one counts. Also measured: seconds from the start of the process to t
     python benchmarks/hf_engine.py --json                 everything (about half an hour on 2 cores)
     python benchmarks/hf_engine.py --json --cases 16x64 --sides tonnage,vllm-eager --rounds 1
     python benchmarks/hf_engine.py --json --model FOLDER  another model, for example Gemma-3-270M
+    GOMP_SPINCOUNT=1000 python benchmarks/hf_engine.py --json --step 16x64
+        one decode step of tonnage in this process, its layers as one call each and as their modules in turns
 """
 
 from __future__ import annotations
@@ -179,6 +181,50 @@ def run_generate_batch(folder: str, ids: list[list[int]], tokens: int, threads: 
     return {**timed(generate, ids, tokens), "threads": threads}
 
 
+def steps(folder: str, ids: list[list[int]], tokens: int, threads: int) -> dict[str, Any]:
+    """Milliseconds of a decode step (median, least) and CPU time, scheduler and sampling included."""
+    from multiprocessing import Pipe
+
+    from tonnage.planner.build import make_plan
+    from tonnage.planner.plan import Deployment
+    from tonnage.server.engines.base import GenerationRequest, SamplingParams
+    from tonnage.server.engines.hf.child import EngineLoop
+
+    plan = make_plan(folder, Deployment(dtype="bfloat16", kv_cache_memory_bytes=POOL, max_model_len=2048))
+    with Pipe()[0] as nobody:
+        loop = EngineLoop(plan, nobody, threads)
+    layers = {m: m.forward for m in loop.runner.model.modules() if type(m.forward).__name__ == "OneCall"}
+    for number, prompt in enumerate(ids):
+        params = SamplingParams(max_tokens=tokens, temperature=0.0)
+        loop.scheduler.add(GenerationRequest(str(number), tuple(prompt), params))
+    start = time.perf_counter()
+    while loop.scheduler.entries or not all(one.decodes for one in loop.scheduler.running.values()):
+        loop.step()
+    prefill = time.perf_counter() - start
+    times: dict[str, list[float]] = {"one call": [], "modules": []}
+    cpu: dict[str, list[float]] = {"one call": [], "modules": []}
+    while len(loop.scheduler.running) == len(ids):
+        for side in times:
+            for module, forward in layers.items():
+                if side == "modules":
+                    del module.forward
+                else:
+                    module.forward = forward
+            clock, mine = time.perf_counter(), time.process_time()
+            loop.step()
+            times[side].append(1e3 * (time.perf_counter() - clock))
+            cpu[side].append(1e3 * (time.process_time() - mine))
+            if len(loop.scheduler.running) < len(ids):
+                break
+    return {
+        "layers in one call": len(layers),
+        "prefill_seconds": round(prefill, 3),
+        "step_ms": {side: round(statistics.median(found[1:]), 2) for side, found in times.items()},
+        "least_step_ms": {side: round(min(found), 2) for side, found in times.items()},
+        "cpu_ms": {side: round(statistics.median(found[1:]), 2) for side, found in cpu.items()},
+    }
+
+
 SIDES: dict[str, Callable[..., Result]] = {
     "tonnage": run_tonnage,
     "vllm-eager": vllm_side(eager=True, all_cores=False),
@@ -250,6 +296,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--limit", type=float, default=900, help="seconds one side may take")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--step", choices=CASES, help="only the decode step of this case, in this process")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -264,6 +311,14 @@ def main() -> int:
     from tonnage.server.demo_model import ensure_demo
 
     folder = args.model or str(ensure_demo())
+    if args.step:
+        requests, prompt, tokens = CASES[args.step]
+        found = steps(folder, prompts(folder, requests, prompt), tokens, args.threads)
+        found |= {"case": args.step, "threads": args.threads, "load_average": os.getloadavg()[0]}
+        print(
+            json.dumps(found) if args.json else "\n".join(f"{name}: {value}" for name, value in found.items())
+        )
+        return 0
     report: dict[str, Any] = {"model": Path(folder).name, "dtype": "bfloat16", "cores": args.threads}
     for case in cases:
         requests, prompt, tokens = CASES[case]
