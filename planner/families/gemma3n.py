@@ -2,7 +2,7 @@
 an earlier one, and every layer adds an embedding of its own. Shapes after transformers 5.19, models/gemma3n/
 and models/gemma4/.
 
-The multimodal files are refused: the vision tower is one of timm's, whose shapes are not in config.json.
+The towers of the multimodal files are in gemma3n_towers.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import common, towers
+from tonnage.planner.families import common, gemma3n_towers, towers
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import replace
@@ -95,6 +95,22 @@ def gemma3(fields: Fields, model_type: str) -> Architecture:
     )
     t.norm(f"{at}.mm_soft_emb_norm", hidden)
     return _joined(text, model_type, "Gemma3ForConditionalGeneration", t)
+
+
+def gemma3n(fields: Fields, model_type: str) -> Architecture:
+    text = _text(fields, "gemma3n_text", fields.mapping("text_config"))
+    fields.ignore("audio_soft_tokens_per_image")
+    t = Tensors()
+    vision, sound = _vision(fields), fields.mapping("audio_config") or {}
+    t.role = "vision"
+    gemma3n_towers.vision(t, "model.vision_tower", vision)
+    t.role = "audio"
+    width = gemma3n_towers.audio(t, "model.audio_tower", sound)
+    t.role = "projector"
+    stated = Fields(vision).integer("hidden_size", gemma3n_towers.VISION_WIDTH, limit="width")
+    gemma3n_towers.embedder(t, "model.embed_vision", vision, stated, text.hidden_size)
+    gemma3n_towers.embedder(t, "model.embed_audio", sound, width, text.hidden_size)
+    return _joined(text, model_type, "Gemma3nForConditionalGeneration", t)
 
 
 def gemma4(fields: Fields, model_type: str) -> Architecture:
@@ -348,6 +364,7 @@ def step(fields: Fields, model_type: str) -> Architecture:
 _BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
     "deepseek_vl_v2": deepseek_ocr,
     "gemma3": gemma3,
+    "gemma3n": gemma3n,
     "gemma4": gemma4,
     "llava": llava,
     **dict.fromkeys(_QWEN, qwen),

@@ -43,7 +43,7 @@ _MODULES = {
     "gemma4": "gemma4_text",
     "deepseek_v4": "deepseek_v4 deepseek_ref",
     "multimodal": (
-        "deepseek_vl_v2 gemma3 gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 "
+        "deepseek_vl_v2 gemma3 gemma3n gemma4 llava qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 "
         "qwen3_5_moe mllama mllama_text_model llama4 kimi_k25 minimax_m3_vl step3p7"
     ),
     "gpt_neox": "gpt_neox",

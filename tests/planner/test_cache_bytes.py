@@ -25,7 +25,7 @@ CONFIGS = sorted(
     path.stem for path in (ROOT / "tests/data/configs").glob("*__*.json") if ".quant" not in path.name
 )
 REFUSED = {"deepseek-ai__Janus-1.3B", "deepseek-ai__deepseek-vl2-tiny", "moonshotai__Kimi-K3"}
-NOT_PLANNED = {"transformers-default__gemma3n", "transformers-default__dots1"}
+NOT_PLANNED = {"transformers-default__dots1"}
 
 
 @pytest.fixture(scope="module")

@@ -54,15 +54,26 @@ def saved(request, tmp_path) -> Path:
     return tmp_path / "model"
 
 
+def four_bits(code: str, double: bool = False) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=code, bnb_4bit_use_double_quant=double)
+
+
+FORMATS = {
+    "none": None,
+    "int8": BitsAndBytesConfig(load_in_8bit=True),
+    "nf4": four_bits("nf4"),
+    "nf4-double": four_bits("nf4", True),
+    "fp4": four_bits("fp4"),
+    "fp4-double": four_bits("fp4", True),
+}
+
+
 def test_in_the_file_after_load_and_quantized(saved, held_bytes):
     source = resolve_model(str(saved))
     architecture = architecture_of(source.config)
     size = checkpoint_size(architecture, Quantization(), source.config, "bfloat16")
     assert size.low == size.high == sum(tensor.nbytes for tensor in source.tensors)
-    for scheme, options in (
-        ("none", None),
-        ("nf4", BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
-    ):
+    for scheme, options in FORMATS.items():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             saved, dtype=torch.bfloat16, quantization_config=options
         )
