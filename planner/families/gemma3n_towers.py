@@ -15,8 +15,8 @@ from tonnage.planner.families.towers import conv
 from tonnage.planner.fields import Fields, shown
 
 VISION_WIDTH = 2048  # of the fused features
-# Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual]), then (pairs of attention
-# and residual, heads, head size, kernel that shrinks keys and values).
+# Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual]), then (pairs of
+# attention and residual, heads, head size, kernel that shrinks keys and values).
 _STAGES = (
     (256, [(3, 5, 6), (5, 0, 4), (3, 0, 4), (5, 0, 4), (3, 0, 4)], (0, 0, 0, 0)),
     (640, [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)], (14, 12, 64, 3)),
