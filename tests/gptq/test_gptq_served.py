@@ -19,6 +19,8 @@ import pytest
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "3")  # one per layer of a block; the default is one per core
 gptqmodel = pytest.importorskip("gptqmodel", reason="its own environment: make test-gptq")
 
+from tonnage.planner.build import make_plan  # noqa: E402
+from tonnage.planner.plan import Deployment  # noqa: E402
 from tonnage.server.demo_model import ensure_demo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)
@@ -67,9 +69,9 @@ def test_it_answers_over_http_and_holds_the_planned_bytes(folder: Path) -> None:
         assert process.stdout is not None
         url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))
         report = asked(f"{url}/memory")
-        terms = {term["name"]: term["value"] for term in report["plan"]["terms"]}
-        loaded = report["plan"]["ranks"][0]["weights_bytes"]
-        assert report["measured"]["weights_bytes"] == loaded
+        plan = make_plan(str(folder), Deployment(device="cpu", device_memory=1 << 34))
+        terms, loaded = {term.name: term.value for term in plan.terms}, plan.rank.weights_bytes
+        assert report["measured"]["weights_bytes"] == report["plan"]["ranks"][0]["weights_bytes"] == loaded
         if "avx512_bf16" in Path("/proc/cpuinfo").read_text():  # the kernel that the plan's term names
             assert report["measured"]["warm_weights_bytes"] == terms.get("weights_after_first_forward", loaded)
         said = asked(
