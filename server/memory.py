@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 _KIB = 1024
@@ -53,9 +54,14 @@ def process_tree_bytes(pid: int) -> int:
     Anonymous pages are private to their process, except those a forked child has not written yet, which are
     counted for each; engines are spawned, not forked.
     """
+    return _held(process_tree(pid))
+
+
+def _held(tree: Sequence[int]) -> int:
+    """The same of processes that were found before; those that are gone hold nothing."""
     anonymous = 0
     shared: dict[int, int] = {}
-    for member in process_tree(pid):
+    for member in tree:
         status = _fields(f"/proc/{member}/status", ("RssAnon:", "RssShmem:"))
         anonymous += status.get("RssAnon:", 0)
         if status.get("RssShmem:", 0):
@@ -68,13 +74,18 @@ def process_tree_bytes(pid: int) -> int:
 
 
 _SHARE_OF_A_CORE = 0.05
+# Finding the tree reads a file of every process of the machine, a sample one of each of its own: looked for at
+# each sample it took most of the CPU time of an API process in front of vLLM (benchmarks/server.py,
+# api_cpu_ms_per_token).
+_TREE_SECONDS = 1.0
 
 
 class PeakSampler:
     """A thread that keeps the largest :func:`process_tree_bytes` seen, every ``interval`` seconds.
 
     Less often where a sample is so dear that the thread would take more than 5 % of a core. A peak shorter than
-    the interval can be missed. Use as a context manager, or ``start`` and ``stop``.
+    the interval can be missed, and so can the first second of a new process. Use as a context manager, or
+    ``start`` and ``stop``.
     """
 
     def __init__(self, pid: int | None = None, interval: float = 0.05) -> None:
@@ -82,6 +93,8 @@ class PeakSampler:
         self._interval = interval
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._tree: list[int] = []
+        self._found = 0.0  # when the tree was looked for
         self._current = 0
         self._peak = 0
 
@@ -97,7 +110,12 @@ class PeakSampler:
 
     def sample(self) -> int:
         """Take one sample now and return it, in bytes."""
-        self._current = process_tree_bytes(self._pid)
+        self._tree = process_tree(self._pid)
+        self._found = time.monotonic()
+        return self._sample()
+
+    def _sample(self) -> int:
+        self._current = _held(self._tree)
         self._peak = max(self._peak, self._current)
         return self._current
 
@@ -121,8 +139,11 @@ class PeakSampler:
     def _run(self) -> None:
         pause = self._interval
         while not self._stop.wait(pause):
-            begun = time.thread_time()
-            self.sample()
+            begun, begun_at = time.thread_time(), time.monotonic()
+            if begun_at - self._found > _TREE_SECONDS:
+                self.sample()
+            else:
+                self._sample()
             pause = max(self._interval, (time.thread_time() - begun) / _SHARE_OF_A_CORE)
 
     def __enter__(self) -> PeakSampler:
