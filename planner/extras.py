@@ -78,6 +78,7 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
 _KERNELS = {
     ("hf", "cpu", "nf4"): "bitsandbytes-cpu-avx512",
     ("hf", "cpu", "gptq"): "gptqmodel-cpu-avx512",
+    ("hf", "cpu", "awq"): "gptqmodel-cpu-avx512",
     ("vllm", "cpu", "gptq"): "vllm-cpu-wna16",
 }
 

@@ -94,13 +94,16 @@ class LinearFormat:
         (bitsandbytes 0.50.2, backends/cpu; measured by tests/planner/test_quantization_real.py).
         ``gptqmodel-cpu-avx512``: scales become fp32, zeros are unpacked to bytes, and the order of the inputs
         is kept beside their groups (gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
-        tests/gptq/test_gptq_real.py). ``vllm-cpu-wna16``: nothing more than at the load (:meth:`loaded_by`).
+        tests/gptq/test_gptq_real.py); of AWQ scales and zeros alike (torch_cpu_avx512_awq.py; measured by
+        tests/gptq/test_gptq_served.py). ``vllm-cpu-wna16``: nothing more than at the load (:meth:`loaded_by`).
         """
         if kernel == "vllm-cpu-wna16":
             return self.loaded_by("vllm", out, into, where)
         parts = self.parts(out, into, where)
+        groups = parts["scales"] // (2 * out) if self.kind in ("gptq", "awq") else 0
+        if kernel == "gptqmodel-cpu-avx512" and self.kind == "awq":
+            return {**parts, "scales": 4 * groups * out, "qzeros": groups * out}
         if kernel == "gptqmodel-cpu-avx512" and self.kind == "gptq":
-            groups = parts["scales"] // (2 * out)
             return {
                 **parts,
                 "scales": 4 * groups * out,
