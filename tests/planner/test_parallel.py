@@ -65,6 +65,10 @@ def test_a_tied_head_is_a_copy_on_the_last_stage():
 NEVER_DIVIDED = ("recurrent_gemma", "rwkv", "xlstm")
 
 
+# vLLM builds these towers by transformers, whole on every rank (0.32.0, models/gemma3n_mm.py)
+WHOLE_TOWERS = ("gemma3n",)
+
+
 def test_two_ranks_halve_every_real_model():
     """Norms, routers and latents are held twice, all else is divided: nobody's rank holds more than 54 %."""
     divided = 0
@@ -77,7 +81,8 @@ def test_two_ranks_halve_every_real_model():
             continue
         if whole.model_type not in NEVER_DIVIDED:
             divided += 1
-            assert part.parameters < 0.54 * whole.parameters, path.name
+            twice = sum(part.tower_parameters.values()) if whole.model_type in WHOLE_TOWERS else 0
+            assert part.parameters - twice < 0.54 * (whole.parameters - twice), path.name
     assert divided > 150
 
 
