@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import psutil
 
-# vLLM on its own, to compare with. Its engine core runs in the process that asked (one import of torch less, a
-# third of the start); every core computes, as behind the server.
+# vLLM on its own, to compare with. Its engine core runs in the process that asked, which saves the start of a
+# process and its imports; every core computes, as behind the server.
 BARE_ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip

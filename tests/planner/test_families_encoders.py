@@ -41,6 +41,8 @@ CLASSES = [
     (model_type, name + suffix)
     for model_type, (name, _) in FAMILIES.items()
     for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    # XLM-R and CamemBERT are RoBERTa with other names
+    if suffix == "Model" or model_type not in ("xlm-roberta", "camembert")
 ]
 
 
