@@ -46,12 +46,13 @@ from tonnage.server.sharing import Sharing
 # Environment of the engine process; what the user has set wins.
 # OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another
 # process on one of two cores a decode step took 1.8 s (demo model, one sequence). Threads that sleep at once
-# are woken some 200 times a step, 20 us each. 1,000 turns of the loop are a few microseconds: longer than the
-# gap between two kernels, shorter than a wake-up. libgomp's GOMP_SPINCOUNT.
+# are woken some 200 times a step, 20 us each. 4,000 turns of the loop are some tens of microseconds: longer
+# than the gap between two layers, and what a barrier may waste. 16 streams of the demo model on two cores,
+# tokens a second: 1,000 turns 495 and 499; 4,000 616 and 541; 20,000 593 and 561. libgomp's GOMP_SPINCOUNT.
 # glibc keeps up to 8 arenas a core, each holding on to freed memory; one is enough where one thread allocates.
 # Blocks over 1 MiB go back to the kernel when freed. mallopt(3).
 ENVIRONMENT = {
-    "GOMP_SPINCOUNT": "1000",
+    "GOMP_SPINCOUNT": "4000",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "1048576",
     "MALLOC_TRIM_THRESHOLD_": "1048576",
