@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from tonnage.cache.admission import Admission, AdmissionMode, AdmissionRequest, Policy
+from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, read_trace
-from tonnage.cache.snapshot import RunningSnapshot
 from tonnage.planner.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 8, 128, "bfloat16", 2)

@@ -308,7 +308,7 @@ def main() -> int:
     for name, known in (*((case, CASES) for case in cases), *((side, SIDES) for side in sides)):
         if name not in known:
             parser.error(f"{name!r} is not one of {', '.join(known)}")
-    from tonnage.server.demo_model import ensure_demo
+    from tonnage.server.demo.model import ensure_demo
 
     folder = args.model or str(ensure_demo())
     if args.step:

@@ -39,8 +39,8 @@ import traces
 from adapters import BLOCK_SIZE, Tonnage, Vllm
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.prefix import hash_row
-from tonnage.cache.tables import token_array
+from tonnage.cache.blocks.tables import token_array
+from tonnage.cache.prefix.index import hash_row
 
 clock = time.thread_time
 

@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 SECONDS = 300
 

@@ -30,8 +30,8 @@ from typing import Any
 
 import httpx
 
-from tonnage.server.demo_model import ensure_demo
-from tonnage.server.memory import process_tree_bytes
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.observe.memory import process_tree_bytes
 
 SLACK = 1.03
 OVERLOAD = 4

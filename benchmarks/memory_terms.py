@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 
-from tonnage.server.demo_model import ensure_demo
-from tonnage.server.memory import process_tree, process_tree_bytes
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.observe.memory import process_tree, process_tree_bytes
 
 
 def alone(pid: int) -> int:

@@ -126,11 +126,11 @@ def in_process() -> dict[str, Any]:
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
     from tonnage.server.engines.fake import FakeEngine
-    from tonnage.server.metrics import Metrics
+    from tonnage.server.observe.metrics import Metrics
     from tonnage.server.security.tenants import Tenant
     from tonnage.server.settings import Settings
     from tonnage.server.state import ServerState
-    from tonnage.server.text import Tokenizer
+    from tonnage.server.text.tokenizer import Tokenizer
 
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=256 << 20, max_model_len=2048))
     settings = Settings(model="demo")

@@ -144,9 +144,9 @@ async def fake() -> dict[str, Any]:
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
     from tonnage.server.app import create_app, settle_heap
-    from tonnage.server.demo_model import ensure_demo
+    from tonnage.server.demo.model import ensure_demo
     from tonnage.server.engines.fake import FakeEngine
-    from tonnage.server.http_protocol import BoundedHttpProtocol
+    from tonnage.server.http.protocol import BoundedHttpProtocol
     from tonnage.server.settings import Settings
 
     ensure_demo()
@@ -307,7 +307,7 @@ def health_of_hf() -> float:
 
 def vllm(*, small_pool: bool = False) -> dict[str, Any]:
     """The same vLLM, the same flags, behind its own server and behind ours; both run and are asked in turns."""
-    from tonnage.server.demo_model import ensure_demo
+    from tonnage.server.demo.model import ensure_demo
 
     folder = str(ensure_demo())
     bare = [sys.executable, "-c", BARE, "serve", folder, "--served-model-name", "demo", "--port", "8741"]

@@ -15,8 +15,8 @@ import random
 import sys
 import time
 
+from tonnage.cache.blocks.state import CLASSES, RULE
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.state import CLASSES, RULE
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))

@@ -20,10 +20,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _sources() -> str:
-    """Digest of all modules of this folder. numba asks only whether a function's own file has changed, and not
+    """Digest of all modules of this package. numba asks only whether a function's own file has changed, and not
     those of the functions and constants compiled into it."""
     digest = xxhash.xxh3_64()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

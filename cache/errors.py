@@ -66,7 +66,7 @@ class InvariantViolation(CacheError):
 
     @property
     def law(self) -> str:
-        """Name of the broken law, as listed in ``tonnage.cache.invariants``."""
+        """Name of the broken law, as listed in ``tonnage.cache.laws.invariants``."""
         return self.field or ""
 
 

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tonnage.cache import hits, laws, refusals, steps
 from tonnage.cache.admission import (
     Admission,
     AdmissionRequest,
@@ -39,27 +38,12 @@ from tonnage.cache.admission import (
     refusal,
     split_promise,
 )
-from tonnage.cache.answers import Admitted, BlockCopy, CacheStats
-from tonnage.cache.errors import (
-    CacheBusy,
-    CacheConfigError,
-    DoubleFree,
-    InvalidRequest,
-    OutOfOrder,
-    PromiseExceeded,
-    SequenceExists,
-)
-from tonnage.cache.events import AllBlocksCleared, EventLog, Subscriber
-from tonnage.cache.eviction import Eviction
-from tonnage.cache.groups import num_states, paged, reach
-from tonnage.cache.hashing import HashBlock, hash_rows, seed_of
-from tonnage.cache.invariants import check_invariants
-from tonnage.cache.pool import BlockPool, check_num_blocks
-from tonnage.cache.prefix import PrefixIndex
-from tonnage.cache.promises import Promises
-from tonnage.cache.salts import Salts
-from tonnage.cache.snapshot import RunningSnapshot
-from tonnage.cache.state import (
+from tonnage.cache.admission.ledger import Promises
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.blocks import refusals, steps
+from tonnage.cache.blocks.groups import num_states, paged, reach
+from tonnage.cache.blocks.pool import BlockPool, check_num_blocks
+from tonnage.cache.blocks.state import (
     EVICTIONS,
     HISTORY_ALIVE,
     HISTORY_SPAN,
@@ -69,7 +53,25 @@ from tonnage.cache.state import (
     Int64Array,
     new_state,
 )
-from tonnage.cache.tables import Sequences, TokenIds, token_array
+from tonnage.cache.blocks.tables import Sequences, TokenIds, token_array
+from tonnage.cache.errors import (
+    CacheBusy,
+    CacheConfigError,
+    DoubleFree,
+    InvalidRequest,
+    OutOfOrder,
+    PromiseExceeded,
+    SequenceExists,
+)
+from tonnage.cache.eviction.choice import Eviction
+from tonnage.cache.laws import sampled as laws
+from tonnage.cache.laws.invariants import check_invariants
+from tonnage.cache.prefix import hits
+from tonnage.cache.prefix.events import AllBlocksCleared, EventLog, Subscriber
+from tonnage.cache.prefix.hashing import HashBlock, hash_rows, seed_of
+from tonnage.cache.prefix.index import PrefixIndex
+from tonnage.cache.prefix.salts import Salts
+from tonnage.cache.results import Admitted, BlockCopy, CacheStats
 from tonnage.planner.layout import KVLayout
 
 __all__ = ["Admitted", "BlockCopy", "CacheStats", "KVCacheManager"]
@@ -79,7 +81,7 @@ class KVCacheManager:
     """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    promise depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction`).
+    promise depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
     ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function of their own, slow. Raises
     CacheConfigError for limits that cannot work.
@@ -104,7 +106,7 @@ class KVCacheManager:
         self.limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens)
         self.block_size = layout.block_size
         self.windows = tuple(reach(group) for group in paged(layout))
-        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix. And a
+        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index. And a
         # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
         self.prefix_caching = enable_prefix_caching and 0 in self.windows and num_states(layout) == 0
         key = secrets.randbits(64) if hash_seed is None else hash_seed

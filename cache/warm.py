@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tonnage.cache import steps
 from tonnage.cache.admission import Policy
+from tonnage.cache.blocks import steps
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.layout import KVLayout
 

@@ -28,21 +28,21 @@ from tonnage.server.api.operations import operations_router
 from tonnage.server.api.responses.router import responses_router
 from tonnage.server.api.responses.service import ResponseService
 from tonnage.server.api.tokenize import tokenize_router
-from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import Engine
-from tonnage.server.gguf_tokenizer import model_files
-from tonnage.server.logs import log_access
-from tonnage.server.lora import lora_modules
-from tonnage.server.metrics import Metrics
-from tonnage.server.request_log import RequestLog
+from tonnage.server.engines.lora import lora_modules
+from tonnage.server.http.turns import Turns
+from tonnage.server.observe.logs import log_access
+from tonnage.server.observe.metrics import Metrics
+from tonnage.server.observe.request_log import RequestLog
+from tonnage.server.observe.tracing import TraceContext, Tracing
 from tonnage.server.security.keys import KeyRing, load_keys
 from tonnage.server.security.middleware import PUBLIC_PATHS, Authentication, RequestId
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
-from tonnage.server.text import Tokenizer
-from tonnage.server.tool_calls import ToolParser
-from tonnage.server.tracing import TraceContext, Tracing
-from tonnage.server.turns import Turns
+from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.gguf_tokenizer import model_files
+from tonnage.server.text.tokenizer import Tokenizer
+from tonnage.server.text.tool_calls import ToolParser
 
 
 def create_app(
@@ -122,7 +122,7 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
         return None
 
     def load() -> ToolParser:
-        from tonnage.server.tool_parser import load_tool_parser
+        from tonnage.server.text.tool_parser import load_tool_parser
 
         return load_tool_parser(name, folder)
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.accounts import Accounts
-from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.base import BASIC_PARAMS, Engine
+from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.lora import LoRAModule
+from tonnage.server.observe.accounts import Accounts
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
-from tonnage.server.text import Tokenizer
-from tonnage.server.tool_calls import ToolParser
+from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.tokenizer import Tokenizer
+from tonnage.server.text.tool_calls import ToolParser
 
 # A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
 _CUT_OFF_SECONDS = 1.0

@@ -23,7 +23,7 @@ from tonnage.cache.admission.policy import (
     head_start,
     victim,
 )
-from tonnage.cache.admission.promise import (
+from tonnage.cache.admission.reservation import (
     ceil_div,
     group_promise,
     largest_prompt,

@@ -22,9 +22,9 @@ from tonnage.cache.admission.policy import (
     victim,
 )
 from tonnage.cache.admission.safety import Int64Array, Leaving, grant, is_safe
+from tonnage.cache.admission.snapshot import Int32Array, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Decision, Limits
-from tonnage.cache.groups import num_full
-from tonnage.cache.snapshot import Int32Array, RunningSnapshot
+from tonnage.cache.blocks.groups import num_full
 
 IntArray = npt.NDArray[np.integer]
 

@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.peak import Growth, growth_of, peak_of
-from tonnage.cache.admission.promise import refusal, split_promise
+from tonnage.cache.admission.reservation import refusal, split_promise
 from tonnage.cache.admission.safety import finishing_order, slack_of
+from tonnage.cache.admission.snapshot import Int32Array, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Limits, Never, Wait, WaitReason
+from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.errors import CacheConfigError
-from tonnage.cache.groups import num_full
-from tonnage.cache.snapshot import Int32Array, RunningSnapshot
 
 IntArray = npt.NDArray[np.integer]
 

@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.snapshot import RunningSnapshot
+from tonnage.cache.admission.snapshot import RunningSnapshot
 
 IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]

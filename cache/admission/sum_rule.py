@@ -2,7 +2,7 @@
 
 **Why an allocation inside a promise cannot fail.** Call *held* the number of distinct blocks in the block
 tables of a request's sequences. `promised_blocks` bounds *held* at every moment of every schedule (argued in
-`tonnage.cache.admission.promise`). Blocks in use are the union over requests, so ``used <= sum(held) <=
+`tonnage.cache.admission.reservation`). Blocks in use are the union over requests, so ``used <= sum(held) <=
 sum(promised) <= usable``. Whoever is about to allocate holds strictly less than its promise, so ``used <
 usable`` at that moment and a block is free or cached and unreferenced, hence evictable. Nothing here speaks of
 an order: prefill chunks of any size, decodes and stalls may interleave as they like.
@@ -18,7 +18,7 @@ also leaves most of the pool unused (TensorRT-LLM's GUARANTEED_NO_EVICT and mini
 
 from __future__ import annotations
 
-from tonnage.cache.admission.promise import promised_blocks, refusal
+from tonnage.cache.admission.reservation import promised_blocks, refusal
 from tonnage.cache.admission.types import (
     AdmissionRequest,
     Admit,

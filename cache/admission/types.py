@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tonnage.cache.blocks.groups import check_groups
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
-from tonnage.cache.groups import check_groups
 from tonnage.planner.layout import KVLayout
 
 

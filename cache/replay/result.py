@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tonnage.cache.pool import BlockPool
+from tonnage.cache.blocks.pool import BlockPool
 
 _KEPT = 512  # points of the plots
 

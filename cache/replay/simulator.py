@@ -30,10 +30,10 @@ from tonnage.cache.admission import (
 )
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.queue import Waiting, WaitingQueue
 from tonnage.cache.replay.result import Replay, Samples
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceRequest
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.planner.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]

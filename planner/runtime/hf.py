@@ -18,7 +18,7 @@ HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
 # Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
-# adds a few for 16 rows at a time (server/engines/hf/sampling.py). benchmarks/memory_terms.py compares.
+# adds a few for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py compares.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
@@ -29,7 +29,7 @@ GATHERED_TOKENS = 16384
 # What FlashInfer's wrapper is given to keep partial results in: 128 MiB, as its documentation and vLLM's
 # attention backend do (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
 FLASHINFER_WORKSPACE_BYTES = 128 * MiB
-# Queries that a sequence's last tile is filled up to for FlexAttention (server/engines/hf/flex.py).
+# Queries that a sequence's last tile is filled up to for FlexAttention (server/engines/hf/attention/flex.py).
 FLEX_TILE = 16
 
 

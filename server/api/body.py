@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
-from tonnage.server.disconnect import ClientDisconnected
 from tonnage.server.engines.base import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.disconnect import ClientDisconnected
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.accounts import Ticket
 from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
-from tonnage.server.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.errors import ApiError, from_exception, render, stopping
+from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
+from tonnage.server.observe.accounts import Ticket
 from tonnage.server.security.tenants import ANYBODY
 from tonnage.server.state import ServerState
 

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tonnage.server.accounts import Ticket
 from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, SamplingParams, TokenLogprobs
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState
-from tonnage.server.text import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
+from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
 # Encoding takes about a microsecond a character; longer texts go to a thread (tokenizers releases the GIL) so
 # that the event loop is not held for more than about ten milliseconds.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tonnage.server.engines.base import TokenLogprobs
-from tonnage.server.text import Tokenizer
+from tonnage.server.text.tokenizer import Tokenizer
 
 # JSON has no infinity: what a token excluded by a grammar or a bias gets, in vLLM's API too.
 LOWEST = -9999.0

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from tonnage.server.api.generation import Generator
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.metrics import Metrics
-from tonnage.server.report import memory_report
+from tonnage.server.observe.metrics import Metrics
+from tonnage.server.observe.report import memory_report
 from tonnage.server.state import ServerState
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tonnage.server.accounts import Outcome, Ticket
-from tonnage.server.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
+from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
+from tonnage.server.observe.accounts import Outcome, Ticket
 
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"

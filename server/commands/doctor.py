@@ -104,7 +104,7 @@ def devices() -> list[dict[str, Any]]:
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By device: the attention that the hf backend would try, in order, and why not others."""
-    from tonnage.server.engines.hf.cuda import KERNELS, Wanted, why_not
+    from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
 
     found: dict[str, dict[str, Any]] = {}
     for device in devices:
@@ -151,9 +151,9 @@ def _model(name: str) -> dict[str, Any]:
 
 def _honours() -> dict[str, frozenset[str]]:
     """What each backend acts on, of the fields of SamplingParams."""
-    from tonnage.server.engines import vllm_params
     from tonnage.server.engines.base import BASIC_PARAMS
     from tonnage.server.engines.hf import engine as hf
+    from tonnage.server.engines.vllm import params as vllm_params
 
     grammar = {"grammar"} if find_spec("xgrammar") else set()  # HFEngine.honours
     return {"hf": hf.HONOURED | grammar, "vllm": vllm_params.HONOURED, "fake": BASIC_PARAMS}

@@ -20,9 +20,9 @@ from tonnage.planner.plan import Plan
 from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
-from tonnage.server.lora import lora_modules
+from tonnage.server.engines.lora import lora_modules
+from tonnage.server.engines.sharing import Sharing, shared_prefix
 from tonnage.server.settings import Settings, load_settings
-from tonnage.server.sharing import Sharing, shared_prefix
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +80,7 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     _check_host(settings)
     plan = make_plan(settings.model, settings.deployment())
     if plan.fits and settings.model == "demo":
-        from tonnage.server.demo_model import ensure_demo
+        from tonnage.server.demo.model import ensure_demo
 
         ensure_demo()
         plan = make_plan(settings.model, settings.deployment())
@@ -142,7 +142,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
                 f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
             )
     if settings.backend == "vllm":
-        from tonnage.server.engines.vllm import VLLMEngine
+        from tonnage.server.engines.vllm.engine import VLLMEngine
 
         loras = lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
@@ -165,7 +165,7 @@ def _is_embedding_model(plan: Plan) -> bool:
 def _sharing(settings: Settings, plan: Plan) -> Sharing:
     if not settings.shared_system_prompt:
         return Sharing(settings.kv_events_config)
-    from tonnage.server.gguf_tokenizer import model_files
+    from tonnage.server.text.gguf_tokenizer import model_files
 
     folder, size = model_files(plan.model.path), plan.kv_cache.layout.block_size
     prefixes = tuple(

@@ -27,12 +27,12 @@ from tonnage.server.commands.launch import (
     stoppable,
 )
 from tonnage.server.engines.base import EngineDead
-from tonnage.server.http_protocol import BoundedHttpProtocol
-from tonnage.server.logs import configure
+from tonnage.server.engines.supervisor import SupervisedEngine
+from tonnage.server.http.protocol import BoundedHttpProtocol
+from tonnage.server.observe.logs import configure
 from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
-from tonnage.server.supervisor import SupervisedEngine
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -136,9 +136,10 @@ class PoolStats:
     """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised.
 
     ``committed``: the peak of the promised schedule, where admission looks at more than the sum of promises
-    (None: it does not). ``evictions_by_cause``: in the order of `tonnage.cache.state.EVICTION_CAUSES`; empty
-    where the engine does not say. ``tail_waste_slots``: slots of used blocks that hold no token, a block that
-    several sequences share counted for each (None: this engine does not say).
+    (None: it does not). ``evictions_by_cause``: in the order of
+    `tonnage.cache.blocks.state.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
+    slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
+    engine does not say).
     """
 
     num_blocks: int

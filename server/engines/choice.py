@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.source import resolve_model
-from tonnage.server.engines.hf.support import require_supported
+from tonnage.server.engines.hf.model.support import require_supported
 
 # vLLM's registry and platform are asked in a process of their own: the import takes seconds and torch, and
 # the API process may turn out not to need either.

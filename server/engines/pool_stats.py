@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from tonnage.cache.admission.peak import growth_of, peak_of
-from tonnage.cache.groups import num_full
+from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.manager import KVCacheManager
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.base import PoolStats
-from tonnage.server.sharing import Sharing
+from tonnage.server.engines.sharing import Sharing
 
 log = logging.getLogger("tonnage.server")
 
@@ -31,7 +31,7 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
     if sharing.events is not None:
         import zmq  # of the server's extra, and only where somebody listens
 
-        from tonnage.server.kv_events import KVEventPublisher
+        from tonnage.server.observe.kv_events import KVEventPublisher
 
         try:
             publisher = KVEventPublisher.of(sharing.events)

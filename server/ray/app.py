@@ -126,7 +126,7 @@ def _scaling(options: ClusterOptions) -> dict[str, Any]:
 def _planned(settings: Settings) -> Plan:
     plan = make_plan(settings.model, settings.deployment())
     if settings.model == "demo":
-        from tonnage.server.demo_model import ensure_demo
+        from tonnage.server.demo.model import ensure_demo
 
         ensure_demo()
         plan = make_plan(settings.model, settings.deployment())

@@ -10,11 +10,11 @@ import pytest
 from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Head, Never, NeverReason, Policy, Wait
 from tonnage.cache.errors import UnknownSequence
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.queue import Waiting, WaitingQueue
 from tonnage.cache.replay.result import Replay
 from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceRequest
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.planner.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)

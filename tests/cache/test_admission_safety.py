@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.peak import Growth, peak_of
-from tonnage.cache.snapshot import RunningSnapshot
+from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.planner.layout import KVGroup, KVLayout
 
 

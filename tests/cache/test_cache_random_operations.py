@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tonnage.cache.admission import Never, Wait
-from tonnage.cache.hashing import HashBlock, xxh64_block
+from tonnage.cache.blocks.state import CLASSES, RULE
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.state import CLASSES, RULE
+from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from tonnage.cache import laws
+from tonnage.cache.blocks.state import CLASSES, RULE, SCORES
 from tonnage.cache.errors import NoFreeBlocks
-from tonnage.cache.eviction import LEARNED, LRU
-from tonnage.cache.hashing import hash_tokens, xxh64_block
+from tonnage.cache.eviction.choice import LEARNED, LRU
+from tonnage.cache.laws import sampled as laws
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
 from tonnage.cache.replay.trace import read_trace
-from tonnage.cache.state import CLASSES, RULE, SCORES
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -116,7 +116,8 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
 
 
 def test_kept_machine_code_depends_on_every_module_of_the_folder() -> None:
-    from tonnage.cache import compiled, steps
+    from tonnage.cache import compiled
+    from tonnage.cache.blocks import steps
 
     if not hasattr(steps.leave, "py_func"):  # NUMBA_DISABLE_JIT: there is no machine code
         assert os.environ.get("NUMBA_DISABLE_JIT")
@@ -261,7 +262,8 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
     assert damage("rows", "published", 0, 1) == "prefix index"
     assert damage("requests", "private", 0, 1) == "promise"
     assert set(laws.LAWS[1:]) <= {
-        line.split("  ")[0] for line in (sys.modules["tonnage.cache.invariants"].__doc__ or "").splitlines()
+        line.split("  ")[0]
+        for line in (sys.modules["tonnage.cache.laws.invariants"].__doc__ or "").splitlines()
     }
 
 

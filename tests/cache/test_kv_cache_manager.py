@@ -7,6 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tonnage.cache.blocks.pool import enlist, unlink
+from tonnage.cache.blocks.state import CACHED, CALLS, FREE, NODES
 from tonnage.cache.errors import (
     CacheConfigError,
     CacheError,
@@ -19,10 +21,8 @@ from tonnage.cache.errors import (
     SequenceFinished,
     UnknownSequence,
 )
-from tonnage.cache.hashing import HashBlock, xxh64_block
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.pool import enlist, unlink
-from tonnage.cache.state import CACHED, CALLS, FREE, NODES
+from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -110,7 +110,7 @@ def test_salts_isolate_and_each_salt_has_its_own_cache() -> None:
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
-    for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix
+    for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix.index
         assert not manager.prefix_caching
         start(manager, 1, list(range(16)))
         manager.free(1)

@@ -6,7 +6,7 @@ import pytest
 
 from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
 from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
-from tonnage.cache.queue import DrainEstimate, Waiting, WaitingQueue
+from tonnage.cache.scheduler.queue import DrainEstimate, Waiting, WaitingQueue
 
 
 def entry(id: int, arrival: float, priority: int = 0, tenant: str = "") -> Waiting:

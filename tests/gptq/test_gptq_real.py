@@ -24,7 +24,7 @@ from tonnage.planner.families.registry import build_architecture  # noqa: E402
 from tonnage.planner.plan import Deployment  # noqa: E402
 from tonnage.planner.quantization import read_quantization  # noqa: E402
 from tonnage.planner.source import resolve_model  # noqa: E402
-from tonnage.server.demo_model import ensure_demo  # noqa: E402
+from tonnage.server.demo.model import ensure_demo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)
 

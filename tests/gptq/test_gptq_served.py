@@ -21,7 +21,7 @@ gptqmodel = pytest.importorskip("gptqmodel", reason="its own environment: make t
 
 from tonnage.planner.build import make_plan  # noqa: E402
 from tonnage.planner.plan import Deployment  # noqa: E402
-from tonnage.server.demo_model import ensure_demo  # noqa: E402
+from tonnage.server.demo.model import ensure_demo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)
 

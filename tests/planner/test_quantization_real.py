@@ -14,7 +14,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.plan import Deployment
 from tonnage.planner.quantization import Quantization, read_quantization
 from tonnage.planner.source import resolve_model
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 
 @pytest.fixture(scope="module")

@@ -25,14 +25,14 @@ from openai.types.shared import ErrorObject
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.app import create_app
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import RULES, ErrorCode
-from tonnage.server.http_protocol import BoundedHttpProtocol
+from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
-from tonnage.server.text import Tokenizer
+from tonnage.server.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tonnage.planner.errors import ConfigError
-from tonnage.server.chat_template import ChatTemplate, TemplateRefused
+from tonnage.server.text.chat_template import ChatTemplate, TemplateRefused
 
 CONVERSATIONS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "hello"}],

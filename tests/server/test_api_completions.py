@@ -13,7 +13,7 @@ from openai.types import CompletionChoice, Model
 
 from tonnage.server.engines.base import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.text import Tokenizer
+from tonnage.server.text.tokenizer import Tokenizer
 
 SECRET = "The quick brown fox jumps over the lazy dog. "
 

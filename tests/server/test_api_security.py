@@ -16,8 +16,8 @@ import pytest
 from tonnage.cache.replay.trace import read_trace
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.http_protocol import MAX_HEAD_BYTES
-from tonnage.server.logs import JsonFormatter, TextFormatter
+from tonnage.server.http.protocol import MAX_HEAD_BYTES
+from tonnage.server.observe.logs import JsonFormatter, TextFormatter
 from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import load_settings
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from tonnage.planner.errors import CheckpointError, ConfigError
-from tonnage.server.text import StopStrings, Tokenizer, detokenizer
+from tonnage.server.text.tokenizer import StopStrings, Tokenizer, detokenizer
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int] | None = None) -> list[str]:
@@ -131,7 +131,10 @@ def test_eos_ids_come_from_generation_config_then_config(tmp_path, tokenizer_fol
 
 
 def test_text_needs_no_torch() -> None:
-    code = "import sys, tonnage.server.text; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, tonnage.server.text.tokenizer; "
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

@@ -16,10 +16,10 @@ from toolcalls import ASK, CLOCK, WEATHER, joined, told
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.server.api.tools import ForcedReader
 from tonnage.server.app import create_app
-from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.settings import Settings
-from tonnage.server.tool_calls import CallDelta, calls_of
+from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.tool_calls import CallDelta, calls_of
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
 

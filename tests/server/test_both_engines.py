@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import BARE_ENVIRONMENT
 
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 KEY = "a-key-of-both-engines"
 LENGTH, QUEUE, SECONDS = 896, 16, 15

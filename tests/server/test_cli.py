@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tonnage.server.commands.comparison import Row, print_table
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
 SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024"]

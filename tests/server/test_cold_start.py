@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 
 def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:

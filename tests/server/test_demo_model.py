@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tonnage.server import demo_model
-from tonnage.server.demo_model import (
+from tonnage.server.demo import model as demo_model
+from tonnage.server.demo.model import (
     FILES,
     GGUF_NAME,
     PARAMETERS,
@@ -28,7 +28,7 @@ from tonnage.server.demo_model import (
     ensure_demo,
 )
 
-MAKE = "from tonnage.server.demo_model import ensure_demo; print(ensure_demo())"
+MAKE = "from tonnage.server.demo.model import ensure_demo; print(ensure_demo())"
 NAME = "SmolLM2-135M-Instruct"
 
 

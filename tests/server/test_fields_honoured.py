@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 from toolcalls import ASK, CLOCK, WEATHER, function, joined, told
 
 from tonnage.server.api.fields import TABLES, Standing
-from tonnage.server.demo_model import ensure_demo
-from tonnage.server.engines import vllm_params
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.vllm import params as vllm_params
 
 # ChatML; shows tools as Hermes does, and what chat_template_kwargs name.
 TEMPLATE = """\

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
 from tonnage.server.engines.hf.child import EngineLoop
 

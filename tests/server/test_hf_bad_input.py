@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf import HFEngine
-from tonnage.server.engines.hf.loading import require_computed
-from tonnage.server.engines.hf.runner import ModelRunner
-from tonnage.server.engines.hf.support import require_fixed_rotary
+from tonnage.server.engines.hf.model.loading import require_computed
+from tonnage.server.engines.hf.model.runner import ModelRunner
+from tonnage.server.engines.hf.model.support import require_fixed_rotary
 
 
 @pytest.fixture

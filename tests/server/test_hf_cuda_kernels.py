@@ -23,19 +23,19 @@ from tonnage.planner.plan import Deployment
 from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.commands import doctor
 from tonnage.server.engines.base import limits_of
-from tonnage.server.engines.hf import cuda
-from tonnage.server.engines.hf.attention import Candidate
+from tonnage.server.engines.hf.attention import cuda
+from tonnage.server.engines.hf.attention.flash import FlashAttention
+from tonnage.server.engines.hf.attention.flash_infer import FlashInferAttention
+from tonnage.server.engines.hf.attention.flex import TILE, Buffers, FlexAttention
+from tonnage.server.engines.hf.attention.gather import GatherAttention, attend
+from tonnage.server.engines.hf.attention.interface import Candidate
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.flash import FlashAttention
-from tonnage.server.engines.hf.flash_infer import FlashInferAttention
-from tonnage.server.engines.hf.flex import TILE, Buffers, FlexAttention
-from tonnage.server.engines.hf.gather import GatherAttention, attend
 from tonnage.server.engines.hf.messages import Ready
-from tonnage.server.engines.hf.pool import PagedPool
-from tonnage.server.engines.hf.profile import full_batch
-from tonnage.server.engines.hf.runner import ModelRunner
+from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.model.profile import full_batch
+from tonnage.server.engines.hf.model.runner import ModelRunner
+from tonnage.server.engines.hf.model.selfcheck import OtherLogits, checked_attention, self_check
 from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.selfcheck import OtherLogits, checked_attention, self_check
 
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

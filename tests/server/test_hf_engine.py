@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Chunk, EngineDead, GenerationRequest, NeverFits, SamplingParams
 from tonnage.server.engines.hf import HFEngine
 

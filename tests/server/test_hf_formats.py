@@ -20,9 +20,9 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.source import cache_folder, resolve_model
-from tonnage.server.demo_model import GGUF_NAME, WHEEL, ensure_demo
-from tonnage.server.engines.hf.formats import require_loadable
-from tonnage.server.engines.hf.fuse import fuse
+from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo
+from tonnage.server.engines.hf.model.formats import require_loadable
+from tonnage.server.engines.hf.model.fuse import fuse
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -105,7 +105,7 @@ def test_what_transformers_would_unpack_or_refuse_on_a_cpu_is_refused_by_name(me
 
 def test_a_format_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_demo()
-    monkeypatch.setattr("tonnage.server.engines.hf.formats.find_spec", lambda name: None)
+    monkeypatch.setattr("tonnage.server.engines.hf.model.formats.find_spec", lambda name: None)
     plan = plan_for("demo", dtype="bfloat16", quantization="gptq")
     with pytest.raises(DeploymentError, match="gptqmodel") as refused:
         require_loadable(plan, {"quantization_config": {"quant_method": "gptq"}})

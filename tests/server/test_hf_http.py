@@ -18,7 +18,7 @@ import psutil
 import pytest
 from openai.types import Completion
 
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 
 FLAGS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "128MiB", "--max-num-seqs", "64", "--port", "0"]
 

@@ -14,15 +14,15 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.server.engines.hf.attention import NAME, PagedBatch, register
+from tonnage.server.engines.hf.attention.gather import GatherAttention
+from tonnage.server.engines.hf.attention.in_place import InPlaceAttention, Scratch, serves
+from tonnage.server.engines.hf.attention.interface import NAME, PagedBatch, register
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.fuse import fuse
-from tonnage.server.engines.hf.gather import GatherAttention
-from tonnage.server.engines.hf.in_place import InPlaceAttention, Scratch, serves
 from tonnage.server.engines.hf.kernels import linear, small
 from tonnage.server.engines.hf.kernels.attention import cut
-from tonnage.server.engines.hf.layers import fuse_layers
-from tonnage.server.engines.hf.pool import PagedPool
+from tonnage.server.engines.hf.model.fuse import fuse
+from tonnage.server.engines.hf.model.layers import fuse_layers
+from tonnage.server.engines.hf.model.pool import PagedPool
 
 # (context after the step, queries of the step): decodes, whole prompts, chunks, chunks longer than the rows of
 # one walk (32), contexts at and around block borders.
@@ -201,7 +201,7 @@ def test_linear(rows: int, k: int, columns: int) -> None:
     assert torch.equal(linear.linear(x[rows // 2 :], weight), found[rows // 2 :])  # bit for bit
     gate = (torch.randn(columns, k) / k**0.5).bfloat16()
     for name, act in (("silu", F.silu), ("gelu_tanh", lambda v: F.gelu(v, approximate="tanh"))):
-        from tonnage.server.engines.hf.fuse import ACTIVATIONS
+        from tonnage.server.engines.hf.model.fuse import ACTIVATIONS
 
         product = act(x.double() @ gate.double().T) * want
         both = linear.gated(x, gate, weight, ACTIVATIONS[name])

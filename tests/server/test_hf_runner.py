@@ -19,16 +19,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop
-from tonnage.server.engines.hf.loading import storage_bytes
-from tonnage.server.engines.hf.runner import ModelRunner
-from tonnage.server.engines.hf.sampling import sample
+from tonnage.server.engines.hf.model.loading import storage_bytes
+from tonnage.server.engines.hf.model.runner import ModelRunner
+from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
+from tonnage.server.engines.hf.model.support import ALLOWED, REFUSED, require_supported
+from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
-from tonnage.server.engines.hf.selfcheck import TOLERANCE, self_check
-from tonnage.server.engines.hf.support import ALLOWED, REFUSED, require_supported
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tonnage.server.engines.base import SamplingParams
-from tonnage.server.engines.hf.sampling import TOP, most_likely, sample
+from tonnage.server.engines.hf.sampling.draw import TOP, most_likely, sample
 from tonnage.server.engines.hf.sequence import generator
 
 CASES = [

@@ -12,9 +12,9 @@ import pytest
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
-from tonnage.server.engines.hf.grammar import GrammarError
+from tonnage.server.engines.hf.sampling.grammar import GrammarError
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws

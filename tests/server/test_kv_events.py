@@ -12,10 +12,10 @@ import zmq
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.cache.errors import CacheBusy, CacheConfigError
-from tonnage.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.server.kv_events import END, KVEventPublisher, encode
+from tonnage.server.observe.kv_events import END, KVEventPublisher, encode
 
 
 def make(blocks: int = 33, **options: object) -> KVCacheManager:

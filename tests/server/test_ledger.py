@@ -9,7 +9,7 @@ import pytest
 from tonnage.cache.admission import AdmissionRequest, Limits
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.server.engines.base import EngineDead, NeverFits
-from tonnage.server.engines.ledger import PromiseLedger
+from tonnage.server.engines.vllm.ledger import PromiseLedger
 
 LAYOUT = KVLayout(
     groups=(KVGroup("full", (0, 1)),),

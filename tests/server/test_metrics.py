@@ -9,14 +9,14 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tonnage.cache.state import EVICTION_CAUSES
+from tonnage.cache.blocks.state import EVICTION_CAUSES
 from tonnage.planner.render import plan_to_dict
-from tonnage.server.accounts import Accounts
 from tonnage.server.engines.base import MeasuredMemory, limits_of
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.metrics import ADMISSIONS
-from tonnage.server.metrics.headroom import FOREVER_SECONDS, Trend
-from tonnage.server.metrics.usage import MAX_TENANTS, OTHER_TENANTS, Usage
+from tonnage.server.observe.accounts import Accounts
+from tonnage.server.observe.metrics import ADMISSIONS
+from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS, Trend
+from tonnage.server.observe.metrics.usage import MAX_TENANTS, OTHER_TENANTS, Usage
 from tonnage.server.security.tenants import Tenant
 
 MEASURED = MeasuredMemory(

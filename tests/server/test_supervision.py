@@ -14,7 +14,7 @@ import pytest
 
 from tonnage.server.engines.base import EngineDead
 from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.supervisor import SupervisedEngine
+from tonnage.server.engines.supervisor import SupervisedEngine
 
 TOLD_WITHIN = 2.0  # seconds after the kill
 

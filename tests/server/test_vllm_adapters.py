@@ -23,8 +23,8 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
 from tonnage.server.commands.launch import make_engine
-from tonnage.server.demo_model import ensure_demo
-from tonnage.server.lora import lora_modules
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.lora import lora_modules
 from tonnage.server.settings import Settings
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
@@ -42,7 +42,7 @@ from vllm.lora.request import LoRARequest
 if __name__ == "__main__":
     folder, adapters, flags, prompts, max_tokens = json.loads(sys.argv[1])
     llm = LLM(folder, dtype="bfloat16", enforce_eager=True, enable_lora=True, **flags,
-              worker_extension_cls="tonnage.server.engines.vllm_worker.WorkerExtension")
+              worker_extension_cls="tonnage.server.engines.vllm.worker.WorkerExtension")
     greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
     loras = {"demo": None} | {n: LoRARequest(n, i, p) for i, (n, p) in enumerate(adapters.items(), 1)}
     texts = {n: [llm.generate([p], greedy, lora_request=l)[0].outputs[0].text for p in prompts]

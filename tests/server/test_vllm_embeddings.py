@@ -23,7 +23,7 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment
 from tonnage.server.commands.launch import make_engine
-from tonnage.server.demo_model import ensure_demo
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.settings import Settings
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")

@@ -22,8 +22,8 @@ from serving import BARE_ENVIRONMENT, serving
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo_model import ensure_demo
-from tonnage.server.engines.vllm import VLLMEngine, engine_arguments
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
-from tonnage.server.chat_template import ChatTemplate
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
+from tonnage.server.text.chat_template import ChatTemplate
 
 # What a request may not set in the template: the messages themselves and the model's special tokens.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})

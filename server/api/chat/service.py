@@ -10,7 +10,6 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
 from typing import Any, Literal
 
-from tonnage.server.accounts import Ticket
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import (
     FIELDS,
@@ -32,8 +31,9 @@ from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import tool_use
 from tonnage.server.engines.base import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState
-from tonnage.server.tool_calls import CallDelta, ToolUse, calls_of
+from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 
 class ChatService(OpenAIEvents):

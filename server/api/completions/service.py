@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # json.dumps of a text, without its detours
 
-from tonnage.server.accounts import Outcome, Ticket
 from tonnage.server.api.completions.protocol import (
     FIELDS,
     Choice,
@@ -24,6 +23,7 @@ from tonnage.server.api.logprobs import CompletionLogprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.engines.base import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.accounts import Outcome, Ticket
 from tonnage.server.state import ServerState
 
 

@@ -8,7 +8,6 @@ import struct
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from tonnage.server.accounts import Ticket
 from tonnage.server.api.embeddings.protocol import (
     FIELDS,
     Embedding,
@@ -20,6 +19,7 @@ from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Generator, Submission, TokenCounts
 from tonnage.server.engines.base import Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState
 
 

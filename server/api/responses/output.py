@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tonnage.server.tool_calls import Call, CallDelta, new_call_id
+from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
 
 def message(item_id: str, text: str | None, status: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from tonnage.server.accounts import Ticket
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
@@ -25,8 +24,9 @@ from tonnage.server.api.responses.protocol import (
 )
 from tonnage.server.api.tools import tool_use
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState
-from tonnage.server.tool_calls import CallDelta, ToolUse, calls_of
+from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 
 class ResponseService:

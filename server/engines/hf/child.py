@@ -21,15 +21,15 @@ from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, GenerationRequest
-from tonnage.server.engines.hf.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
-from tonnage.server.engines.hf.sampling import is_greedy, most_likely, sample
+from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
+from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
-from tonnage.server.gguf_tokenizer import model_files
-from tonnage.server.sharing import Sharing
+from tonnage.server.engines.sharing import Sharing
+from tonnage.server.text.gguf_tokenizer import model_files
 
 # Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
 # waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
@@ -89,11 +89,11 @@ class EngineLoop:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
 
-        from tonnage.server.engines.hf.grammar import Grammars
-        from tonnage.server.engines.hf.loading import storage_bytes
-        from tonnage.server.engines.hf.profile import device_bytes, profile
-        from tonnage.server.engines.hf.runner import ModelRunner
-        from tonnage.server.engines.hf.selfcheck import checked_attention
+        from tonnage.server.engines.hf.model.loading import storage_bytes
+        from tonnage.server.engines.hf.model.profile import device_bytes, profile
+        from tonnage.server.engines.hf.model.runner import ModelRunner
+        from tonnage.server.engines.hf.model.selfcheck import checked_attention
+        from tonnage.server.engines.hf.sampling.grammar import Grammars
 
         self.plan = plan
         self.connection = connection

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
-from tonnage.cache.state import EVICTION_CAUSES
+from tonnage.cache.blocks.state import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.planner.source import resolve_model
@@ -36,12 +36,12 @@ from tonnage.server.engines.base import (
     QueueFull,
     limits_of,
 )
-from tonnage.server.engines.hf.formats import require_loadable
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
-from tonnage.server.engines.hf.support import require_fixed_rotary, require_supported
-from tonnage.server.memory import PeakSampler
-from tonnage.server.sharing import Sharing
+from tonnage.server.engines.hf.model.formats import require_loadable
+from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
+from tonnage.server.engines.sharing import Sharing
+from tonnage.server.observe.memory import PeakSampler
 
 # Environment of the engine process; what the user has set wins.
 # OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another

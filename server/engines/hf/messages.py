@@ -8,7 +8,7 @@ from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest
-from tonnage.server.sharing import Sharing
+from tonnage.server.engines.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Loaded, self-checked and profiled. Bytes are measured storages, ``activation_bytes`` what one full step
-    took beside them (:mod:`.profile`); ``num_blocks`` the pool's real first dimension. ``warm_weights_bytes``:
-    the weights once more after that step, where a kernel may have repacked what it used."""
+    took beside them (:mod:`.model.profile`); ``num_blocks`` the pool's real first dimension.
+    ``warm_weights_bytes``: the weights once more after that step, where a kernel may have repacked what it
+    used."""
 
     num_blocks: int
     weights_bytes: int

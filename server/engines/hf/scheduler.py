@@ -16,7 +16,7 @@ import numpy as np
 
 from tonnage.cache.admission import Head, Never, Policy, Wait
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.queue import Waiting, WaitingQueue
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
@@ -27,11 +27,11 @@ from tonnage.server.engines.base import (
     TokenLogprobs,
     limits_of,
 )
-from tonnage.server.engines.hf.adjust import Matcher
 from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.sampling.adjust import Matcher
 from tonnage.server.engines.hf.sequence import Entry, Sequence, generator
 from tonnage.server.engines.pool_stats import pool_stats, sample_laws, share
-from tonnage.server.sharing import Sharing
+from tonnage.server.engines.sharing import Sharing
 
 # Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]

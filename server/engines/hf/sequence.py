@@ -8,7 +8,7 @@ import numpy as np
 
 from tonnage.cache.admission import AdmissionRequest
 from tonnage.server.engines.base import GenerationRequest, SamplingParams, TokenLogprobs
-from tonnage.server.engines.hf.adjust import Matcher
+from tonnage.server.engines.hf.sampling.adjust import Matcher
 
 
 @dataclass(slots=True)

@@ -1,0 +1,111 @@
+"""The promise: the most blocks a request can ever hold, exact group by group.
+
+For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
+
+- full group: ``ceil(total / block_size)``. The ``prompt_tokens // block_size`` full prompt blocks are the
+  same blocks in all n sequences (a fork is allowed only once they are computed, and they are never written
+  again), so they count once; everything after them counts for each sequence, the partly filled last prompt
+  block included, since the first write of each fork copies it.
+- sliding group of window ``W``: a query at position p reads positions ``p - W + 1 .. p``. With positions below
+  ``c`` computed, every block whose last position is below ``c - W + 1`` is dead, and `KVCacheManager.extend`
+  drops the dead blocks *before* it takes new ones. A step computes at most ``B = max_num_batched_tokens``
+  positions, so the sequence holds the blocks that cover ``[c - W + 1, c + B)``: ``W - 1 + B`` positions, which
+  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks when they start at the last slot of
+  a block (reached: the bound is exact). Forks may have no common block left in their windows: times n, or
+  the full group's count where that is less.
+- chunked group of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
+  those of the step; the sliding bound with ``W = C``.
+- state group: one block for each sequence (a fork copies it before its first step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
+from tonnage.cache.blocks.groups import paged, reach
+from tonnage.planner.layout import KVGroup
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """Smallest integer not below value / divisor."""
+    return -(-value // divisor)
+
+
+def group_promise(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
+    """Most blocks the request's n sequences can hold in one group at once (see the module's argument)."""
+    block_size = limits.layout.block_size
+    total = ceil_div(request.total_tokens, block_size)
+    shared = request.prompt_tokens // block_size
+    as_full = shared + request.n * (total - shared)
+    if group.kind == "state":
+        return request.n
+    if reach(group) == 0:
+        return as_full
+    span = abs(reach(group)) - 1 + limits.max_num_batched_tokens
+    return min(as_full, request.n * ceil_div(span + block_size - 1, block_size))
+
+
+def promised_blocks(request: AdmissionRequest, limits: Limits) -> int:
+    """Most blocks the request can ever hold, over all groups: blocks of any group come from one pool."""
+    return sum(group_promise(group, request, limits) for group in limits.layout.groups)
+
+
+def split_promise(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
+    """`promised_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
+    full = sum(group_promise(g, request, limits) for g in paged(limits.layout) if reach(g) == 0)
+    return full, promised_blocks(request, limits) - full
+
+
+def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None = None) -> Never | None:
+    """Why the request does not fit even an empty pool (or its tenant's quota of it); None when it does."""
+    needed = promised_blocks(request, limits)
+    if request.n > limits.max_num_seqs:
+        reason = NeverReason.SEQUENCES
+    elif request.total_tokens > limits.max_model_len:
+        reason = NeverReason.MAX_MODEL_LEN
+    elif needed > limits.usable_blocks:
+        reason = NeverReason.BLOCKS
+    elif tenant_blocks is not None and needed > tenant_blocks:
+        reason, limits = NeverReason.TENANT_QUOTA, replace(limits, usable_blocks=tenant_blocks)
+    else:
+        return None
+    return Never(
+        reason=reason,
+        needed_blocks=needed,
+        usable_blocks=limits.usable_blocks,
+        needed_tokens=request.total_tokens,
+        max_model_len=limits.max_model_len,
+        needed_sequences=request.n,
+        max_num_seqs=limits.max_num_seqs,
+        largest_prompt_tokens=largest_prompt(request, limits),
+    )
+
+
+def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
+    """Longest prompt that fits an empty pool with the request's max_tokens and n; 0: none does."""
+    longest = limits.max_model_len - request.max_tokens
+    if longest < 1 or request.n > limits.max_num_seqs:
+        return 0
+
+    def fits(prompt_tokens: int) -> bool:
+        candidate = AdmissionRequest(prompt_tokens, request.max_tokens, request.n)
+        return promised_blocks(candidate, limits) <= limits.usable_blocks
+
+    # With n > 1 the promise falls where the prompt fills a block (the block becomes shared), so it grows
+    # steadily only from one full block to the next, and within one block: search the former, then the latter.
+    block_size = limits.layout.block_size
+    full = _last_true(lambda blocks: fits(blocks * block_size), 1, longest // block_size)
+    low = max(1, full * block_size)
+    return _last_true(fits, low, min(longest, full * block_size + block_size - 1))
+
+
+def _last_true(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Largest value of [low, high] that fits, where those that fit come first; 0 when none does."""
+    if high < low or not fits(low):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

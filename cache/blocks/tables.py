@@ -1,0 +1,146 @@
+"""Sequences: which row of the arrays belongs to which live sequence, and which sequences share a promise.
+
+Rows are what an engine reads: per group a block table, int32 [rows, max_blocks], updated in place, with the
+null block where nothing is yet or where a sliding window has left. Freed rows are reused last in, first out, so
+that a few sequences touch few pages of memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tonnage.cache.admission.types import AdmissionRequest
+from tonnage.cache.blocks.state import Int32Array, Int64Array
+from tonnage.cache.errors import InvalidRequest, SequenceFinished, UnknownSequence
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+_PIECE = 4096  # tokens converted at once
+
+
+@dataclass(slots=True)
+class Family:
+    """The sequences of one request: they share one promise and one request slot.
+
+    ``live`` of them hold blocks, ``forks_left`` may still be forked off; ``promise`` is for both together, in
+    all groups, ``sliding`` the part of it that sliding groups may take.
+    """
+
+    request: AdmissionRequest
+    salt: bytes
+    slot: int
+    promise: int
+    sliding: int
+    live: int
+    forks_left: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that count against max_num_seqs."""
+        return self.live + self.forks_left
+
+
+class Sequences:
+    """Ids to rows, for up to ``rows`` live sequences."""
+
+    def __init__(self, rows: int) -> None:
+        self.row_of: dict[int, int] = {}
+        self.families: list[Family | None] = [None] * rows
+        self._unused = list(range(rows - 1, -1, -1))
+        self._last_id: list[int | None] = [None] * rows
+        self._finished: dict[int, int] = {}  # ids whose row has not been reused yet
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def row(self, sequence_id: int) -> int:
+        """Row of a live sequence. Raises SequenceFinished or UnknownSequence."""
+        row = self.row_of.get(sequence_id)
+        if row is None:
+            raise self._missing(sequence_id)
+        return row
+
+    def rows(self, sequence_ids: Iterable[int]) -> Int64Array:
+        """Rows of live sequences, int64; raises as `row`."""
+        try:
+            return np.fromiter(map(self.row_of.__getitem__, sequence_ids), dtype=np.int64)
+        except KeyError as error:
+            raise self._missing(error.args[0]) from None
+
+    @property
+    def next_row(self) -> int:
+        """The row that `open` will give; -1: all are in use."""
+        return self._unused[-1] if self._unused else -1
+
+    def finished(self, sequence_id: int) -> bool:
+        """Whether the sequence is known to have been freed (remembered until its row is reused)."""
+        return sequence_id in self._finished
+
+    def open(self, sequence_id: int, family: Family) -> int:
+        """A row for a new sequence."""
+        row = self._unused.pop()
+        last = self._last_id[row]
+        if last is not None and self._finished.get(last) == row:
+            del self._finished[last]
+        self._finished.pop(sequence_id, None)  # the id may be used again
+        self._last_id[row] = None
+        self.row_of[sequence_id] = row
+        self.families[row] = family
+        return row
+
+    def close(self, sequence_id: int) -> None:
+        """Forget the row and remember the id as finished."""
+        row = self.row_of.pop(sequence_id)
+        self.families[row] = None
+        self._unused.append(row)
+        self._last_id[row] = sequence_id
+        self._finished[sequence_id] = row
+
+    def family(self, row: int) -> Family:
+        """The request of a row in use."""
+        family = self.families[row]
+        assert family is not None
+        return family
+
+    def _missing(self, sequence_id: int) -> UnknownSequence:
+        if self.finished(sequence_id):
+            return SequenceFinished(f"sequence {sequence_id} has been freed", field="sequence_id")
+        return UnknownSequence(
+            f"sequence {sequence_id} is not live", field="sequence_id", hint="admit or fork it first"
+        )
+
+
+def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | None = None) -> Int32Array:
+    """Token ids as int32 [len]. Raises InvalidRequest for what is no list of ints in [0, 2^31).
+
+    ``signed``: the caller looks for negative ones itself. ``out``: a list that fits is written there, and the
+    answer is a view of it.
+    """
+    try:
+        if isinstance(token_ids, (bytes, bytearray, memoryview)):
+            raise TypeError("bytes are no token ids")
+        if isinstance(token_ids, np.ndarray):
+            if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+                raise TypeError(f"an array of {token_ids.dtype}, {token_ids.ndim} axes")
+            if token_ids.size and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 2**31:
+                raise OverflowError("a token id is negative or 2^31 or more")
+            return token_ids.astype(np.int32)
+        count = len(token_ids)
+        if not isinstance(token_ids, (list, tuple)):
+            token_ids = list(token_ids)
+        ids: Int32Array = np.empty(count, np.int32) if out is None or count > len(out) else out[:count]
+        # struct refuses floats and what does not fit 32 bits, and takes half the time of array or numpy; piece
+        # by piece, because it wants the numbers as arguments, and a tuple of 100,000 is new memory each time.
+        for start in range(0, count, _PIECE):
+            piece = token_ids[start : start + _PIECE]
+            struct.pack_into(f"{len(piece)}i", ids.data, 4 * start, *piece)
+    except (TypeError, OverflowError, ValueError, struct.error) as error:
+        raise InvalidRequest(str(error), field="token_ids", hint="give a flat list of ints") from None
+    if not signed and ids.size and int(ids.min()) < 0:
+        raise InvalidRequest(f"token id {int(ids.min())} is negative", field="token_ids")
+    return ids

@@ -1,0 +1,1 @@
+"""Which cached block goes next, and what the pool learns about reuse."""

@@ -1,0 +1,89 @@
+"""Eviction: which cached block goes next. By what the pool has learned, or by age alone where that was better.
+
+**Lists.** Only blocks whose node has no child may go, so no cached child ever loses its parent, whatever the
+order. They stand in one list for each class, in order of release. A class is given to all blocks of a request
+when it ends (`tonnage.cache.eviction.reuse`): a family (prompts, popular blocks, answers) and one of `SCORES`
+levels of how often such requests are continued. A node whose last child has gone is listed then, at the end
+that its age is nearer.
+
+**Next.** Hit density as a function of age rises and falls once, so the block of a class that is worth least is
+the oldest or the youngest. The lowest of these, over all lists, goes first; the older where they are equal. A
+request whose blocks go loses its last ones first, and keeps a prefix that can be hit. O(1) a block: the choice
+looks at two blocks of each class and holds for the next `RUN` evictions.
+
+**LRU** takes the oldest block of all lists. It is the rule until half as many blocks have been evicted as the
+pool has: before, too little has been seen. From then on the pool counts on a sample what it hits and what LRU
+would have hit; it returns to LRU while its own count of late is the smaller one by more than `SLACK`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from tonnage.cache.blocks.state import (
+    BY_RESET,
+    CLASSES,
+    CLOCK,
+    CLOCK_MASK,
+    EVICTIONS,
+    LEARNING,
+    LISTS,
+    NEXT,
+    PREV,
+    RULE,
+    SAMPLE_SHIFT,
+    TIME,
+    Core,
+)
+from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.eviction.reuse import age_level
+
+Eviction = Literal["adaptive", "lru"]
+
+LRU, LEARNED = range(2)  # the rules
+RUN = 32
+SLACK = 1 / 64  # of the sample of a full pool: what luck with one or two requests makes
+OLDEST, YOUNGEST = 0, 1  # ends of a list
+
+
+@compiled
+def choose_rule(core: Core) -> None:
+    """A request has begun: follow what has been learned, or LRU."""
+    counters = core.counters
+    if core.constants[LEARNING] == 0:
+        return
+    blocks = core.blocks.shape[1] - CLASSES
+    evicted = 0
+    for cause in range(BY_RESET):
+        evicted += counters[EVICTIONS + cause]
+    slack = SLACK * (blocks >> core.constants[SAMPLE_SHIFT])
+    ahead = core.scores[0] - core.scores[1]
+    if 2 * evicted < blocks or ahead < -slack:
+        counters[RULE] = LRU
+    elif ahead >= -slack / 2:
+        counters[RULE] = LEARNED
+
+
+@inlined
+def age_of(core: Core, block: int) -> int:
+    """Blocks released since the cached block was."""
+    return int((core.counters[CLOCK] - core.blocks[TIME, block]) & CLOCK_MASK)
+
+
+@compiled
+def choose_list(core: Core) -> tuple[int, int]:
+    """(class, end) to evict from next; one list has a block."""
+    blocks, lists, learned = core.blocks, core.counters[LISTS], core.counters[RULE] == LEARNED
+    size = blocks.shape[1] - CLASSES
+    best, best_end, lowest, oldest = -1, OLDEST, np.inf, -1
+    for kind in range(CLASSES):
+        if (lists >> kind) & 1 == 0:
+            continue
+        for end in range(2 if learned else 1):
+            age = age_of(core, blocks[NEXT if end == OLDEST else PREV, size + kind])
+            worth = core.density[kind, age_level(age, size)] if learned else 0.0
+            if worth < lowest or (worth == lowest and age > oldest):
+                best, best_end, lowest, oldest = kind, end, worth, age
+    return best, best_end

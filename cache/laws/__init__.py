@@ -1,0 +1,1 @@
+"""The laws of the block manager: what holds after every operation."""

@@ -1,0 +1,101 @@
+"""The hash of a block of tokens after its prefix: XXH64 of the tokens' bytes, seeded with the parent's hash.
+
+XXH64 is the algorithm of the xxHash specification (Y. Collet, doc/xxhash_spec.md, version 0.2.0). It is written
+out here because the loop over a prompt's blocks is compiled and cannot call a library; the `xxhash` package is
+its plain twin, and the tests compare the two bit for bit. 64 bits are enough because a hash only proposes a
+block: tokens, parent and salt are compared before it is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import xxhash
+
+from tonnage.cache.blocks.state import Int32Array, State
+from tonnage.cache.compiled import compiled
+
+# (bytes of one block's int32 tokens, hash of the parent or of the salt) -> unsigned 64-bit hash
+HashBlock = Callable[[memoryview, int], int]
+
+_P1 = np.uint64(0x9E3779B185EBCA87)
+_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_P3 = np.uint64(0x165667B19E3779F9)
+_P4 = np.uint64(0x85EBCA77C2B2AE63)
+_P5 = np.uint64(0x27D4EB2F165667C5)
+_U32 = np.uint64(0xFFFFFFFF)
+_U64 = np.uint64(64)
+
+
+def xxh64_block(data: memoryview, parent_hash: int) -> int:
+    """The library's XXH64, the twin of `hash_tokens`."""
+    return xxhash.xxh64_intdigest(data, parent_hash)
+
+
+def seed_of(salt: bytes, key: int) -> int:
+    """Hash that a chain of this salt starts from. ``key`` is random per process, so that nobody outside can
+    choose tokens whose hashes collide."""
+    return xxhash.xxh3_64_intdigest(salt, key)
+
+
+@compiled
+def _rotate(value: np.uint64, bits: int) -> np.uint64:
+    count = np.uint64(bits)
+    return (value << count) | (value >> (_U64 - count))
+
+
+@compiled
+def _round(lane: np.uint64, value: np.uint64) -> np.uint64:
+    return _rotate(lane + value * _P2, 31) * _P1
+
+
+@compiled
+def _pair(tokens: Int32Array, at: int) -> np.uint64:
+    """Two tokens as the 64-bit little-endian integer of their bytes."""
+    low, high = np.uint64(tokens[at]) & _U32, np.uint64(tokens[at + 1]) & _U32
+    return low | (high << np.uint64(32))
+
+
+@compiled
+def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> np.uint64:
+    """XXH64 of the bytes of ``tokens[start : start + count]`` (int32, little-endian)."""
+    at, end = start, start + count
+    if count >= 8:
+        lane1, lane2, lane3, lane4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
+        while at + 8 <= end:
+            lane1 = _round(lane1, _pair(tokens, at))
+            lane2 = _round(lane2, _pair(tokens, at + 2))
+            lane3 = _round(lane3, _pair(tokens, at + 4))
+            lane4 = _round(lane4, _pair(tokens, at + 6))
+            at += 8
+        value = _rotate(lane1, 1) + _rotate(lane2, 7) + _rotate(lane3, 12) + _rotate(lane4, 18)
+        value = (value ^ _round(np.uint64(0), lane1)) * _P1 + _P4
+        value = (value ^ _round(np.uint64(0), lane2)) * _P1 + _P4
+        value = (value ^ _round(np.uint64(0), lane3)) * _P1 + _P4
+        value = (value ^ _round(np.uint64(0), lane4)) * _P1 + _P4
+    else:
+        value = seed + _P5
+    value = value + np.uint64(count) * np.uint64(4)
+    while at + 2 <= end:
+        value = _rotate(value ^ _round(np.uint64(0), _pair(tokens, at)), 27) * _P1 + _P4
+        at += 2
+    if at < end:
+        value = _rotate(value ^ ((np.uint64(tokens[at]) & _U32) * _P1), 23) * _P2 + _P3
+    value = (value ^ (value >> np.uint64(33))) * _P2
+    value = (value ^ (value >> np.uint64(29))) * _P3
+    return value ^ (value >> np.uint64(32))
+
+
+def hash_rows(state: State, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
+    """`tonnage.cache.prefix.index.hash_row` of rows with another hash function, slow: for tests."""
+    rows, seeds = state.rows, state.index.seeds
+    for row in batch:
+        tokens, hashes = rows.tokens[row], rows.hashes[row]
+        shared, own = int(rows.shared[row]), int(seeds[rows.salt[row]])
+        for at in range(int(rows.hashed[row]), int(rows.length[row]) // size):
+            parent = int(hashes[at - 1]) if at else (int(seeds[0]) if shared else own)
+            if at and at == shared:
+                parent ^= own
+            hashes[at] = hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
+            rows.hashed[row] = at + 1

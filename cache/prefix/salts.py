@@ -1,0 +1,84 @@
+"""Salts: which requests may share blocks. One small id per salt while anything hangs on it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tonnage.cache.blocks.state import Int32Array, State
+from tonnage.cache.prefix.hashing import seed_of
+
+
+class Salts:
+    """Ids of salts: 0 is the empty salt, whose blocks and those of allowed prefixes everybody may share.
+
+    An id is given to another salt only when no node and no live sequence has it, so equal ids mean equal salts.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._ids: dict[bytes, int] = {b"": 0}
+        self._salts: list[bytes] = [b""]
+        self._rows: list[int] = [0]  # live sequences by id
+        self._unused: list[int] = []
+        self._sweep_at = 64
+        self._allowed: list[Int32Array] = []  # the longest first
+        self._blocks: list[int] = []
+
+    def allow(self, tokens: Int32Array, block_size: int) -> None:
+        """Add a prefix of whole blocks to the allow-list."""
+        if any(np.array_equal(tokens, known) for known in self._allowed):
+            return
+        self._allowed.append(tokens.copy())
+        self._allowed.sort(key=len, reverse=True)
+        self._blocks = [len(known) // block_size for known in self._allowed]
+
+    def enter(self, state: State, row: int, salt: bytes, tokens: Int32Array) -> None:
+        """Give the row its salt and its allowed prefix."""
+        known = self._ids.get(salt)
+        if known is None:
+            known = self._new_id(state, salt)
+        self._rows[known] += 1
+        state.rows.salt[row] = known
+        state.rows.shared[row] = self._allowed_blocks(tokens) if known else 0
+
+    def share(self, state: State, row: int) -> None:
+        """A fork's row has taken over its parent's salt."""
+        self._rows[state.rows.salt[row]] += 1
+
+    def leave(self, state: State, row: int) -> None:
+        """The row's sequence ends."""
+        self._rows[state.rows.salt[row]] -= 1
+
+    def salt_of(self, salt_id: int) -> bytes:
+        """The salt of an id in use."""
+        return self._salts[salt_id]
+
+    def _allowed_blocks(self, tokens: Int32Array) -> int:
+        for prefix, blocks in zip(self._allowed, self._blocks, strict=True):
+            if len(prefix) <= len(tokens) and np.array_equal(prefix, tokens[: len(prefix)]):
+                return blocks
+        return 0
+
+    def _new_id(self, state: State, salt: bytes) -> int:
+        capacity = len(state.index.seeds)  # nodes and live sequences cannot have more salts at once
+        if not self._unused and len(self._salts) >= min(self._sweep_at, capacity):
+            self._sweep(state)
+            self._sweep_at = 2 * (len(self._salts) - len(self._unused)) + 64
+        if self._unused:
+            salt_id = self._unused.pop()
+        else:
+            salt_id = len(self._salts)
+            self._salts.append(b"")
+            self._rows.append(0)
+        self._ids[salt], self._salts[salt_id] = salt_id, salt
+        state.index.seeds[salt_id] = seed_of(salt, self._key)
+        return salt_id
+
+    def _sweep(self, state: State) -> None:
+        used = state.index.salt_nodes
+        for salt_id in range(1, len(self._salts)):
+            salt = self._salts[salt_id]
+            if salt and not self._rows[salt_id] and not used[salt_id]:
+                del self._ids[salt]
+                self._salts[salt_id] = b""
+                self._unused.append(salt_id)

@@ -1,0 +1,1 @@
+"""What a step computes, and who waits for which turn. No clock, no tensors."""

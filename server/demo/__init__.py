@@ -1,0 +1,1 @@
+"""The demo model: where it comes from and how it is converted."""

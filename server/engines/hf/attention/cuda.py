@@ -1,0 +1,100 @@
+"""Which attention kernel a GPU gets: the first of `KERNELS` that is installed and can read the pool.
+
+None of them has run on a GPU in this project yet. The tests give each the reference's arithmetic (FlexAttention
+its own, on a CPU) and compare; at every start the self-check (:mod:`..model.selfcheck`) compares the chosen one
+on the real device with the model's own attention and goes on to the next where they differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tonnage.cache.admission import Limits
+from tonnage.server.engines.hf.attention.gather import Attention, Backend
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.pool import PagedPool
+
+VLLM_FLASH, FLASH, FLASHINFER, FLEX = "FlashAttention of vLLM", "FlashAttention", "FlashInfer", "FlexAttention"
+KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
+
+# Multiple that the block size must be of: flash_attn 2 csrc/flash_attn/flash_api.cpp (mha_varlen_fwd, "Paged KV
+# cache block size must be divisible by 256"), vLLM's fork of it 16; tl.dot of Triton takes 16 keys or more.
+BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
+LARGEST_HEAD = 256  # flash_api.cpp: "head dimension at most 256", in steps of 8
+FLASHINFER_HEADS = (64, 128, 256)  # head sizes its wheels and its just-in-time compiler are tested with
+HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a kernel is to read: ``dtype`` of the model, ``stored`` of the pool (--kv-cache-dtype resolved)."""
+
+    dtype: str
+    stored: str
+    block_size: int
+    head_size: int
+
+
+def why_not(name: str, wanted: Wanted, capability: tuple[int, int]) -> str | None:
+    """Why this kernel does not serve there, None if it should. ``capability``: compute capability."""
+    missing = _missing(name)
+    if missing:
+        return missing
+    least = (7, 0) if name == FLEX else (8, 0)  # Triton's; FlashAttention 2's, and what bfloat16 needs
+    if capability < least:
+        return f"needs compute capability {least[0]}.{least[1]}, this is {capability[0]}.{capability[1]}"
+    if wanted.stored != wanted.dtype:
+        return f"reads K and V as the model computes ({wanted.dtype}), they are stored as {wanted.stored}"
+    if wanted.dtype not in HALVES and name != FLEX:
+        return f"computes in {' or '.join(HALVES)}, not {wanted.dtype}"
+    multiple = BLOCK_MULTIPLE[name]
+    if wanted.block_size % multiple:
+        return f"needs blocks of a multiple of {multiple} tokens, not {wanted.block_size}"
+    size = wanted.head_size
+    if name == FLASHINFER and size not in FLASHINFER_HEADS:
+        return f"serves head sizes {', '.join(map(str, FLASHINFER_HEADS))}, not {size}"
+    if name != FLASHINFER and (size % 8 or size < 16 or size > LARGEST_HEAD):
+        return f"serves head sizes 16 to {LARGEST_HEAD} in steps of 8, not {size}"
+    return None
+
+
+def _missing(name: str) -> str | None:
+    if name == VLLM_FLASH:
+        spec = find_spec("vllm")
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        if any(list(Path(folder).glob("vllm_flash_attn/_vllm_fa?_C*")) for folder in folders):
+            return None
+        return "vllm is built for another device" if spec else "vllm is not installed"
+    module = {FLASH: "flash_attn", FLASHINFER: "flashinfer", FLEX: "triton"}[name]
+    return None if find_spec(module) else f"{module} is not installed"
+
+
+def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
+    """What makes a step's attention of its batch. Raises what a broken installation raises."""
+    from tonnage.server.engines.hf.attention import flash, flash_infer, flex
+
+    if name == FLASHINFER:
+        wrappers = flash_infer.load(pool)
+        return lambda batch: flash_infer.FlashInferAttention(batch, pool, wrappers)
+    if name == FLEX:
+        buffers = flex.Buffers(pool, limits)
+        return lambda batch: flex.FlexAttention(batch, pool, buffers)
+    kernel = flash.load_vllm() if name == VLLM_FLASH else flash.load_flash_attn()
+
+    def flash_attention(batch: Batch) -> Attention:
+        return flash.FlashAttention(batch, pool, kernel)
+
+    return flash_attention
+
+
+def usable(pool: PagedPool, dtype: torch.dtype) -> list[str]:
+    """Kernels that should serve this pool on its device, best first."""
+    layout = pool.layout
+    names = [str(kind).removeprefix("torch.") for kind in (dtype, pool.dtype)]
+    wanted = Wanted(*names, layout.block_size, layout.head_size)
+    capability = torch.cuda.get_device_capability(pool.tensor.device)
+    return [name for name in KERNELS if why_not(name, wanted, capability) is None]

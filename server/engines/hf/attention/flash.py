@@ -1,0 +1,75 @@
+"""FlashAttention on block tables: ``flash_attn`` 2 from PyPI, or the build inside vLLM for CUDA.
+
+Untested on a GPU; what is handed over is tested with a stand-in that computes by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tonnage.server.engines.hf.attention.paged import PagedAttention
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+
+Kernel = Callable[..., torch.Tensor]
+
+
+def load_flash_attn() -> Kernel:
+    """``flash_attn_varlen_func`` of flash_attn 2.5 and later. It takes lengths as a running sum."""
+    from flash_attn import flash_attn_varlen_func
+
+    def kernel(*, seqused_k: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        summed = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+        found: torch.Tensor = flash_attn_varlen_func(cu_seqlens_k=summed, **arguments)
+        return found
+
+    return kernel
+
+
+def load_vllm() -> Kernel:
+    """The same function of vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py): version 3 where the
+    device has it, which is Hopper, else 2."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+
+    version = 3 if is_fa_version_supported(3) else 2
+
+    def kernel(**arguments: Any) -> torch.Tensor:
+        found: torch.Tensor = flash_attn_varlen_func(fa_version=version, **arguments)
+        return found
+
+    return kernel
+
+
+class FlashAttention(PagedAttention):
+    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+
+    def __init__(self, batch: Batch, pool: PagedPool, kernel: Kernel) -> None:
+        super().__init__(batch, pool)
+        self._kernel = kernel
+        self._start = on_device(batch.query_start.astype(np.int32), self.device)
+        self._tables = [on_device(np.maximum(pages.table, 0), self.device) for pages in self.pages]
+        self._lengths = [on_device(pages.length, self.device) for pages in self.pages]
+
+    def read(
+        self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        k, v = self.layer(slot)
+        window = self.windows[group]
+        return self._kernel(
+            q=query.contiguous(),
+            k=k,
+            v=v,
+            cu_seqlens_q=self._start,
+            seqused_k=self._lengths[group],
+            max_seqlen_q=self.longest_query,
+            max_seqlen_k=int(self.pages[group].length.max()),
+            softmax_scale=scaling,
+            causal=True,  # queries are the last of their context in both builds
+            window_size=[-1, -1] if window is None else [window - 1, 0],  # tokens to the left, without its own
+            softcap=softcap or 0.0,
+            block_table=self._tables[group],
+        )

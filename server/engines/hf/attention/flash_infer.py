@@ -1,0 +1,67 @@
+"""FlashInfer on block tables: planned once a step and group, run in each layer.
+
+One wrapper serves prefill chunks and decodes together: its prefill kernel packs the query heads of a KV head
+into one tile, as the decode wrapper does with tensor cores. Untested on a GPU; what is handed over is tested
+with a stand-in that computes by the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
+from tonnage.server.engines.hf.attention.paged import PagedAttention
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+
+
+def load(pool: PagedPool) -> list[Any]:
+    """A wrapper a group, each with its own plan; all on one workspace, for layers run one after the other."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensor.device)
+    return [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in pool.layout.groups]
+
+
+class FlashInferAttention(PagedAttention):
+    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+
+    def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
+        super().__init__(batch, pool)
+        self._wrappers = wrappers
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # plans are made on the host
+        self._planned: dict[int, tuple[float, float | None]] = {}
+
+    def read(
+        self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        if self._planned.get(group) != (scaling, softcap):  # the same in every layer of the known families
+            self._plan(group, query, scaling, softcap)
+            self._planned[group] = (scaling, softcap)
+        found: torch.Tensor = self._wrappers[group].run(query.contiguous(), self.layer(slot))
+        return found
+
+    def _plan(self, group: int, query: torch.Tensor, scaling: float, softcap: float | None) -> None:
+        layout, pages, window = self.pool.layout, self.pages[group], self.windows[group]
+        used = pages.table >= 0
+        start = np.concatenate(([0], np.cumsum(used.sum(1)))).astype(np.int32)
+        last = (pages.length - 1) % layout.block_size + 1
+        self._wrappers[group].plan(
+            self._start,
+            torch.from_numpy(start),
+            on_device(pages.table[used], self.device),
+            torch.from_numpy(last.astype(np.int32)),
+            query.shape[1],
+            layout.kv_heads,
+            layout.head_size,
+            layout.block_size,
+            causal=True,
+            sm_scale=scaling,
+            window_left=-1 if window is None else window - 1,
+            logits_soft_cap=softcap,
+            q_data_type=query.dtype,
+            kv_data_type=self.pool.dtype,
+        )

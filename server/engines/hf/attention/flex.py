@@ -1,0 +1,142 @@
+"""FlexAttention, torch's own, on the blocks where they lie: always there, compiled once where there is Triton.
+
+The pool is one long row of slots to it: K of a layer begins 2 x slot blocks into it, V one block later, and a
+block's slots are followed by those of the other layers. The block mask names the blocks that a tile of queries
+reads; the mask function says which of their slots a query sees. Uncompiled (on a CPU, in the tests) torch works
+out every query against every slot of the pool. Untested on a GPU. Tiles of one sequence and of 16 queries read
+each block once for a decode, as often as a prompt has tiles for a chunk: FlashAttention's are larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from tonnage.cache.admission import Limits
+from tonnage.planner.runtime.hf import FLEX_TILE
+from tonnage.server.engines.hf.attention.paged import PagedAttention
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+
+TILE = FLEX_TILE  # queries of one sequence; 16 is the least a matrix product of Triton takes (tl.dot)
+
+
+class Buffers:
+    """Arrays that live across steps, of one shape each: another shape would be compiled again.
+
+    ``sequence`` and ``position`` [rows] of each query row (-1: none), ``table`` [sequences, W] the blocks each
+    sequence may see in their places (-1: none). ``place`` [blocks] is the place of a block in its table: one
+    array for all, because a block belongs to one group, and sequences that share it share all before it.
+    """
+
+    def __init__(self, pool: PagedPool, limits: Limits) -> None:
+        self.device, self.groups = pool.tensor.device, len(pool.layout.groups)
+        self.width = max(2, -(-limits.max_model_len // pool.layout.block_size))
+        self.place = self._zeros(len(pool.tensor))
+        self._hold(limits.max_num_batched_tokens + limits.max_num_seqs * TILE, limits.max_num_seqs)
+        compiled = self.device.type == "cuda"
+        self.attend = torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def _hold(self, rows: int, sequences: int) -> None:
+        self.sequence, self.position = self._zeros(rows), self._zeros(rows)
+        self.table = [self._zeros(sequences, self.width) for _ in range(self.groups)]
+
+    def fit(self, rows: int, sequences: int) -> None:
+        """Larger arrays where these do not do: the self-check's batch may be beyond a small server's limits."""
+        if rows > len(self.sequence) or sequences > len(self.table[0]):
+            self._hold(max(rows, len(self.sequence)), max(sequences, len(self.table[0])))
+
+
+class FlexAttention(PagedAttention):
+    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+
+    def __init__(self, batch: Batch, pool: PagedPool, buffers: Buffers) -> None:
+        super().__init__(batch, pool)
+        self._buffers = buffers
+        queries = np.diff(batch.query_start)
+        tiles = -(-queries // TILE)
+        tiles[-1] += tiles.sum() == 1  # torch compiles a size of 1 apart
+        self._sequence = np.repeat(np.arange(len(tiles)), tiles)  # of each tile
+        row = np.repeat(self._sequence, TILE)
+        number = np.arange(len(row)) - ((np.cumsum(tiles) - tiles) * TILE)[row]
+        position = np.where(number < queries[row], (batch.kv_len - queries)[row] + number, -1)
+        buffers.fit(len(row), len(tiles))
+        buffers.sequence[: len(row)] = self._put(row)
+        buffers.position[: len(row)] = self._put(position)
+        self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)  # [T]
+        self._last = position.reshape(-1, TILE).max(1)  # position of the last query of each tile, -1: none
+        self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return on_device(array.astype(np.int32), self.device)
+
+    def _mask(self, group: int, rows: int) -> BlockMask:
+        layout, pages, buffers = self.pool.layout, self.pages[group], self._buffers
+        size, parts = layout.block_size, 2 * layout.layer_slots  # K and V blocks of all layers, side by side
+        sequence, position = buffers.sequence, buffers.position
+        table, place, window = buffers.table[group], buffers.place, self.windows[group]
+        which, at = np.nonzero(pages.table >= 0)
+        block, at = pages.table[which, at], at + pages.skipped[which]
+        own = np.full((len(pages.table), buffers.width), -1)
+        own[which, at] = block
+        table[: len(own)] = self._put(own)
+        place[on_device(block.astype(np.int64), self.device)] = self._put(at)
+
+        def sees(batch: torch.Tensor, head: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            block, slot = kv // (parts * size), kv % (parts * size)
+            key = place[block] * size + slot
+            mine = table[sequence[q], place[block]] == block
+            seen = (slot < size) & mine & (key <= position[q])
+            return seen if window is None else seen & (key > position[q] - window)
+
+        count = np.maximum(0, self._last // size + 1 - pages.skipped[self._sequence])
+        read = torch.zeros(1, 1, len(self._sequence), buffers.width, dtype=torch.int32, device=self.device)
+        read[..., : pages.table.shape[1]] = self._put(np.maximum(pages.table, 0)[self._sequence] * parts)
+        return BlockMask.from_kv_blocks(
+            self._put(count)[None, None],
+            read,
+            BLOCK_SIZE=(TILE, size),
+            mask_mod=sees,
+            seq_lengths=(rows, ((len(self.pool.tensor) - 1) * parts + 1) * size),
+            compute_q_blocks=False,
+        )
+
+    def read(
+        self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        mask, size = self._masks[group], self.pool.layout.block_size
+        rows, slots = mask.seq_lengths
+        padded = query.new_zeros(rows, *query.shape[1:])
+        padded[self._rows_of] = query
+        padded = padded.transpose(0, 1)[None]
+        k, v = (
+            self.pool.rows[part * size : part * size + slots].transpose(0, 1)[None]
+            for part in (2 * slot, 2 * slot + 1)
+        )
+        for tensor, dimension in ((padded, 2), (mask.kv_num_blocks, 2), (mask.kv_indices, 2)):
+            torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        output = self._buffers.attend(
+            padded,
+            k,
+            v,
+            score_mod=None if softcap is None else capped(softcap),
+            block_mask=mask,
+            scale=scaling,
+            enable_gqa=True,
+            kernel_options={"BLOCK_M": TILE, "BLOCK_N": math.gcd(size, 64), "FORCE_USE_FLEX_ATTENTION": True},
+        )
+        return output[0].transpose(0, 1)[self._rows_of]
+
+
+def capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def score(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return score

@@ -1,0 +1,100 @@
+"""Attention in place on the blocks (:mod:`..kernels.attention`) behind the interface of :mod:`.gather`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.kernels.attention import TILE, attend, cut, scratch_floats
+from tonnage.server.engines.hf.kernels.linear import gate_values
+from tonnage.server.engines.hf.model.pool import PagedPool
+
+
+def serves(pool: PagedPool) -> bool:
+    """Whether the kernel can read this pool: bfloat16 on the CPU, blocks of whole tiles."""
+    return (
+        pool.tensor.dtype == torch.bfloat16
+        and pool.tensor.device.type == "cpu"
+        and pool.layout.block_size % TILE == 0
+    )
+
+
+class Scratch:
+    """Memory of the kernel's threads, kept from step to step."""
+
+    def __init__(self, pool: PagedPool, threads: int) -> None:
+        self.threads = threads
+        self.work = np.empty((threads, scratch_floats(pool.layout.head_size)), np.float32)
+
+
+class InPlaceAttention:
+    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+
+    def __init__(self, batch: Batch, pool: PagedPool, query_heads: int, scratch: Scratch) -> None:
+        layout = pool.layout
+        self._pool, self._scratch = pool, scratch
+        self._write = [pool.row_index(slots) for slots in batch.slots]
+        self._tables = [np.ascontiguousarray(table) for table in batch.tables]
+        self._items, self._shares = cut(
+            batch.query_start, batch.kv_len, layout.kv_heads, query_heads // layout.kv_heads, scratch.threads
+        )
+        self._windows = [group.window or 0 for group in layout.groups]
+        self._token = layout.kv_heads * layout.head_size * 2  # bytes of K of one token in one layer
+        self._block = layout.layer_slots * 2 * layout.block_size * self._token
+        self._base = pool.tensor.data_ptr()
+        self._memory: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        group: int,
+        slot: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        output = torch.empty_like(query)
+        attend(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            *self.arguments(group, slot, query.shape[1], scaling, softcap),
+        )
+        return output
+
+    def arguments(
+        self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
+    ) -> tuple[Any, ...]:
+        """Of :func:`..kernels.attention.attend` for one layer, after the addresses of q, k, v and the
+        output.""" layout = self._pool.layout
+        return (
+            self._base + slot * 2 * layout.block_size * self._token,
+            self._write[group],
+            self._tables[group],
+            self._items,
+            self._shares,
+            layout.block_size,
+            self._block,
+            heads,
+            layout.kv_heads,
+            layout.head_size,
+            np.float32(scaling),
+            np.float32(softcap or 0.0),
+            self._windows[group],
+            self._scratch.work,
+        )
+
+    def memory(self, values: int) -> tuple[int, int]:
+        """Addresses of ``values`` bfloat16 values and of what `linear.matmul` needs for gates: one piece of
+        memory for all layers of the step."""
+        gates = gate_values(self._scratch.threads)
+        if self._memory is None or len(self._memory) < values + gates:
+            self._memory = torch.empty(values + gates, dtype=torch.bfloat16)
+        address = self._memory.data_ptr()
+        return address + 2 * gates, address

@@ -1,0 +1,76 @@
+"""What the kernels of a GPU share that read the pool through block tables: K and V written first, and the
+tables as such a kernel takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tonnage.server.engines.hf.batch import Batch, Int32
+from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The blocks of one group that the queries of a step can see. ``table`` [S, W], ``length`` [S] tokens from
+    the first block of the row on; ``skipped`` [S] blocks that the window has left and the row leaves out.
+
+    Kernels align queries with the end of their context, so what lies before may go: a block that the manager
+    took back is never read, whatever is in it now.
+    """
+
+    table: Int32
+    length: Int32
+    skipped: Int32
+
+
+def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Pages:
+    """The visible blocks of ``group``; unused places of ``table`` hold -1."""
+    queries = np.diff(batch.query_start)
+    first = 0 * batch.kv_len if window is None else np.maximum(0, batch.kv_len - queries - window + 1)
+    skipped = first // block_size
+    count = -(-batch.kv_len // block_size) - skipped
+    column = np.arange(count.max())[None]
+    place = np.minimum(skipped[:, None] + column, batch.tables[group].shape[1] - 1)
+    table = np.where(column < count[:, None], np.take_along_axis(batch.tables[group], place, 1), -1)
+    length = batch.kv_len - skipped * block_size
+    return Pages(table.astype(np.int32), length.astype(np.int32), skipped.astype(np.int32))
+
+
+class PagedAttention:
+    """One step's attention, called as :class:`.gather.GatherAttention` is; subclasses read K and V."""
+
+    def __init__(self, batch: Batch, pool: PagedPool) -> None:
+        self.pool, self.device = pool, pool.tensor.device
+        self._rows = [on_device(pool.row_index(slots), self.device) for slots in batch.slots]
+        groups, size = pool.layout.groups, pool.layout.block_size
+        self.windows = [group.window for group in groups]
+        self.pages = [pages(batch, number, group.window, size) for number, group in enumerate(groups)]
+        self.longest_query = int(np.diff(batch.query_start).max())
+
+    def __call__(
+        self,
+        group: int,
+        slot: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        size = self.pool.layout.block_size
+        self.pool.write(self._rows[group] + 2 * slot * size, key)
+        self.pool.write(self._rows[group] + (2 * slot + 1) * size, value)
+        return self.read(group, slot, query, scaling, softcap)
+
+    def read(
+        self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
+    ) -> torch.Tensor:
+        """The attention of ``query`` [T, heads, size], of the same shape, once K and V are in the pool."""
+        raise NotImplementedError
+
+    def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the layer in ``slot``: views [blocks, block size, KV heads, size] of the pool."""
+        return self.pool.tensor[:, slot, 0], self.pool.tensor[:, slot, 1]

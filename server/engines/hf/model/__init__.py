@@ -1,0 +1,1 @@
+"""The model of the Hugging Face engine: loaded, checked, run."""

@@ -1,0 +1,230 @@
+"""Decoder layers as one kernel call each (:mod:`..kernels.layer`), where a layer is no more than its modules.
+
+After :func:`.fuse.fuse`, and only where every module of a layer was given a kernel. Each layer is then tried:
+its own code around these modules and the one call must give the same bits, and write the same K and V. A
+family whose layers do anything else (a factor on the residual, another order) so keeps its own code by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tonnage.planner.layout import KVLayout
+from tonnage.server.engines.hf.attention.in_place import InPlaceAttention, Scratch
+from tonnage.server.engines.hf.attention.interface import PagedBatch
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.kernels import layer as kernel
+from tonnage.server.engines.hf.kernels import linear, small
+from tonnage.server.engines.hf.model.pool import PagedPool
+
+
+def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: int) -> int:
+    """Give decoder layers of a model that was fused one call each; returns how many took it."""
+    trial = _Trial(layout, query_heads, threads)
+    return sum(
+        trial.adopt(module, parts) for module in model.modules() if (parts := _parts(module)) is not None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    weights: dict[str, torch.Tensor]  # by the names of `kernel.WEIGHTS`
+    epsilon: float
+    shift: float
+    activation: tuple[float, float]
+
+
+def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[Any] | None:
+    """What `fuse` has put in the place of the module's forward, if it is ``function``."""
+    forward = getattr(module, "__dict__", {}).get("forward")
+    return forward if isinstance(forward, functools.partial) and forward.func is function else None
+
+
+def _parts(module: nn.Module) -> _Parts | None:
+    """The weights of a layer all of whose modules run as kernels, under the names of the Llama family."""
+    from tonnage.server.engines.hf.model.fuse import gated_mlp
+
+    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    gated = _kernel_of(mlp, gated_mlp)
+    if attention is None or gated is None:
+        return None
+    names = {"input norm": "input_layernorm", "mlp norm": "post_attention_layernorm"}
+    if hasattr(module, "pre_feedforward_layernorm"):  # Gemma: also what is added goes through a norm
+        names["attention norm"] = "post_attention_layernorm"
+        names["mlp norm"], names["output norm"] = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    norms = {name: getattr(module, own, None) for name, own in names.items()}
+    if hasattr(attention, "q_norm"):
+        norms |= {"q norm": attention.q_norm, "k norm": getattr(attention, "k_norm", None)}
+    weights, numbers = {}, set()
+    for name, norm in norms.items():
+        if (found := _kernel_of(norm, small.rms_norm)) is None:
+            return None
+        weights[name] = found.keywords["weight"]
+        numbers.add((found.keywords["epsilon"], found.keywords["shift"]))
+    biases = 0
+    for name in ("q", "k", "v", "o"):
+        if (found := _kernel_of(getattr(attention, f"{name}_proj", None), linear.linear)) is None:
+            return None
+        weights[name] = found.keywords["weight"]
+        if (bias := found.keywords["bias"]) is not None:
+            biases += 1
+            weights[f"{name} bias"] = bias
+    weights |= {name: getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")}
+    if "o bias" in weights or biases not in (0, 3) or len(numbers) != 1:
+        return None
+    (epsilon, shift), *_ = numbers
+    return _Parts(weights, epsilon, shift, gated.args[1])
+
+
+class OneCall:
+    """The forward of one layer."""
+
+    def __init__(
+        self, module: nn.Module, parts: _Parts, layout: KVLayout, scaling: float, softcap: float | None
+    ) -> None:
+        self._own = type(module).forward.__get__(module)
+        self._weights = [parts.weights.get(name) for name in kernel.WEIGHTS]
+        self._addresses = np.array([0 if w is None else w.data_ptr() for w in self._weights], np.int64)
+        self._place: int = module.self_attn.layer_idx  # type: ignore[union-attr, assignment]
+        self._inner, self._hidden = parts.weights["gate"].shape
+        self._heads = parts.weights["q"].shape[0] // layout.head_size
+        self._size = layout.head_size
+        self._scaling, self._softcap = scaling, softcap
+        numbers = (parts.epsilon, parts.shift, *parts.activation)
+        self._numbers = tuple(np.float32(number) for number in numbers)
+        self._row = kernel.work_values(self._hidden, self._heads, layout.kv_heads, self._size, self._inner)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        paged_batch: PagedBatch | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = None if paged_batch is None else paged_batch.attention
+        if (
+            not isinstance(step, InPlaceAttention)
+            or args
+            or position_embeddings is None
+            or not hidden_states.is_contiguous()
+            or not self._turns(*position_embeddings, hidden_states.shape[1])
+        ):
+            return self._own(
+                hidden_states,
+                *args,
+                position_embeddings=position_embeddings,
+                paged_batch=paged_batch,
+                **kwargs,
+            )
+        assert paged_batch is not None
+        paged_batch.calls += 1
+        cosine, sine = position_embeddings
+        rows = hidden_states.shape[1]
+        out = torch.empty_like(hidden_states)
+        kernel.layer(
+            hidden_states.data_ptr(),
+            out.data_ptr(),
+            *step.memory(rows * self._row),
+            self._addresses,
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            rows,
+            self._hidden,
+            self._inner,
+            *self._numbers,
+            *step.arguments(*paged_batch.place[self._place], self._heads, self._scaling, self._softcap),
+        )
+        return out
+
+    def _turns(self, cosine: torch.Tensor, sine: torch.Tensor, rows: int) -> bool:
+        """The angles are one row of a head for each token."""
+        return (
+            cosine.shape == sine.shape == (1, rows, self._size)
+            and cosine.dtype == sine.dtype == torch.bfloat16
+            and cosine.is_contiguous()
+            and sine.is_contiguous()
+        )
+
+
+class _Recorded:
+    """Attention that remembers how it was asked."""
+
+    def __init__(self, attention: InPlaceAttention) -> None:
+        self._attention = attention
+        self.asked: list[tuple[float, float | None]] = []
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        self.asked.append(args[-2:])
+        return self._attention(*args)
+
+
+class _Trial:
+    """Two sequences, three tokens of the one and one of the other, in a pool of their own."""
+
+    def __init__(self, layout: KVLayout, query_heads: int, threads: int) -> None:
+        size, groups = layout.block_size, len(layout.groups)
+        self._layout, self._heads = layout, query_heads
+        self._pools = [PagedPool(layout, 3, torch.device("cpu")) for _ in range(2)]
+        self._scratch = Scratch(self._pools[0], threads)
+        self._batch = Batch(
+            token_ids=np.zeros(4, np.int64),
+            positions=np.array([0, 1, 2, 4]),
+            query_start=np.array([0, 3, 4]),
+            kv_len=np.array([3, 5], np.int64),
+            slots=(np.array([size, size + 1, size + 2, 2 * size + 4]),) * groups,
+            tables=(np.array([[1], [2]], np.int32),) * groups,
+            logits_at=np.array([2, 3]),
+        )
+        draw = torch.Generator().manual_seed(0)
+        self._angles = tuple(torch.randn(1, 4, layout.head_size, generator=draw).bfloat16() for _ in range(2))
+        self._draw = draw
+
+    def _step(self, pool: PagedPool) -> InPlaceAttention:
+        return InPlaceAttention(self._batch, pool, self._heads, self._scratch)
+
+    @torch.inference_mode()
+    def adopt(self, module: nn.Module, parts: _Parts) -> bool:
+        """Whether the one call says what the module says; it is then its forward."""
+        hidden = parts.weights["gate"].shape[1]
+        q, kv = (self._layout.head_size * heads for heads in (self._heads, self._layout.kv_heads))
+        shapes = {name: tuple(weight.shape) for name, weight in parts.weights.items()}
+        if self._layout.head_size % 32 or [shapes[name] for name in "qkvo"] != [
+            (q, hidden), (kv, hidden), (kv, hidden), (hidden, q)
+        ]:  # fmt: skip
+            return False
+        x = torch.randn(1, 4, hidden, generator=self._draw)
+        x[:, ::2] *= 30  # as small and as large beside what is added
+        x = x.bfloat16()
+        for pool in self._pools:
+            pool.tensor.zero_()
+        own, recorded = self._pools[0], _Recorded(self._step(self._pools[0]))
+        try:
+            want = module(
+                x.clone(),
+                attention_mask=None,
+                position_ids=torch.from_numpy(self._batch.positions)[None],
+                position_embeddings=self._angles,
+                past_key_values=None,
+                paged_batch=PagedBatch(recorded, own),
+            )
+        except Exception:  # a layer that wants something else: its own code may raise what it likes
+            return False
+        if len(recorded.asked) != 1:
+            return False
+        call = OneCall(module, parts, self._layout, *recorded.asked[0])
+        other = self._pools[1]
+        got = call(x, position_embeddings=self._angles, paged_batch=PagedBatch(self._step(other), other))
+        same = (
+            isinstance(want, torch.Tensor) and torch.equal(want, got) and torch.equal(own.tensor, other.tensor)
+        )
+        if same:
+            module.forward = call  # type: ignore[method-assign]
+        return same

@@ -1,0 +1,82 @@
+"""The model runner: one model, one pool, one forward per step."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import limits_of
+from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
+from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.model.fuse import fuse
+from tonnage.server.engines.hf.model.loading import DTYPES, load_model, storage_bytes
+from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Owns the weights and the pool. ``weights_bytes`` is measured right after the load, before any forward."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        layout = plan.kv_cache.layout
+        self.device = torch.device(plan.deployment.device)
+        self.model = load_model(plan)
+        self.weights_bytes = storage_bytes(self.model)
+        self.pool = PagedPool(layout, plan.kv_cache.num_blocks, self.device)
+        self.fused = fuse(self.model)
+        self.vocab_size: int = self.model.config.get_text_config().vocab_size
+        query_heads: int = self.model.config.get_text_config().num_attention_heads
+        threads = torch.get_num_threads()
+        self._candidates = candidates(
+            self.pool, query_heads, threads, DTYPES[plan.deployment.dtype], limits_of(plan)
+        )
+        if self._candidates[0].name == "in place":
+            from tonnage.server.engines.hf.model.layers import fuse_layers
+
+            self.fused["layer"] = fuse_layers(self.model, layout, query_heads, threads)
+        self.next_attention()
+
+    def next_attention(self, why: str = "") -> bool:
+        """Go on to the next implementation of attention, the first at the start; False when none is left.
+
+        ``why``: what was wrong with the one in use, for the log. One that cannot be loaded is passed over.
+        """
+        while self._candidates:
+            chosen = self._candidates.pop(0)
+            if why:
+                log.warning("attention: %s; going on with %s", why, chosen.name)
+            try:
+                self._step = chosen.load()
+            except Exception as error:
+                # An installation may be broken in any way; the reference, which is last, cannot fail to load.
+                why = f"{chosen.name} does not load ({type(error).__name__}: {error})"
+                continue
+            self.attention = chosen.name
+            return True
+        return False
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Write the K/V of the batch, return logits [L, vocabulary] in the model's dtype for
+        ``batch.logits_at``."""
+        if batch.copies:
+            self.pool.copy_blocks(
+                np.array([copy.src for copy in batch.copies], dtype=np.int64),
+                np.array([copy.dst for copy in batch.copies], dtype=np.int64),
+            )
+        paged = PagedBatch(self._step(batch), self.pool)
+        output = self.model(
+            input_ids=on_device(batch.token_ids, self.device)[None],
+            position_ids=on_device(batch.positions, self.device)[None],
+            use_cache=False,
+            logits_to_keep=on_device(batch.logits_at, self.device),
+            paged_batch=paged,
+        )
+        self.attention_calls = paged.calls
+        logits: torch.Tensor = output.logits[0]
+        return logits

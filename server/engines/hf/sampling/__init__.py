@@ -1,0 +1,1 @@
+"""From logits to tokens: what a request asks of them, grammars, draws."""

@@ -1,0 +1,97 @@
+"""What a request asks of the logits before a token is drawn, and the log probabilities it asks to see.
+
+In the order of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties; then
+temperature and truncation in :mod:`.draw`. Log probabilities are of the model's own logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tonnage.server.engines.base import SamplingParams, TokenLogprobs
+
+
+class Matcher(Protocol):
+    """A grammar on its way through one answer; see :mod:`.grammar`."""
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Set the tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
+
+    def accept(self, token: int) -> bool:
+        """Step on; True when the text is complete and nothing may follow."""
+
+
+class Drawing(Protocol):
+    """A sequence that is about to draw: what `adjust` reads of it."""
+
+    tokens: list[int]
+    matcher: Matcher | None
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def generated(self) -> int: ...
+
+
+def needs_adjusting(drawing: Drawing) -> bool:
+    params = drawing.params
+    return (
+        drawing.matcher is not None
+        or drawing.generated < params.min_tokens
+        or bool(params.logit_bias)
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def adjust(logits: torch.Tensor, drawings: Rows[Drawing]) -> torch.Tensor:
+    """``logits`` [L, vocabulary] with the wishes of row i's sequence; the input itself when nobody has any."""
+    asking = [row for row, drawing in enumerate(drawings) if needs_adjusting(drawing)]
+    if not asking:
+        return logits
+    logits = logits.clone()
+    for row in asking:
+        _adjust_row(logits[row], drawings[row])
+    return logits
+
+
+def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
+    params = drawing.params
+    if drawing.matcher is not None:
+        drawing.matcher.mask(logits)
+    if drawing.generated < params.min_tokens and params.stop_token_ids:
+        logits[list(params.stop_token_ids)] = float("-inf")
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        logits[list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(drawing.tokens)).to(logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+    if (params.presence_penalty or params.frequency_penalty) and drawing.generated:
+        output = np.asarray(drawing.tokens[len(drawing.tokens) - drawing.generated :])
+        unique, counts = np.unique(output, return_counts=True)
+        cost = params.frequency_penalty * counts + params.presence_penalty
+        logits[torch.from_numpy(unique).to(logits.device)] -= torch.from_numpy(cost).to(logits)
+
+
+def logprobs(logits: torch.Tensor, tokens: Rows[int], best: Rows[int]) -> list[TokenLogprobs]:
+    """Log probability of ``tokens[i]`` and of the ``best[i]`` likeliest in row i of ``logits`` [L, vocabulary].
+
+    One row at a time: the copies stay small beside the activations of the plan.
+    """
+    answers = []
+    for row, token, count in zip(logits, tokens, best, strict=True):
+        values = torch.log_softmax(row.float(), dim=-1)
+        top = values.topk(count) if count else None
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True) if top is not None else ()
+        answers.append(TokenLogprobs(int(token), float(values[token]), tuple(pairs)))
+    return answers

@@ -1,0 +1,1 @@
+"""vLLM behind the engine protocol. Written against vLLM 0.32."""

@@ -1,0 +1,1 @@
+"""What a server tells about itself: metrics, memory report, logs, traces, KV events."""

@@ -1,0 +1,199 @@
+"""Every request of the API counted once: received = stop + length + aborted + rejected + error + in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from tonnage.cache.scheduler.queue import DrainEstimate
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.security.tenants import ANYBODY, Tenant
+
+if TYPE_CHECKING:
+    from tonnage.server.api.generation import Submission, TokenCounts
+
+
+Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
+
+# Bucket borders in seconds: those of vLLM 0.32.0 (vllm/v1/metrics/buckets.py), so that latencies of both
+# engines and of a bare vLLM can be laid over each other.
+TIME_TO_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+INTER_TOKEN_LATENCY_BUCKETS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_DURATION_BUCKETS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts of seconds by bucket. Single-threaded: written and read on the event loop."""
+
+    __slots__ = ("borders", "counts", "total")
+
+    def __init__(self, borders: Sequence[float]) -> None:
+        self.borders = tuple(borders)
+        self.counts = [0] * (len(self.borders) + 1)  # the last one: above every border
+        self.total = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.borders, seconds)] += times
+        self.total += seconds * times
+
+
+class Accounts:
+    """Counts and latencies of the API; one per app."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.in_flight = 0
+        self.idle = asyncio.Event()  # set while nothing is in flight
+        self.idle.set()
+        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
+        # Refused before the engine saw it: (outcome, reason), as in EngineStats.admissions.
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
+        self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
+        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
+        self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
+        self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
+        self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
+        self._promised = 0  # tokens that the requests in flight may need, prompt and completion
+        self._drain = DrainEstimate()
+
+    def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANYBODY) -> Ticket:
+        """Count a request in; it must be finished exactly once."""
+        if not self.in_flight:
+            self._drain = DrainEstimate()  # nothing was given back while nobody was here: that is no rate
+        self.received += 1
+        self.in_flight += 1
+        self.idle.clear()
+        return Ticket(self, endpoint, request_id, tenant)
+
+    def retry_after(self) -> float:
+        """Seconds until what all requests in flight were promised is given back, at the rate at which promises
+        were given back lately; 1 to 60. Without two completions there is no rate: 1, the smallest value
+        Retry-After can say.
+        """
+        seconds = self._drain.seconds(self._promised, time.monotonic())
+        return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
+
+    def completion_rate(self) -> float | None:
+        """Completions a second over the last (at most 32) ones until now; None before two of them."""
+        if len(self._finished) < 2:
+            return None
+        return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])
+
+    def check(self) -> None:
+        """The law: nothing received is lost or counted twice. Raises AssertionError."""
+        counted = sum(self.outcomes.values()) + self.in_flight
+        if self.received != counted:
+            raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
+
+    def _close(self, ticket: Ticket, outcome: Outcome) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+        self.outcomes[outcome] += 1
+        if ticket.promised:
+            self._promised -= ticket.promised
+            self._drain.ended(ticket.promised, time.monotonic())
+        if outcome in ("stop", "length"):
+            self.request_duration.observe(ticket.seconds)
+            self._finished.append(time.monotonic())
+        for listener in self.on_finish:
+            listener(ticket)
+
+
+class Ticket:
+    """One request, from its arrival to its single outcome.
+
+    ``submission`` and ``counts`` are set when it goes to the engine, ``error`` when it failed.
+    """
+
+    __slots__ = (
+        "_accounts",
+        "_start",
+        "arrived",
+        "counts",
+        "endpoint",
+        "error",
+        "first_token_seconds",
+        "outcome",
+        "promised",
+        "request_id",
+        "seconds",
+        "submission",
+        "tenant",
+    )
+
+    def __init__(self, accounts: Accounts, endpoint: str, request_id: str, tenant: Tenant) -> None:
+        self._accounts = accounts
+        self._start = time.monotonic()
+        self.arrived = time.time()
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.tenant = tenant
+        self.first_token_seconds: float | None = None
+        self.seconds = 0.0  # from arrival to outcome
+        self.outcome: Outcome | None = None
+        self.error: ApiError | None = None
+        self.submission: Submission | None = None
+        self.counts: TokenCounts | None = None
+        self.promised = 0  # tokens it may need, from when it goes to the engine
+
+    def submitted(self) -> None:
+        """It goes to the engine."""
+        if self.submission is not None:
+            self.promised = self.submission.most_tokens
+            self._accounts._promised += self.promised
+        for listener in self._accounts.on_submit:
+            listener(self)
+
+    def queued(self, seconds: float) -> None:
+        """A prompt of it was admitted after ``seconds`` in the queue."""
+        self._accounts.queue_wait.observe(seconds)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Settle the outcome; the first one stands."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.seconds = time.monotonic() - self._start
+            self._accounts._close(self, outcome)
+
+    def fail(self, error: ApiError, outcome: Outcome) -> None:
+        """Settle ``outcome``, with what the client is told."""
+        if self.outcome is None:
+            self.error = error
+            self.finish(outcome)
+
+    def timed_out(self, seconds: float | None) -> ApiError:
+        """What a request is told whose time is up: come back later if it never got its turn."""
+        if self.first_token_seconds is None:
+            return ApiError(
+                ErrorCode.QUEUE_TIMEOUT,
+                f"the request waited {seconds:g} s without its turn (request_timeout)",
+                retry_after_seconds=self._accounts.retry_after(),
+            )
+        return ApiError(
+            ErrorCode.REQUEST_TIMEOUT,
+            f"the request did not end within {seconds:g} s (request_timeout); ask for fewer tokens",
+        )
+
+    def tokens(self, count: int, now: float, last: float | None) -> None:
+        """``count`` new tokens of a sequence arrived at ``now``; the previous ones at ``last`` or never."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = now - self._start
+            self._accounts.time_to_first_token.observe(self.first_token_seconds)
+        if last is not None and count:
+            self._accounts.inter_token_latency.observe((now - last) / count, count)

@@ -1,0 +1,138 @@
+"""Publishes KV events over ZeroMQ as vLLM does, so that routers made for vLLM can subscribe.
+
+Wire format (vllm/distributed/kv_events.py, 0.32.0): frames ``topic, sequence number (8 bytes, big-endian),
+payload``; the payload is msgpack of the array ``[timestamp, [event, ...], data_parallel_rank]``, an event a map
+with its class name under ``type``. A second, optional ROUTER socket replays the last batches: a request is one
+frame with the first sequence number wanted, the answer ends with sequence number -1.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import zmq
+
+from tonnage.cache.prefix.events import AllBlocksCleared, BlockStored, KVEvent
+from tonnage.server.engines.sharing import KVEventsConfig
+
+END = (-1).to_bytes(8, "big", signed=True)
+MEDIUM = "GPU"  # vLLM's word for the pool that the model reads from, whatever the device
+
+
+def encode(events: Sequence[KVEvent], timestamp: float, rank: int | None = None) -> bytes:
+    """The payload of one batch."""
+    return msgspec.msgpack.encode([timestamp, [_event(event) for event in events], rank])
+
+
+def _event(event: KVEvent) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": type(event).__name__}
+    if isinstance(event, AllBlocksCleared):
+        return fields
+    fields |= asdict(event) | {"medium": MEDIUM}
+    if isinstance(event, BlockStored):
+        fields |= {"lora_id": None, "lora_name": None}
+    return fields
+
+
+class KVEventPublisher:
+    """Sends batches from a thread of its own; `publish` never waits for a subscriber.
+
+    ``endpoint`` and ``replay_endpoint`` are bound (``tcp://*:5557``); ``buffer_steps`` batches are kept for
+    replays; ``hwm`` is ZeroMQ's limit of messages to a slow subscriber; beyond ``max_queue_size`` waiting
+    batches `publish` drops and counts. Raises zmq.ZMQError when an endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        rank: int | None = None,
+        buffer_steps: int = 10_000,
+        max_queue_size: int = 100_000,
+        hwm: int = 100_000,
+    ) -> None:
+        self.dropped = 0
+        self._topic, self._rank = topic.encode(), rank
+        self._queue: queue.Queue[tuple[float, Sequence[KVEvent]] | None] = queue.Queue(max_queue_size)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._context = zmq.Context()
+        try:
+            self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.set_hwm(hwm)
+            self._publisher.bind(endpoint)
+            self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._replay: zmq.Socket[bytes] | None = None
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.bind(replay_endpoint)
+                self.replay_endpoint = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, config: KVEventsConfig) -> KVEventPublisher:
+        """The publisher of the settings."""
+        return cls(
+            config.endpoint,
+            config.replay_endpoint,
+            topic=config.topic,
+            buffer_steps=config.buffer_steps,
+            max_queue_size=config.max_queue_size,
+            hwm=config.hwm,
+        )
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """Queue one batch; a subscriber of `KVCacheManager.subscribe`."""
+        try:
+            self._queue.put_nowait((time.time(), events))
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """Send what is queued and end."""
+        self._queue.put(None)
+        self._thread.join()
+        self._context.destroy(linger=1000)
+
+    def _run(self) -> None:
+        sequence = 0
+        while True:
+            try:
+                # Replays are answered between batches, at the latest after this wait.
+                item = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                self._answer_replays()
+                continue
+            if item is None:
+                return
+            timestamp, events = item
+            payload = encode(events, timestamp, self._rank)
+            self._publisher.send_multipart((self._topic, sequence.to_bytes(8, "big"), payload))
+            self._kept.append((sequence, payload))
+            sequence += 1
+            self._answer_replays()
+
+    def _answer_replays(self) -> None:
+        replay = self._replay
+        while replay is not None and replay.poll(0):
+            frames = replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue  # not a request of this protocol: there is nobody to tell
+            client, first = frames[0], int.from_bytes(frames[2], "big")
+            for sequence, payload in self._kept:
+                if sequence >= first:
+                    replay.send_multipart((client, b"", self._topic, sequence.to_bytes(8, "big"), payload))
+            replay.send_multipart((client, b"", b"", END, b""))

@@ -1,0 +1,82 @@
+"""Structured logs: text for people, JSON for machines. No prompt and no answer is ever in a line.
+
+The request log is another file, for ``tonnage replay``: one JSON object a request, with token counts and, as
+prompts, only hashes of their blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from tonnage.server.observe.accounts import Ticket
+
+access = logging.getLogger("tonnage.access")
+
+_STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; what a caller passed as ``extra`` becomes fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """``time level message key=value ...``"""
+
+    converter = time.gmtime
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        more = [f"{name}={value}" for name, value in record.__dict__.items() if name not in _STANDARD]
+        return " ".join([super().formatMessage(record), *more])
+
+
+def configure(form: Literal["text", "json"], level: str) -> None:
+    """Send the logs of tonnage and uvicorn to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    for name in ("tonnage", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+
+
+def log_access(ticket: Ticket) -> None:
+    """One line for a request that has its outcome."""
+    counts = ticket.counts
+    fields: dict[str, Any] = {
+        "request_id": ticket.request_id,
+        "endpoint": ticket.endpoint,
+        "outcome": ticket.outcome,
+        "seconds": round(ticket.seconds, 4),
+        "prompt_tokens": counts.prompt if counts else None,
+        "completion_tokens": counts.completion if counts else None,
+        "cached_tokens": counts.cached_total if counts else None,
+    }
+    if ticket.first_token_seconds is not None:
+        fields["first_token_seconds"] = round(ticket.first_token_seconds, 4)
+    if ticket.tenant.name:
+        fields["tenant"] = ticket.tenant.name
+    if ticket.error is not None:
+        fields |= {"code": ticket.error.code.value, "status": ticket.error.status}
+    access.info("request", extra={name: value for name, value in fields.items() if value is not None})

@@ -1,0 +1,91 @@
+"""Writes families in Prometheus' text format 0.0.4; every series carries the labels of its page.
+
+Written here and not by prometheus_client: a page of 630 series takes 0.35 ms of CPU time instead of 3.5
+(benchmarks/metrics_scrape.py), because the texts of names and labels are made once and kept. The tests read
+every page with prometheus_client's parser and promtool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from tonnage.server.observe.accounts import Histogram
+
+Labels = tuple[str, ...]
+
+
+class Page:
+    """The families of one server, in the order they are written. ``labels``: on every series.
+
+    Label values come from bounded sets, so that what is kept is bounded too. ``write`` order within a scrape
+    is the caller's; :meth:`take` returns the text and starts the next page.
+    """
+
+    def __init__(self, **labels: str) -> None:
+        self._base = labels
+        self._prefix: dict[tuple[str, Labels], str] = {}  # (sample name, label values) -> 'name{...} '
+        self._head: dict[str, str] = {}
+        self._out: list[str] = []
+
+    def gauge(self, name: str, text: str, value: float) -> None:
+        self.gauges(name, text, (), {(): value})
+
+    def counter(self, name: str, text: str, value: float) -> None:
+        self.counters(name, text, (), {(): value})
+
+    def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+        """One series for each key of ``values``, a tuple of label values in the order of ``labels``."""
+        self._family(name, "gauge", text, labels, values)
+
+    def counters(self, name: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+        """``name`` without ``_total``."""
+        self._family(f"{name}_total", "counter", text, labels, values)
+
+    def info(self, name: str, text: str, labels: Labels, values: Iterable[Labels]) -> None:
+        """A gauge that is always 1 and says things in its labels."""
+        self.gauges(name, text, labels, dict.fromkeys(values, 1.0))
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        out = self._out
+        out.append(self._heading(name, "histogram", text))
+        count = 0
+        for border, count in zip(
+            (*map(float, histogram.borders), "+Inf"), accumulate(histogram.counts), strict=True
+        ):
+            out.append(f"{self._sample(f'{name}_bucket', ('le',), (str(border),))}{float(count)!r}\n")
+        out.append(f"{self._sample(f'{name}_count', (), ())}{float(count)!r}\n")
+        out.append(f"{self._sample(f'{name}_sum', (), ())}{float(histogram.total)!r}\n")
+
+    def take(self) -> str:
+        """What was written since the last call."""
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+    def _family(self, name: str, kind: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+        if values:
+            out, prefix = self._out, self._prefix
+            out.append(self._heading(name, kind, text))
+            for key, value in values.items():
+                known = prefix.get((name, key)) or self._sample(name, labels, key)
+                out.append(f"{known}{float(value)!r}\n")
+
+    def _heading(self, name: str, kind: str, text: str) -> str:
+        known = self._head.get(name)
+        if known is None:
+            escaped = text.replace("\\", r"\\").replace("\n", r"\n")
+            known = self._head[name] = f"# HELP {name} {escaped}\n# TYPE {name} {kind}\n"
+        return known
+
+    def _sample(self, name: str, labels: Labels, key: Labels) -> str:
+        known = self._prefix.get((name, key))
+        if known is None:
+            pairs = [*self._base.items(), *zip(labels, key, strict=True)]
+            inside = ",".join(f'{label}="{_escape(value)}"' for label, value in pairs)
+            known = self._prefix[name, key] = f"{name}{{{inside}}} "
+        return known
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,0 +1,124 @@
+"""How much more fits, in requests and tokens, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, promised_blocks
+from tonnage.server.engines.base import EngineStats, PoolStats
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.observe.metrics.usage import RequestMix, Usage
+from tonnage.server.state import ServerState
+
+# What "no end in sight" is told as: PromQL can plot and compare a number, not an infinity.
+FOREVER_SECONDS = 86_400.0
+
+# The trend looks back two minutes: eight scrapes at Prometheus' usual 15 s.
+_WINDOW_SECONDS = 120.0
+_SPACING_SECONDS = 1.0  # several scrapers in the same second add nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """``blocks`` that can still be promised, ``requests`` of the present mix that fit in them (and in the
+    batch), ``prompt_tokens`` of the largest prompt that would be admitted now with the default max_tokens."""
+
+    blocks: int
+    requests: int
+    prompt_tokens: int
+
+
+def headroom(
+    pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
+) -> Headroom:
+    """``sequences``: those that run. Before the first request the mix is one sequence of max_model_len."""
+    taken = pool.promised if pool.committed is None else pool.committed
+    blocks = max(0, pool.usable - taken)
+    seats = max(0, limits.max_num_seqs - sequences)
+    if not limits.layout.groups:  # an encoder stores nothing
+        return Headroom(0, seats, limits.max_model_len if seats else 0)
+    if mix.requests:
+        typical, width = mix.blocks, mix.sequences
+    else:
+        whole = AdmissionRequest(max(1, limits.max_model_len - 1), 1)
+        typical, width = float(promised_blocks(whole, limits)), 1.0
+    largest = 0
+    if blocks and seats and default_max_tokens < limits.max_model_len:
+        largest = largest_prompt(AdmissionRequest(1, default_max_tokens), replace(limits, usable_blocks=blocks))
+    return Headroom(blocks, min(int(blocks / max(1.0, typical)), int(seats / max(1.0, width))), largest)
+
+
+class Trend:
+    """How fast promised blocks grow, from the snapshots of the last two minutes."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def observe(self, now: float, taken: int) -> None:
+        """``now`` in seconds of a monotonic clock."""
+        if not self._points or now - self._points[-1][0] >= _SPACING_SECONDS:
+            self._points.append((now, taken))
+        while now - self._points[0][0] > _WINDOW_SECONDS:
+            self._points.popleft()
+
+    def seconds_to(self, blocks_left: int) -> float:
+        """Seconds until ``blocks_left`` more are taken, on the least-squares line; at most FOREVER_SECONDS,
+        which also stands for a level or falling line and for fewer than two points."""
+        if blocks_left <= 0:
+            return 0.0
+        count = len(self._points)
+        if count < 2:
+            return FOREVER_SECONDS
+        mean_time = sum(at for at, _ in self._points) / count
+        mean_taken = sum(taken for _, taken in self._points) / count
+        spread = sum((at - mean_time) ** 2 for at, _ in self._points)
+        slope = sum((at - mean_time) * (taken - mean_taken) for at, taken in self._points) / spread
+        if slope * FOREVER_SECONDS <= blocks_left:
+            return FOREVER_SECONDS
+        return blocks_left / slope
+
+
+def headroom_families(
+    page: Page, state: ServerState, stats: EngineStats, usage: Usage, limits: Limits, trend: Trend
+) -> None:
+    pool = stats.pool
+    room = headroom(pool, stats.running, usage.mix, limits, state.settings.default_max_tokens)
+    trend.observe(time.monotonic(), pool.usable - room.blocks)
+    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still promise.", room.blocks)
+    page.gauge(
+        "tonnage_headroom_bytes",
+        "Bytes of the KV blocks that admission can still promise.",
+        room.blocks * state.plan.kv_cache.layout.bytes_per_block,
+    )
+    page.gauge(
+        "tonnage_headroom_requests",
+        "More requests of the present mix (running mean of what was asked for) that fit now.",
+        room.requests,
+    )
+    page.gauge(
+        "tonnage_headroom_prompt_tokens",
+        "Largest prompt that would be admitted now with the default max_tokens; 0: none.",
+        room.prompt_tokens,
+    )
+    page.gauge(
+        "tonnage_time_to_full_seconds",
+        "Seconds until nothing more can be promised, at the growth of the last two minutes; "
+        f"{FOREVER_SECONDS:.0f}: not within a day.",
+        trend.seconds_to(room.blocks),
+    )
+    page.gauge(
+        "tonnage_drain_seconds",
+        "Seconds until the requests in flight are through at the rate of the last completions; "
+        f"{FOREVER_SECONDS:.0f}: not within a day, or no rate known.",
+        _drain(state),
+    )
+
+
+def _drain(state: ServerState) -> float:
+    accounts = state.accounts
+    if not accounts.in_flight:
+        return 0.0
+    rate = accounts.completion_rate()
+    return FOREVER_SECONDS if not rate else min(FOREVER_SECONDS, accounts.in_flight / rate)

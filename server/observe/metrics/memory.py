@@ -1,0 +1,68 @@
+"""Plan against reality in bytes: what was foretold before the load, what is held, and their ratio."""
+
+from __future__ import annotations
+
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.base import EngineStats
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.observe.report import measured_components, rank_components
+from tonnage.server.state import ServerState
+
+
+def memory_families(page: Page, state: ServerState, stats: EngineStats) -> None:
+    plan, memory = state.plan, stats.memory
+    planned = {
+        (device_name(plan, number), component): size
+        for number, rank in enumerate(plan.ranks)
+        for component, size in rank_components(rank).items()
+    }
+    page.gauges(
+        "tonnage_memory_planned_bytes",
+        "Bytes planned before the load (revision 0), by component; they add up to the device.",
+        ("device", "component"),
+        planned,
+    )
+    # What an engine measures is the sum over its processes, told for the rank that decides.
+    device = device_name(plan, plan.worst_rank)
+    measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
+    page.gauges(
+        "tonnage_memory_measured_bytes",
+        "Bytes the server really holds, by component; absent where not measured.",
+        ("device", "component"),
+        measured,
+    )
+    ratios = {
+        key: size / planned[key] for key, size in measured.items() if key[1] != "free" and planned.get(key)
+    }
+    if memory.process_peak and plan.rank.used_bytes:
+        ratios[device, "process"] = memory.process_peak / plan.rank.used_bytes
+    page.gauges(
+        "tonnage_memory_measured_to_planned_ratio",
+        "Measured bytes over planned bytes; 1 is a plan that came true. process: the peak of all processes "
+        "over the sum of the plan.",
+        ("device", "component"),
+        ratios,
+    )
+    page.gauges(
+        "tonnage_weights_planned_bytes",
+        "Planned bytes of the weights by the dtype they are stored in and their quantization.",
+        ("dtype", "quantization"),
+        {(part.dtype, part.quantization): part.bytes for part in plan.weight_formats},
+    )
+    if memory.process is not None:
+        page.gauge(
+            "tonnage_process_memory_bytes",
+            "Anonymous plus shared memory of all processes of the server now.",
+            memory.process,
+        )
+    if memory.process_peak is not None:
+        page.gauge(
+            "tonnage_process_memory_peak_bytes",
+            "Largest anonymous plus shared memory of all processes of the server.",
+            memory.process_peak,
+        )
+
+
+def device_name(plan: Plan, rank: int) -> str:
+    """``cpu`` (one host, however many ranks), or ``cuda:N`` for rank N."""
+    return f"{plan.deployment.device}:{rank}" if plan.deployment.device != "cpu" or rank else "cpu"

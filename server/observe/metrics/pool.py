@@ -1,0 +1,88 @@
+"""The KV pool by state, and what its blocks went through."""
+
+from __future__ import annotations
+
+from tonnage.cache.blocks.state import EVICTION_CAUSES
+from tonnage.server.engines.base import EngineStats
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.observe.report import promised_unused
+from tonnage.server.state import ServerState
+
+
+def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
+    pool, layout = stats.pool, state.plan.kv_cache.layout
+    states = {
+        ("used",): pool.used,
+        ("cached",): pool.cached,
+        ("free",): pool.free,
+        ("reserved",): pool.num_blocks - pool.usable,
+    }
+    for unit, factor, text in (
+        ("blocks", 1, "KV blocks"),
+        ("bytes", layout.bytes_per_block, "Bytes of the KV blocks"),
+        ("tokens", layout.block_size, "Token slots of the KV blocks"),
+    ):
+        page.gauges(
+            f"tonnage_pool_{unit}",
+            f"{text} by state: used by running requests, cached (reclaimable prefixes), free, reserved (never "
+            "given out); they add up to the pool.",
+            ("state",),
+            {key: blocks * factor for key, blocks in states.items()},
+        )
+    page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", pool.usable)
+    page.gauge(
+        "tonnage_pool_usage_ratio",
+        "Used blocks over usable blocks; cached ones are not used.",
+        pool.used / pool.usable if pool.usable else 0.0,
+    )
+    unused = promised_unused(pool)
+    page.gauge(
+        "tonnage_pool_promised_unused_blocks",
+        "KV blocks promised to admitted requests, not yet held.",
+        unused,
+    )
+    page.gauge(
+        "tonnage_pool_promised_unused_bytes",
+        "Bytes of the KV blocks promised to admitted requests, not yet held.",
+        unused * layout.bytes_per_block,
+    )
+    if pool.tail_waste_slots is not None:
+        page.gauge(
+            "tonnage_pool_tail_waste_tokens",
+            "Token slots in used blocks that hold no token yet: the unfilled ends of the sequences.",
+            pool.tail_waste_slots,
+        )
+        page.gauge(
+            "tonnage_pool_tail_waste_bytes",
+            "Bytes of the token slots in used blocks that hold no token yet.",
+            pool.tail_waste_slots * layout.bytes_per_block // layout.block_size,
+        )
+    if pool.evictions_by_cause:
+        page.counters(
+            "tonnage_evictions",
+            "Cached KV blocks given up, by what for: K/V of prompts (prefill), of answers (decode), a copy "
+            "of a block that sequences had shared (copy_on_write), or because the whole cache was reset.",
+            ("cause",),
+            {(name,): count for name, count in zip(EVICTION_CAUSES, pool.evictions_by_cause, strict=True)},
+        )
+    page.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
+    page.counter(
+        "tonnage_preempted_tokens",
+        "Computed tokens that preemptions threw away and that are computed again.",
+        stats.preempted_tokens,
+    )
+    page.counter(
+        "tonnage_prefix_query_tokens",
+        "Prompt tokens that were looked up in the prefix cache.",
+        stats.prompt_tokens,
+    )
+    page.counters(
+        "tonnage_prefix_hit_tokens",
+        "Prompt tokens whose K/V was cached, by whose block it was in: one that only requests with the same "
+        "salt may read (salt), or one for everybody (shared).",
+        ("source",),
+        {
+            ("salt",): stats.prefix_hit_tokens - stats.shared_hit_tokens,
+            ("shared",): stats.shared_hit_tokens,
+        },
+    )

@@ -1,0 +1,124 @@
+"""Requests: admitted or not and why, their outcomes, their times, and who sent them."""
+
+from __future__ import annotations
+
+from tonnage.cache.admission import NeverReason, WaitReason
+from tonnage.server.engines.base import EngineStats
+from tonnage.server.observe.accounts import OUTCOMES
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.observe.metrics.usage import TenantUsage, Usage
+from tonnage.server.state import ServerState
+
+# Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.
+ADMISSIONS: tuple[tuple[str, str], ...] = (
+    ("admit", "fits"),
+    ("admit", "resumed"),
+    *(("wait", str(reason)) for reason in WaitReason),
+    ("wait", "max_num_queued_reqs"),
+    *(("never", str(reason)) for reason in NeverReason),
+    ("never", "max_num_queued_reqs"),
+)
+
+
+def request_families(page: Page, state: ServerState, stats: EngineStats) -> None:
+    accounts = state.accounts
+    page.gauges(
+        "tonnage_engine_requests",
+        "Requests in the engine by state.",
+        ("state",),
+        {("running",): stats.running, ("waiting",): stats.waiting},
+    )
+    decisions = dict.fromkeys(ADMISSIONS, 0)
+    for outcome, reason, count in stats.admissions:
+        key = (outcome, str(reason))
+        decisions[key] = decisions.get(key, 0) + count
+    for key, count in accounts.refused.items():
+        decisions[key] = decisions.get(key, 0) + count
+    page.counters(
+        "tonnage_admission_decisions",
+        "Admission decisions; a request that waits is counted as wait once and as admit when it runs, a "
+        "preempted one "
+        "as resumed when it runs again.",
+        ("outcome", "reason"),
+        decisions,
+    )
+    missing = {key: 0 for key in ADMISSIONS if key[0] != "admit" and key[1] == "blocks"}
+    for outcome, reason, blocks in stats.refused_blocks:
+        if (outcome, str(reason)) in missing:
+            missing[outcome, str(reason)] += blocks
+    page.counters(
+        "tonnage_admission_refused_blocks",
+        "KV blocks that were missing when a request had to wait or could never fit.",
+        ("outcome", "reason"),
+        missing,
+    )
+    page.counter(
+        "tonnage_requests_received",
+        "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
+        accounts.received,
+    )
+    page.gauge("tonnage_requests_in_flight", "Requests received that have no outcome yet.", accounts.in_flight)
+    page.counters(
+        "tonnage_requests",
+        "Requests by their one outcome.",
+        ("outcome",),
+        {(outcome,): accounts.outcomes[outcome] for outcome in OUTCOMES},
+    )
+    page.counter("tonnage_prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
+    page.counter("tonnage_generation_tokens", "Tokens generated.", stats.generation_tokens)
+
+
+def latency_families(page: Page, state: ServerState) -> None:
+    accounts = state.accounts
+    for name, text, histogram in (
+        ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", accounts.queue_wait),
+        (
+            "time_to_first_token",
+            "Seconds from the arrival of a request to its first token.",
+            accounts.time_to_first_token,
+        ),
+        ("inter_token_latency", "Seconds between two tokens of a sequence.", accounts.inter_token_latency),
+        (
+            "request_duration",
+            "Seconds from the arrival of a request to its end (outcomes stop and length).",
+            accounts.request_duration,
+        ),
+    ):
+        page.histogram(f"tonnage_{name}_seconds", text, histogram)
+
+
+def tenant_families(page: Page, state: ServerState, usage: Usage) -> None:
+    tenants: dict[str, TenantUsage] = usage.tenants
+    page.counters(
+        "tonnage_tenant_requests",
+        "Requests by tenant and outcome; tenants beyond the first 64 are one, other.",
+        ("tenant", "outcome"),
+        {(name, outcome): one.outcomes[outcome] for name, one in tenants.items() for outcome in OUTCOMES},
+    )
+    page.gauges(
+        "tonnage_tenant_requests_in_flight",
+        "Requests of the tenant in the engine, waiting or running.",
+        ("tenant",),
+        {(name,): one.in_flight for name, one in tenants.items()},
+    )
+    page.gauges(
+        "tonnage_tenant_asked_bytes",
+        "Bytes of the KV blocks that the tenant's unfinished requests may come to hold.",
+        ("tenant",),
+        {
+            (name,): one.asked_blocks * state.plan.kv_cache.layout.bytes_per_block
+            for name, one in tenants.items()
+        },
+    )
+    page.counters(
+        "tonnage_tenant_prompt_tokens",
+        "Prompt tokens of the tenant's finished requests.",
+        ("tenant",),
+        {(name,): one.prompt_tokens for name, one in tenants.items()},
+    )
+    page.counters(
+        "tonnage_tenant_generation_tokens",
+        "Tokens generated for the tenant's finished requests.",
+        ("tenant",),
+        {(name,): one.generation_tokens for name, one in tenants.items()},
+    )

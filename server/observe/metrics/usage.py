@@ -1,0 +1,100 @@
+"""What requests ask for and tenants use: the mix headroom is told in, and counts of bounded cardinality."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tonnage.cache.admission import AdmissionRequest, Limits, promised_blocks
+from tonnage.server.observe.accounts import Accounts, Ticket
+
+# Prometheus keeps every series it ever saw, so names that callers choose must not become labels without end.
+MAX_TENANTS = 64
+OTHER_TENANTS = "other"
+NO_TENANT = "none"
+
+# Weight of the newest request in the running mean: half of the mean is from the last 44 requests
+# (0.5 = (1 - 1/64)^44).
+_NEWEST = 1 / 64
+
+
+@dataclass(slots=True)
+class RequestMix:
+    """Running means over the requests that were asked for; zeros before the first one.
+
+    ``blocks``: the most KV blocks a request can hold, as admission counts them.
+    """
+
+    requests: int = 0
+    blocks: float = 0.0
+    sequences: float = 0.0
+
+    def observe(self, blocks: int, sequences: int) -> None:
+        self.requests += 1
+        weight = max(_NEWEST, 1 / self.requests)  # a plain mean until there are enough
+        self.blocks += weight * (blocks - self.blocks)
+        self.sequences += weight * (sequences - self.sequences)
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """Counts of one tenant. ``asked_blocks``: the most KV blocks its unfinished requests may come to hold."""
+
+    in_flight: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    asked_blocks: int = 0
+
+
+class Usage:
+    """Listens to the accounts of one app.
+
+    The first MAX_TENANTS labels each have their own TenantUsage, all others share one. Requests that are
+    refused before they go to the engine count for their tenant as outcomes only.
+    """
+
+    def __init__(self, accounts: Accounts, limits: Limits) -> None:
+        self.mix = RequestMix()
+        self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}  # there at zero from the start
+        self._limits = limits
+        self._asked: dict[int, int] = {}  # id of a ticket on its way -> blocks
+        accounts.on_submit.append(self._submitted)
+        accounts.on_finish.append(self._finished)
+
+    def tenant(self, name: str) -> TenantUsage:
+        """The usage ``name`` is counted under."""
+        label = name or NO_TENANT
+        known = self.tenants.get(label)
+        if known is None:
+            if len(self.tenants) >= MAX_TENANTS:
+                label = OTHER_TENANTS
+            known = self.tenants.setdefault(label, TenantUsage())
+        return known
+
+    def _submitted(self, ticket: Ticket) -> None:
+        submission = ticket.submission
+        assert submission is not None
+        asked = 0
+        for prompt in submission.prompts:
+            request = AdmissionRequest(len(prompt), submission.params.max_tokens, submission.n)
+            blocks = promised_blocks(request, self._limits)
+            self.mix.observe(blocks, submission.n)
+            asked += blocks
+        self._asked[id(ticket)] = asked
+        usage = self.tenant(ticket.tenant.name)
+        usage.in_flight += 1
+        usage.asked_blocks += asked
+
+    def _finished(self, ticket: Ticket) -> None:
+        usage = self.tenant(ticket.tenant.name)
+        assert ticket.outcome is not None
+        usage.outcomes[ticket.outcome] += 1
+        asked = self._asked.pop(id(ticket), None)
+        if asked is None:  # refused before it went to the engine
+            return
+        usage.in_flight -= 1
+        usage.asked_blocks -= asked
+        if ticket.counts is not None:
+            usage.prompt_tokens += ticket.counts.prompt
+            usage.generation_tokens += ticket.counts.completion

@@ -1,0 +1,77 @@
+"""``--metrics-compat vllm``: the names that gateways, autoscalers and dashboards for vLLM read.
+
+Names, types, labels and meanings of vLLM 0.32.0 (vllm/v1/metrics/loggers.py), for every backend. Off by
+default: colons are for recording rules, and promtool refuses them in exported names.
+"""
+
+from __future__ import annotations
+
+from tonnage.server.engines.base import EngineStats
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.state import ServerState
+
+
+def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
+    """``page`` carries vLLM's labels model_name and engine."""
+    pool, accounts = stats.pool, state.accounts
+    page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", stats.running)
+    page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.waiting)
+    page.gauges(
+        "vllm:num_requests_waiting_by_reason",
+        "Waiting requests by reason.",
+        ("reason",),
+        {("capacity",): stats.waiting, ("deferred",): 0},
+    )
+    page.gauge(
+        "vllm:kv_cache_usage_perc",
+        "KV-cache usage. 1 means 100 percent usage.",
+        pool.used / pool.usable if pool.usable else 0.0,
+    )
+    config = _cache_config(state)
+    page.info(
+        "vllm:cache_config_info",
+        "Information of the LLMEngine CacheConfig.",
+        tuple(config),
+        [tuple(map(str, config.values()))],
+    )
+    for name, text, value in (
+        ("prefix_cache_queries", "Prefix cache queries, in queried tokens.", stats.prompt_tokens),
+        ("prefix_cache_hits", "Prefix cache hits, in cached tokens.", stats.prefix_hit_tokens),
+        ("num_preemptions", "Cumulative number of preemptions.", stats.preemptions),
+        ("prompt_tokens", "Prefill tokens processed.", stats.prompt_tokens),
+        ("generation_tokens", "Generation tokens processed.", stats.generation_tokens),
+    ):
+        page.counter(f"vllm:{name}", text, value)
+    # What never reached the engine is no success or failure there.
+    outcomes = accounts.outcomes
+    page.counters(
+        "vllm:request_success",
+        "Processed requests by finish reason.",
+        ("finished_reason",),
+        {
+            ("stop",): outcomes["stop"],
+            ("length",): outcomes["length"],
+            ("abort",): outcomes["aborted"],
+            ("error",): outcomes["error"],
+        },
+    )
+    for name, text, histogram in (
+        ("time_to_first_token_seconds", "Time to first token.", accounts.time_to_first_token),
+        ("inter_token_latency_seconds", "Inter-token latency.", accounts.inter_token_latency),
+        ("e2e_request_latency_seconds", "End to end request latency.", accounts.request_duration),
+        ("request_queue_time_seconds", "Time spent in WAITING phase.", accounts.queue_wait),
+    ):
+        page.histogram(f"vllm:{name}", f"{text} In seconds.", histogram)
+
+
+def _cache_config(state: ServerState) -> dict[str, object]:
+    """The labels that readers use (of vLLM's 34); booleans are written as Python writes them."""
+    deployment, cache = state.plan.deployment, state.plan.kv_cache
+    return {
+        "block_size": cache.layout.block_size,
+        "num_gpu_blocks": cache.num_blocks,
+        "cache_dtype": deployment.kv_cache_dtype,
+        "enable_prefix_caching": deployment.enable_prefix_caching,
+        "gpu_memory_utilization": deployment.gpu_memory_utilization,
+        "kv_cache_memory_bytes": state.plan.rank.kv_pool_bytes,
+    }

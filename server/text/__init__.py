@@ -1,0 +1,1 @@
+"""Text at the API's edge: tokens, chat templates, tool calls."""

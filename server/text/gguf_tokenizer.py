@@ -1,0 +1,65 @@
+"""The tokenizer of a .gguf file as tokenizer.json: made once by transformers in a process of its own.
+
+``python -m tonnage.server.text.gguf_tokenizer FILE FOLDER`` is that process; the API process imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.source import cache_folder
+
+
+def model_files(path: str) -> Path:
+    """The folder with tokenizer.json and its configs: a model's own, or for a .gguf file the one it lies in,
+    else one below the cache folder that is made on first use.
+
+    Raises CheckpointError when transformers cannot read the file's tokenizer.
+    """
+    given = Path(path)
+    if given.suffix.lower() != ".gguf":
+        return given
+    if (given.parent / "tokenizer.json").is_file():
+        return given.parent
+    stat = given.stat()
+    what = f"{given.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    made = cache_folder() / "tokenizers" / f"{given.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    if (made / "tokenizer.json").is_file():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent, prefix=".partial-") as work:
+        command = [sys.executable, "-m", "tonnage.server.text.gguf_tokenizer", str(given), f"{work}/made"]
+        print(f"Reading the tokenizer of {given.name} (once)", file=sys.stderr, flush=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+            raise CheckpointError(
+                f"transformers cannot read the tokenizer of {given.name}: {said[-1][:300]}",
+                field="tokenizer.ggml.tokens",
+                hint="put the model's tokenizer.json beside the file",
+            )
+        try:
+            Path(work, "made").rename(made)
+        except OSError:  # another process was faster
+            if not (made / "tokenizer.json").is_file():
+                raise
+    return made
+
+
+def main(gguf: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.save_pretrained(folder)
+    ends = {} if tokenizer.eos_token_id is None else {"eos_token_id": tokenizer.eos_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
