@@ -1,7 +1,7 @@
 """Block managers behind three calls, so that one driver can time any of them.
 
     admit(request_id, tokens, max_tokens) -> hit tokens, or None: not now
-    append(request_ids, token_ids) -> request ids that got no slot (preempted), [] for a manager that promises
+    append(request_ids, token_ids) -> request ids that got no slot (preempted), [] where blocks are reserved
     free(request_id)
 
 `admit` takes a whole prompt as a list of ints, finds its hit, gives it all its blocks and publishes them.

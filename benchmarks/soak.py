@@ -153,7 +153,7 @@ def main() -> None:
         for i in list(soak.live):
             soak.manager.free(i)
         soak.manager.check_invariants()
-        assert soak.manager.stats().used == soak.manager.stats().promised == 0
+        assert soak.manager.stats().used == soak.manager.stats().reserved == 0
     stats = [soak.manager.stats() for soak in soaks]
     seconds = time.process_time() - start
     print(

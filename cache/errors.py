@@ -47,10 +47,10 @@ class DoubleFree(SequenceFinished):
     code = "double_free"
 
 
-class PromiseExceeded(CacheError):
-    """The call asks for more than admission promised: tokens, tokens per step, or forks."""
+class ReservationExceeded(CacheError):
+    """The call asks for more than admission reserved: tokens, tokens per step, or forks."""
 
-    code = "promise_exceeded"
+    code = "reservation_exceeded"
 
 
 class OutOfOrder(CacheError):

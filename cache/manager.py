@@ -36,9 +36,9 @@ from tonnage.cache.admission import (
     decide,
     last_owners,
     refusal,
-    split_promise,
+    split_reservation,
 )
-from tonnage.cache.admission.ledger import Promises
+from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks import refusals, steps
 from tonnage.cache.blocks.groups import num_states, paged, reach
@@ -60,7 +60,7 @@ from tonnage.cache.errors import (
     DoubleFree,
     InvalidRequest,
     OutOfOrder,
-    PromiseExceeded,
+    ReservationExceeded,
     SequenceExists,
 )
 from tonnage.cache.eviction.choice import Eviction
@@ -81,7 +81,7 @@ class KVCacheManager:
     """Blocks of all groups of ``layout`` from one pool of ``num_blocks`` (block 0 is the null block).
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
-    promise depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
+    reservation depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
     ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function of their own, slow. Raises
     CacheConfigError for limits that cannot work.
@@ -129,8 +129,8 @@ class KVCacheManager:
         self.salts = Salts(key)
         self._hash_block = hash_block
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
-        self.promises = Promises(self.state, self.limits)
-        # Without a policy the sum of all promises fits: no call of `grant` is needed then.
+        self.reservations = Reservations(self.state, self.limits)
+        # Without a policy the sum of all reservations fits: no call of `grant` is needed then.
         self.admission = None if policy is None else Admission(policy, self.limits)
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -140,12 +140,12 @@ class KVCacheManager:
     # -- admission ---------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """What is promised now."""
-        return Snapshot(self.promises.promised, self.promises.sequences)
+        """What is reserved now."""
+        return Snapshot(self.reservations.reserved, self.reservations.sequences)
 
     def running(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies, in order of admission."""
-        return self.promises.snapshot(self.pool.usable, self.pool.used_full)
+        return self.reservations.snapshot(self.pool.usable, self.pool.used_full)
 
     def decide(self, request: AdmissionRequest) -> Decision:
         """`admission.decide` against the current state; changes nothing."""
@@ -166,7 +166,7 @@ class KVCacheManager:
         """Decide, lock the prefix hit and register the sequence, or change nothing.
 
         At least the last prompt token is left to compute: its logits are needed. The n - 1 other sequences
-        come by `fork` once the prompt is computed; their rows and blocks are promised here. Requests with
+        come by `fork` once the prompt is computed; their rows and blocks are reserved here. Requests with
         different salts never share a block, those of `allow_prefix` aside. ``produced``: how many of the tokens
         are its own output, after a preemption. ``head``: the request it would pass, from `start_of`. Raises
         SequenceExists, InvalidRequest.
@@ -197,9 +197,9 @@ class KVCacheManager:
         return Admitted(row, hit, shared)
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """When a waiting request begins if all ends as foretold: what `admit` wants as ``head``."""
+        """When a waiting request begins if all ends as forecast: what `admit` wants as ``head``."""
         assert self.admission is not None
-        return self.admission.start_of(request, self.running(), self.promises.requests())
+        return self.admission.start_of(request, self.running(), self.reservations.requests())
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
         """How far each sequence may be extended in this step, int64; changes nothing.
@@ -210,8 +210,8 @@ class KVCacheManager:
         others `Admission.victim` says whom to preempt then.
         """
         batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
-        if self.admission is None or self.promises.promised <= self.pool.usable:
-            return ends  # all that was ever promised fits at once: nobody can be in another's way
+        if self.admission is None or self.reservations.reserved <= self.pool.usable:
+            return ends  # all that was ever reserved fits at once: nobody can be in another's way
         wanted = np.zeros(len(batch), np.int64)
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
@@ -232,7 +232,7 @@ class KVCacheManager:
         never = refusal(request, self.limits)
         if never is not None:
             return never
-        short = self.promises.sequences + request.n - self.limits.max_num_seqs
+        short = self.reservations.sequences + request.n - self.limits.max_num_seqs
         return Wait(WaitReason.SEQUENCES, 0, short) if short > 0 else None
 
     def _decide_with_hit(
@@ -240,26 +240,29 @@ class KVCacheManager:
     ) -> Decision:
         policy = admission.policy
         if head is None and policy.tenant_blocks is None:
-            promise, margin = sum(split_promise(request, self.limits)), policy.reserve * self.pool.usable
-            if self.promises.promised + promise + margin <= self.pool.usable:
-                return Admit(promise)  # so do all promises together: no schedule can go wrong
+            reservation, margin = (
+                sum(split_reservation(request, self.limits)),
+                policy.reserve * self.pool.usable,
+            )
+            if self.reservations.reserved + reservation + margin <= self.pool.usable:
+                return Admit(reservation)  # so do all reservations together: no schedule can go wrong
         lost = np.zeros(self.limits.max_num_seqs, np.int32)
         used, cached = hits.count_hit(self.core, row, count, lost)
-        order = self.promises.order()
+        order = self.reservations.order()
         return admission.decide(
             request,
             self.running(),
-            self.promises.requests(),
+            self.reservations.requests(),
             hit_used=used,
             hit_cached=cached,
             private_lost=lost[order] if used else None,
-            tenant_promised=self._tenant_promised(request.tenant),
+            tenant_reserved=self._tenant_reserved(request.tenant),
             head=head,
         )
 
-    def _tenant_promised(self, tenant: str) -> int:
+    def _tenant_reserved(self, tenant: str) -> int:
         quota = self.admission is not None and self.admission.policy.tenant_blocks is not None
-        return self.promises.of_tenant(tenant) if quota else 0
+        return self.reservations.of_tenant(tenant) if quota else 0
 
     def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         rows = self.rows
@@ -278,15 +281,15 @@ class KVCacheManager:
         hits.drop_hit(self.core, row, count)
 
     def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
-        family = self.promises.promise(request, salt)
-        row = self.sequences.open(sequence_id, family)
+        sequence_group = self.reservations.reservation(request, salt)
+        row = self.sequences.open(sequence_id, sequence_group)
         self.rows.limit[row] = request.total_tokens
-        self.rows.request[row] = family.slot
+        self.rows.request[row] = sequence_group.slot
 
     def leaving(self) -> Leaving:
         """In which order the running requests can finish, and what each gives back; walks all tables."""
         tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        place = {slot: entry for entry, slot in enumerate(self.promises.families)}
+        place = {slot: entry for entry, slot in enumerate(self.reservations.sequence_groups)}
         for row in self.sequences.row_of.values():
             held = int(self.rows.room[row]) // self.block_size
             for table, window in zip(self.tables, self.windows, strict=True):
@@ -315,8 +318,8 @@ class KVCacheManager:
         """Make positions [computed, num_tokens) writable; returns the copies to perform first.
 
         Sliding blocks that no query at a position >= computed can read are dropped before new ones are taken.
-        Raises PromiseExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is committed,
-        NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
+        Raises ReservationExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is
+        committed, NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
         """
         return self.extend_many((sequence_id,), (num_tokens,))
 
@@ -339,10 +342,10 @@ class KVCacheManager:
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
         """Index of each sequence's request in the arrays of `running`; int64."""
-        return self.promises.entries(self.sequences.rows(sequence_ids))
+        return self.reservations.entries(self.sequences.rows(sequence_ids))
 
     def append_tokens(self, sequence_id: int, token_ids: TokenIds) -> None:
-        """Tokens the model produced. Raises PromiseExceeded beyond prompt + max_tokens."""
+        """Tokens the model produced. Raises ReservationExceeded beyond prompt + max_tokens."""
         row = self.sequences.row(sequence_id)
         tokens = token_array(token_ids)
         start = int(self.rows.length[row])
@@ -407,43 +410,43 @@ class KVCacheManager:
 
         All blocks with computed positions are shared. Call it between steps: parent and child must both
         `extend` before they write again, and the first to write into a shared partial block copies it.
-        Raises SequenceFinished / UnknownSequence, SequenceExists, PromiseExceeded (no fork was promised: n of
-        `admit`), OutOfOrder (the full prompt blocks, counted once for all n, are not computed yet).
+        Raises SequenceFinished / UnknownSequence, SequenceExists, ReservationExceeded (no fork was reserved: n
+        of `admit`), OutOfOrder (the full prompt blocks, counted once for all n, are not computed yet).
         """
         parent = self.sequences.row(parent_id)
         if child_id in self.sequences.row_of:
             raise SequenceExists(f"sequence {child_id} is already live", field="child_id")
-        family = self.sequences.family(parent)
-        if family.forks_left == 0:
-            raise PromiseExceeded(
-                f"sequence {parent_id} has no fork left of n = {family.request.n}",
+        sequence_group = self.sequences.sequence_group(parent)
+        if sequence_group.forks_left == 0:
+            raise ReservationExceeded(
+                f"sequence {parent_id} has no fork left of n = {sequence_group.request.n}",
                 field="n",
                 hint="admit with n",
             )
         computed = int(self.rows.computed[parent])
-        if computed < family.request.prompt_tokens // self.block_size * self.block_size:
+        if computed < sequence_group.request.prompt_tokens // self.block_size * self.block_size:
             raise OutOfOrder(
-                f"{computed} of {family.request.prompt_tokens} prompt tokens are computed",
+                f"{computed} of {sequence_group.request.prompt_tokens} prompt tokens are computed",
                 field="parent_id",
                 hint="commit the whole prompt, then fork",
             )
-        child = self.sequences.open(child_id, family)
-        self.promises.fork(family)
+        child = self.sequences.open(child_id, sequence_group)
+        self.reservations.fork(sequence_group)
         steps.share(self.core, parent, child)
         self.salts.share(self.state, child)
         return child
 
     def free(self, sequence_id: int) -> None:
-        """Give back the blocks, last block first, and at once the promise. Published blocks stay cached and
+        """Give back the blocks, last block first, and at once the reservation. Published blocks stay cached and
         reusable; the others are reused before any cached one. Raises DoubleFree, UnknownSequence."""
         if self.sequences.finished(sequence_id):
             raise DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
         row = self.sequences.row(sequence_id)
-        family = self.sequences.family(row)
+        sequence_group = self.sequences.sequence_group(row)
         self.salts.leave(self.state, row)
         steps.leave(self.core, row)
         self.sequences.close(sequence_id)
-        self.promises.give_back(family)
+        self.reservations.give_back(sequence_group)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -479,7 +482,7 @@ class KVCacheManager:
             used=pool.used,
             cached=pool.cached,
             free=pool.free,
-            promised=self.promises.promised,
+            reserved=self.reservations.reserved,
             sequences=len(self.sequences),
             evictions=int(counters[EVICTIONS:].sum()),
             evictions_by_cause=tuple(counters[EVICTIONS:].tolist()),

@@ -25,7 +25,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Blocks by state: used + cached + free = usable, used <= promised <= usable. Counters since the start.
+    """Blocks by state: used + cached + free = usable, used <= reserved <= usable. Counters since the start.
 
     ``evictions_by_cause`` are in the order of `EVICTION_CAUSES`.
     ``query_tokens`` are the prompt tokens of admitted requests, ``hit_tokens`` those served from the cache,
@@ -39,7 +39,7 @@ class CacheStats:
     used: int
     cached: int
     free: int
-    promised: int
+    reserved: int
     sequences: int
     evictions: int
     evictions_by_cause: tuple[int, ...]

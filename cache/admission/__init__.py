@@ -2,8 +2,8 @@
 
 =============== ==================================================================================
 ``types``       requests, limits, answers
-``promise``     the most blocks one request can ever hold; what can never fit
-``sum_rule``    admit while the sum of the promises fits (for engines that count their own blocks)
+``reservation``     the most blocks one request can ever hold; what can never fit
+``sum_rule``    admit while the sum of the reservations fits (for engines that count their own blocks)
 ``safety``      the law of guaranteed mode: states in which everybody can still finish
 ``peak``        the most blocks the running requests will hold over time, for given remaining lengths
 ``forecast``    output lengths still to come, learned from those that have ended
@@ -25,11 +25,11 @@ from tonnage.cache.admission.policy import (
 )
 from tonnage.cache.admission.reservation import (
     ceil_div,
-    group_promise,
+    group_reservation,
     largest_prompt,
-    promised_blocks,
     refusal,
-    split_promise,
+    reserved_blocks,
+    split_reservation,
 )
 from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.sum_rule import decide
@@ -67,13 +67,13 @@ __all__ = [
     "decide",
     "decide_running",
     "grant",
-    "group_promise",
+    "group_reservation",
     "head_start",
     "is_safe",
     "largest_prompt",
     "last_owners",
-    "promised_blocks",
     "refusal",
-    "split_promise",
+    "reserved_blocks",
+    "split_reservation",
     "victim",
 ]

@@ -47,19 +47,19 @@ class Admission:
         hit_used: int = 0,
         hit_cached: int = 0,
         private_lost: Int32Array | None = None,
-        tenant_promised: int = 0,
+        tenant_reserved: int = 0,
         head: Head | None = None,
     ) -> Decision:
         """Whether ``request`` may start now. ``running``: the requests of the snapshot's entries, in order; the
         rest as in `policy.Newcomer`. ``head``: the request it would overtake, from `start_of`."""
         left = self._left(request, snapshot, running)
-        new = Newcomer(request, int(left[-1]), hit_used, hit_cached, private_lost, tenant_promised)
+        new = Newcomer(request, int(left[-1]), hit_used, hit_cached, private_lost, tenant_reserved)
         return decide_running(new, snapshot, left[:-1], self.limits, self.policy, head)
 
     def start_of(
         self, request: AdmissionRequest, snapshot: RunningSnapshot, running: Sequence[AdmissionRequest]
     ) -> Head:
-        """When ``request``, first in the queue and without room, begins if all goes as foretold."""
+        """When ``request``, first in the queue and without room, begins if all goes as forecast."""
         left = self._left(request, snapshot, running)
         new = Newcomer(request, int(left[-1]))
         return head_start(new, snapshot, left[:-1], self.limits, self.policy)
@@ -97,7 +97,7 @@ class Admission:
     def _left(
         self, request: AdmissionRequest, snapshot: RunningSnapshot, running: Sequence[AdmissionRequest]
     ) -> Int64Array:
-        """int64 [running + 1]: output foretold for each of ``running`` and, last, for ``request``."""
+        """int64 [running + 1]: output forecast for each of ``running`` and, last, for ``request``."""
         most = np.append(snapshot.output_left, request.max_tokens)
         if self.policy.quantile == 1 or self.policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT):
             return most.astype(np.int64)

@@ -71,7 +71,7 @@ class LengthForecast:
                 counts /= 2
 
     def left(self, output: IntArray, output_left: IntArray, keys: list[str] | None = None) -> Int64Array:
-        """Tokens each sequence is foretold to produce; int64 [sequences], between 1 and ``output_left``.
+        """Tokens each sequence is forecast to produce; int64 [sequences], between 1 and ``output_left``.
 
         ``output`` [sequences]: produced so far, of all that run or are to be admitted (all of them are at
         risk); ``output_left`` [sequences]: the most they may still produce; ``keys`` one for each.

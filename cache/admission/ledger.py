@@ -1,4 +1,4 @@
-"""What the running requests were promised: one family of sequences a request, one slot of the arrays each."""
+"""What is reserved for the running requests: one sequence group a request, one slot of the arrays each."""
 
 from __future__ import annotations
 
@@ -6,84 +6,95 @@ from dataclasses import replace
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionRequest, Limits, split_promise
+from tonnage.cache.admission import AdmissionRequest, Limits, split_reservation
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks import steps
 from tonnage.cache.blocks.state import Int32Array, Int64Array, State
-from tonnage.cache.blocks.tables import Family
+from tonnage.cache.blocks.tables import SequenceGroup
 
 
-class Promises:
-    """The ledger: blocks promised to all, the part of it that sliding groups may take, sequences that count.
+class Reservations:
+    """The ledger: blocks reserved to all, the part of it that sliding groups may take, sequences that count.
 
-    ``families`` by slot, in order of admission: the entries of every array that admission reads.
+    ``sequence_groups`` by slot, in order of admission: the entries of every array that admission reads.
     """
 
     def __init__(self, state: State, limits: Limits) -> None:
-        self.families: dict[int, Family] = {}
-        self.promised = 0
+        self.sequence_groups: dict[int, SequenceGroup] = {}
         self.reserved = 0
+        self.windowed = 0
         self.sequences = 0
         self._state, self._limits = state, limits
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
 
-    def promise(self, request: AdmissionRequest, salt: bytes) -> Family:
-        """A slot and a promise for an admitted request."""
-        full, sliding = split_promise(request, self._limits)
+    def reservation(self, request: AdmissionRequest, salt: bytes) -> SequenceGroup:
+        """A slot and a reservation for an admitted request."""
+        full, sliding = split_reservation(request, self._limits)
         slot = self._unused.pop()
-        family = Family(request, salt, slot, full + sliding, sliding, live=1, forks_left=request.n - 1)
-        self.families[slot] = family
-        self.promised += family.promise
-        self.reserved += sliding
+        sequence_group = SequenceGroup(
+            request, salt, slot, full + sliding, sliding, live=1, forks_left=request.n - 1
+        )
+        self.sequence_groups[slot] = sequence_group
+        self.reserved += sequence_group.reservation
+        self.windowed += sliding
         self.sequences += request.n
         requests = self._state.requests
-        requests.promised[slot], requests.prompt[slot] = full, request.prompt_tokens
+        requests.reserved[slot], requests.prompt[slot] = full, request.prompt_tokens
         requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
-        return family
+        return sequence_group
 
-    def fork(self, family: Family) -> None:
+    def fork(self, sequence_group: SequenceGroup) -> None:
         """One of its sequences to come has come."""
-        family.forks_left -= 1
-        family.live += 1
+        sequence_group.forks_left -= 1
+        sequence_group.live += 1
         requests = self._state.requests
-        requests.live[family.slot], requests.forks_left[family.slot] = family.live, family.forks_left
+        requests.live[sequence_group.slot], requests.forks_left[sequence_group.slot] = (
+            sequence_group.live,
+            sequence_group.forks_left,
+        )
 
-    def give_back(self, family: Family) -> None:
-        """One of its sequences has been freed: its part of the promise is free at once."""
-        before, promise, sliding = family.sequences, family.promise, family.sliding
-        requests, slot = self._state.requests, family.slot
-        family.live -= 1
-        if family.live == 0:  # nobody is left to fork from
-            family.forks_left = family.promise = family.sliding = 0
+    def give_back(self, sequence_group: SequenceGroup) -> None:
+        """One of its sequences has been freed: its part of the reservation is free at once."""
+        before, reservation, sliding = (
+            sequence_group.sequences,
+            sequence_group.reservation,
+            sequence_group.sliding,
+        )
+        requests, slot = self._state.requests, sequence_group.slot
+        sequence_group.live -= 1
+        if sequence_group.live == 0:  # nobody is left to fork from
+            sequence_group.forks_left = sequence_group.reservation = sequence_group.sliding = 0
             requests.prompt[slot] = 0
-            del self.families[slot]
+            del self.sequence_groups[slot]
             self._unused.append(slot)
         else:
-            full, family.sliding = split_promise(replace(family.request, n=family.sequences), self._limits)
-            family.promise = full + family.sliding
-        requests.promised[slot] = family.promise - family.sliding
-        requests.forks_left[slot] = family.forks_left
-        self.promised -= promise - family.promise
-        self.reserved -= sliding - family.sliding
-        self.sequences -= before - family.sequences
+            full, sequence_group.sliding = split_reservation(
+                replace(sequence_group.request, n=sequence_group.sequences), self._limits
+            )
+            sequence_group.reservation = full + sequence_group.sliding
+        requests.reserved[slot] = sequence_group.reservation - sequence_group.sliding
+        requests.forks_left[slot] = sequence_group.forks_left
+        self.reserved -= reservation - sequence_group.reservation
+        self.windowed -= sliding - sequence_group.sliding
+        self.sequences -= before - sequence_group.sequences
 
     def order(self) -> Int32Array:
         """int32 [running]: the slot of each entry."""
-        return np.fromiter(self.families, dtype=np.int32, count=len(self.families))
+        return np.fromiter(self.sequence_groups, dtype=np.int32, count=len(self.sequence_groups))
 
     def entries(self, rows: Int64Array) -> Int64Array:
         """int64 [rows]: the entry of each row's request."""
         place = np.zeros(self._limits.max_num_seqs, np.int64)
-        place[self.order()] = np.arange(len(self.families))
+        place[self.order()] = np.arange(len(self.sequence_groups))
         return place[self._state.rows.request[rows]]
 
     def requests(self) -> list[AdmissionRequest]:
         """By entry."""
-        return [family.request for family in self.families.values()]
+        return [sequence_group.request for sequence_group in self.sequence_groups.values()]
 
     def of_tenant(self, tenant: str) -> int:
-        """Blocks promised to a tenant's requests."""
-        return sum(f.promise for f in self.families.values() if f.request.tenant == tenant)
+        """Blocks reserved to a tenant's requests."""
+        return sum(f.reservation for f in self.sequence_groups.values() if f.request.tenant == tenant)
 
     def snapshot(self, usable: int, used: int) -> RunningSnapshot:
         """Copies of what admission reads; ``used`` blocks of full groups have a reference."""
@@ -96,10 +107,10 @@ class Promises:
         return RunningSnapshot(
             usable=usable,
             used=used,
-            reserved=self.reserved,
+            windowed=self.windowed,
             held=requests.held[order],
             private=requests.private[order],
-            promised=requests.promised[order],
+            reserved=requests.reserved[order],
             prompt=requests.prompt[order],
             prompt_left=lengths[0],
             output=lengths[1],

@@ -6,7 +6,7 @@ counted with its whole prompt. The blocks of a request of n sequences are ``prom
 and, for each sequence, what the rest of its tokens takes, so the total rises step by step between two ends and
 falls at an end: the peak is at one of the ends, where the request that ends still holds everything.
 
-This foretells and guarantees nothing (see `tonnage.cache.admission.safety` for what does): a peak within
+This forecasts and guarantees nothing (see `tonnage.cache.admission.safety` for what does): a peak within
 capacity means that nobody would have to stall if lengths come as given.
 """
 
@@ -23,7 +23,7 @@ IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 
 # Blocks are rounded up sequence by sequence. With blocks of more than 16 tokens the remainders are rounded up
-# to sixteenths of a block, which can foresee a block too many and never one too few.
+# to sixteenths of a block, which can expect a block too many and never one too few.
 _CLASSES = 16
 
 

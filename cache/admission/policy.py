@@ -3,12 +3,12 @@
 =============== ============================================================================================
 ``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak over time fits if
                 everybody runs to max_tokens: no preemption ever; stalls only where chunks of prefill shift
-                the peak. With ``length_quantile`` below 1 the peak is foretold by that quantile of learned
+                the peak. With ``length_quantile`` below 1 the peak is forecast by that quantile of learned
                 lengths: many fewer steps, still no preemption, stalls where lengths surprise.
-``predictive``  the peak foretold by the learned lengths fits under the watermark. Sequences stall when
+``predictive``  the peak forecast by the learned lengths fits under the watermark. Sequences stall when
                 blocks run out; only when nobody can go on is one preempted, the one with the least to redo.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
-``no_evict``    the sum of all promises fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
+``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
 =============== ============================================================================================
 
 Nothing here sees the true output length.
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.peak import Growth, growth_of, peak_of
-from tonnage.cache.admission.reservation import refusal, split_promise
+from tonnage.cache.admission.reservation import refusal, split_reservation
 from tonnage.cache.admission.safety import finishing_order, slack_of
 from tonnage.cache.admission.snapshot import Int32Array, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Limits, Never, Wait, WaitReason
@@ -53,7 +53,7 @@ class Policy:
     mode: AdmissionMode = AdmissionMode.GUARANTEED
     length_quantile: float | None = None
     watermark: float | None = None
-    tenant_blocks: int | None = None  # most blocks promised to one tenant at a time
+    tenant_blocks: int | None = None  # most blocks reserved to one tenant at a time
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1:
@@ -65,7 +65,7 @@ class Policy:
 
     @property
     def quantile(self) -> float:
-        """Quantile of the outputs still to come that the peak is foretold from; 1 is max_tokens.
+        """Quantile of the outputs still to come that the peak is forecast from; 1 is max_tokens.
 
         0.4 with a watermark of 0.004: benchmarks/admission.py, where 0.4 to 0.5 and 0 to 0.005 differ by 0.4 %
         of the steps and by up to 4 preemptions in 2,000 requests.
@@ -98,12 +98,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """A request as it would enter: its promise, its prefix hit, and how long its output is foretold to be.
+    """A request as it would enter: its reservation, its prefix hit, and how long its output is forecast to be.
 
     ``hit_used`` blocks (full groups) are referenced by others, ``hit_cached`` by nobody: these cost capacity as
     an allocation does. ``private_lost`` int32 [running]: blocks of the hit that each running request had to
     itself; None where the hit touches none. ``output`` is what it has produced before it was preempted.
-    ``tenant_promised``: blocks promised to its tenant's running requests.
+    ``tenant_reserved``: blocks reserved to its tenant's running requests.
     """
 
     request: AdmissionRequest
@@ -111,12 +111,12 @@ class Newcomer:
     hit_used: int = 0
     hit_cached: int = 0
     private_lost: Int32Array | None = None
-    tenant_promised: int = 0
+    tenant_reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first of the queue, waiting for room; ``start`` steps from now it begins if all goes as foretold."""
+    """The first of the queue, waiting for room; ``start`` steps from now it begins if all goes as forecast."""
 
     request: AdmissionRequest
     output_left: int
@@ -133,7 +133,7 @@ def decide_running(
 ) -> Decision:
     """Admit now, wait or never; changes nothing. O(running * 16), some tens of microseconds at 256.
 
-    ``output_left`` [running]: tokens foretold for each running request (its longest sequence), by
+    ``output_left`` [running]: tokens forecast for each running request (its longest sequence), by
     `forecast.LengthForecast` at ``policy.quantile``. With ``head`` the newcomer stands behind it and passes
     only if the head's start is not delayed.
     """
@@ -141,13 +141,13 @@ def decide_running(
     never = _refusal(new, limits, policy)
     if never is not None:
         return never
-    full, sliding = split_promise(request, limits)
+    full, sliding = split_reservation(request, limits)
     running = int(snapshot.sequences.sum())
     sequences_short = running + request.n - limits.max_num_seqs
     if sequences_short > 0:
         return Wait(WaitReason.SEQUENCES, 0, sequences_short)
     if policy.tenant_blocks is not None:
-        short = new.tenant_promised + full + sliding - policy.tenant_blocks
+        short = new.tenant_reserved + full + sliding - policy.tenant_blocks
         if short > 0:
             return Wait(WaitReason.TENANT_QUOTA, short)
     if len(snapshot) == 0:  # refusal() has said that it fits alone
@@ -185,7 +185,7 @@ def _blocks_short(
     if groups == 0:  # a window stops growing: what all can hold is set aside, and the sum is the peak
         return -capacity
     if policy.mode is AdmissionMode.NO_EVICT:
-        return int(snapshot.promised.sum()) + full - capacity
+        return int(snapshot.reserved.sum()) + full - capacity
     unallocated = -(-snapshot.prompt_left.astype(np.int64) // block_size)
     waiting = int(unallocated.sum()) * groups  # prompts admitted before it take theirs first
     short = snapshot.used + waiting + prompt_blocks - new.hit_used - capacity
@@ -236,7 +236,7 @@ def _unsafe_by(new: Newcomer, full: int, sliding: int, snapshot: RunningSnapshot
 
 
 def _steps_until(short: int, snapshot: RunningSnapshot, output_left: IntArray) -> int:
-    """Steps until the requests that end first have given back so many blocks, if all ends as foretold."""
+    """Steps until the requests that end first have given back so many blocks, if all ends as forecast."""
     order = np.argsort(output_left)
     given = np.cumsum(snapshot.private[order])
     at = int(np.searchsorted(given, short))
@@ -246,7 +246,7 @@ def _steps_until(short: int, snapshot: RunningSnapshot, output_left: IntArray) -
 def head_start(
     new: Newcomer, snapshot: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy
 ) -> Head:
-    """When the waiting head of the queue begins if all goes as foretold and nobody else is admitted.
+    """When the waiting head of the queue begins if all goes as forecast and nobody else is admitted.
 
     The first end of a running request after which the peak with the head fits; the later the start, the less
     there is beside it, so it is found by bisection.
@@ -254,7 +254,7 @@ def head_start(
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     if groups == 0:  # nobody passes it
         return Head(new.request, new.output_left, 0)
-    _, sliding = split_promise(new.request, limits)
+    _, sliding = split_reservation(new.request, limits)
     capacity = snapshot.capacity - sliding - int(policy.reserve * limits.usable_blocks)
     growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
     common = snapshot.used - int(snapshot.private.sum())

@@ -1,4 +1,4 @@
-"""The promise: the most blocks a request can ever hold, exact group by group.
+"""The reservation: the most blocks a request can ever hold, exact group by group.
 
 For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
 
@@ -33,7 +33,7 @@ def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def group_promise(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
+def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
     """Most blocks the request's n sequences can hold in one group at once (see the module's argument)."""
     block_size = limits.layout.block_size
     total = ceil_div(request.total_tokens, block_size)
@@ -47,20 +47,20 @@ def group_promise(group: KVGroup, request: AdmissionRequest, limits: Limits) -> 
     return min(as_full, request.n * ceil_div(span + block_size - 1, block_size))
 
 
-def promised_blocks(request: AdmissionRequest, limits: Limits) -> int:
+def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
     """Most blocks the request can ever hold, over all groups: blocks of any group come from one pool."""
-    return sum(group_promise(group, request, limits) for group in limits.layout.groups)
+    return sum(group_reservation(group, request, limits) for group in limits.layout.groups)
 
 
-def split_promise(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
-    """`promised_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
-    full = sum(group_promise(g, request, limits) for g in paged(limits.layout) if reach(g) == 0)
-    return full, promised_blocks(request, limits) - full
+def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
+    """`reserved_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
+    full = sum(group_reservation(g, request, limits) for g in paged(limits.layout) if reach(g) == 0)
+    return full, reserved_blocks(request, limits) - full
 
 
 def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None = None) -> Never | None:
     """Why the request does not fit even an empty pool (or its tenant's quota of it); None when it does."""
-    needed = promised_blocks(request, limits)
+    needed = reserved_blocks(request, limits)
     if request.n > limits.max_num_seqs:
         reason = NeverReason.SEQUENCES
     elif request.total_tokens > limits.max_model_len:
@@ -91,9 +91,9 @@ def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
 
     def fits(prompt_tokens: int) -> bool:
         candidate = AdmissionRequest(prompt_tokens, request.max_tokens, request.n)
-        return promised_blocks(candidate, limits) <= limits.usable_blocks
+        return reserved_blocks(candidate, limits) <= limits.usable_blocks
 
-    # With n > 1 the promise falls where the prompt fills a block (the block becomes shared), so it grows
+    # With n > 1 the reservation falls where the prompt fills a block (the block becomes shared), so it grows
     # steadily only from one full block to the next, and within one block: search the former, then the latter.
     block_size = limits.layout.block_size
     full = _last_true(lambda blocks: fits(blocks * block_size), 1, longest // block_size)

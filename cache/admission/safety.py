@@ -1,7 +1,7 @@
 """The law of guaranteed mode: only states in which every admitted request can still run to its max_tokens.
 
 This is the banker's algorithm (E. W. Dijkstra, EWD 623) for one resource, blocks. A request's *need* is what it
-was promised and does not hold. A state is **safe** when its requests can be put in an order such that each,
+was reserved and does not hold. A state is **safe** when its requests can be put in an order such that each,
 when its turn comes, finds its whole need available::
 
     capacity - |blocks held by it and by those after it| >= need        for each, in that order
@@ -14,11 +14,11 @@ it keeps its blocks, computes nothing and loses nothing. Nobody is ever preempte
 each request:
 
 - somebody ends, is cancelled, or one of its n sequences ends: blocks leave the union, need does not grow (the
-  promise shrinks by at least what the sequence alone held);
+  reservation shrinks by at least what the sequence alone held);
 - a computed block is found to be the duplicate of a published one and is given back: the union of any set of
   requests shrinks or stays, and nobody's ``held`` changes;
 - a block stops being shared because its other owner left: the union stays or shrinks;
-- sliding windows: what they can hold at most is set aside whole (`RunningSnapshot.reserved`), so dropping a
+- sliding windows: what they can hold at most is set aside whole (`RunningSnapshot.windowed`), so dropping a
   block, shared or not, changes nothing here;
 - a cached block that nobody references is available: turning it into a used one by a prefix hit is an
   allocation and is checked as one; evicting it changes nothing.
@@ -28,7 +28,7 @@ granting it a part leaves the same order valid (available and its need fall alik
 at least that one can go on, or it wants none and goes on anyway, or it waits for its share of the token budget;
 a scheduler that offers the budget of a stalled sequence to the next one therefore never stands still. Each
 step computes at least one token of a finite number, so every request ends. The argument knows no clock, no
-chunk size and no order of prefill and decode, which is what a rule that foretells a peak from lockstep decoding
+chunk size and no order of prefill and decode, which is what a rule that forecasts a peak from lockstep decoding
 lacks: with 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000, 1,600), which need 808 in
 chunks of 64 tokens and 834 in chunks of 16.
 
@@ -83,7 +83,7 @@ class Leaving:
 
 
 def is_safe(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> bool:
-    """Whether everybody can still run to the end of its promise, one after the other."""
+    """Whether everybody can still run to the end of its reservation, one after the other."""
     return committed_peak(snapshot, leaving) <= snapshot.capacity
 
 
@@ -111,9 +111,9 @@ def grant(
     """How many blocks each sequence of this step may take now; int64 [sequences].
 
     ``entries`` [sequences]: the sequence's request, an index into the snapshot; ``blocks`` [sequences]: what it
-    wants, within its promise. The first served first. Less than wanted is a multiple of ``multiple`` (the full
-    groups, as each block of tokens takes one in each): a prefill chunk can be cut to it, a decode that gets 0
-    stalls. The state after all grants is safe if the one before was.
+    wants, within its reservation. The first served first. Less than wanted is a multiple of ``multiple`` (the
+    full groups, as each block of tokens takes one in each): a prefill chunk can be cut to it, a decode that
+    gets 0 stalls. The state after all grants is safe if the one before was.
     """
     wanted = np.asarray(blocks, dtype=np.int64)
     total = int(wanted.sum())

@@ -3,8 +3,8 @@
 A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries
 stand in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding
 groups may ever hold is bounded (`tonnage.cache.admission.reservation`), so it is set aside whole in
-``reserved`` when a request is admitted, and a window that drops a shared block changes nothing that anybody was
-promised.
+``windowed`` when a request is admitted, and a window that drops a shared block changes nothing that anybody was
+reserved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RunningSnapshot:
 
     - ``usable``: blocks of the pool without the null block;
     - ``used``: distinct blocks of full groups with a reference;
-    - ``reserved``: most blocks all running requests can hold in sliding groups (0 without such groups);
+    - ``windowed``: most blocks all running requests can hold in sliding groups (0 without such groups);
     - ``held``: distinct blocks in the request's tables, full groups;
     - ``private``: those of ``held`` that no other request references, or fewer (a lower bound is safe);
-    - ``promised``: most blocks the request can ever hold in full groups;
+    - ``reserved``: most blocks the request can ever hold in full groups;
     - ``prompt``: prompt tokens; ``prompt_left``: of these not yet computed;
     - ``output``: tokens produced by its longest live sequence; ``output_left``: the most that one of its live
       sequences may still produce;
@@ -35,10 +35,10 @@ class RunningSnapshot:
 
     usable: int
     used: int
-    reserved: int
+    windowed: int
     held: Int32Array
     private: Int32Array
-    promised: Int32Array
+    reserved: Int32Array
     prompt: Int32Array
     prompt_left: Int32Array
     output: Int32Array
@@ -48,17 +48,17 @@ class RunningSnapshot:
     @property
     def capacity(self) -> int:
         """Blocks that full groups may use."""
-        return self.usable - self.reserved
+        return self.usable - self.windowed
 
     @property
     def available(self) -> int:
         """Blocks that full groups may still take: free ones, and cached ones that nobody references."""
-        return self.usable - self.reserved - self.used
+        return self.usable - self.windowed - self.used
 
     @property
     def need(self) -> Int32Array:
         """int32 [running]: blocks each request may still ask for."""
-        return self.promised - self.held
+        return self.reserved - self.held
 
     def __len__(self) -> int:
         return len(self.held)

@@ -32,7 +32,7 @@ class AdmissionRequest:
     """All that is known at submit; the true output length is not.
 
     ``n`` sequences of ``max_tokens`` each from one prompt. ``tenant`` and ``priority`` order the queue and do
-    not change the promise. ``produced``: how much of the prompt is its own output, computed again after a
+    not change the reservation. ``produced``: how much of the prompt is its own output, computed again after a
     preemption. Raises InvalidRequest where a count is below 1.
     """
 
@@ -60,8 +60,8 @@ class AdmissionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What there is to promise. ``usable_blocks`` leaves out the null block; ``max_num_batched_tokens`` is the
-    most positions one sequence computes in one step. A layout without groups (an encoder's) stores nothing:
+    """What there is to reserve from. ``usable_blocks`` leaves out the null block; ``max_num_batched_tokens`` is
+    the most positions one sequence computes in one step. A layout without groups (an encoder's) stores nothing:
     there are no blocks, and only lengths and sequences limit. Raises CacheConfigError, naming the field."""
 
     layout: KVLayout
@@ -87,15 +87,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What is already promised: blocks, and sequences (forks still to come included)."""
+    """What is already reserved: blocks, and sequences (forks still to come included)."""
 
-    promised_blocks: int = 0
+    reserved_blocks: int = 0
     running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Run it. ``blocks`` is the promise."""
+    """Run it. ``blocks`` is the reservation."""
 
     blocks: int
 
@@ -104,7 +104,7 @@ class Admit:
 class Wait:
     """It fits, but not now: so many blocks or sequences must be given back first.
 
-    ``steps``: engine steps until then if the running requests end as foretold; None where nothing is foretold.
+    ``steps``: engine steps until then if the running requests end as forecast; None where nothing is forecast.
     """
 
     reason: WaitReason

@@ -23,7 +23,7 @@ def resident(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     return array
 
 
-def reserved(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def lazy(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """Zeros whose memory is taken where it is touched, 4 KiB at a time.
 
     numpy asks for huge pages for whatever is 4 MiB or more (numpy/_core/src/multiarray/alloc.c, 2.x), and a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.cache.blocks import steps
 from tonnage.cache.blocks.state import CACHED, FREE, MAX_STEP, State
-from tonnage.cache.errors import InvalidRequest, NoFreeBlocks, OutOfOrder, PromiseExceeded
+from tonnage.cache.errors import InvalidRequest, NoFreeBlocks, OutOfOrder, ReservationExceeded
 
 
 def twice(sequence_id: int) -> InvalidRequest:
@@ -28,7 +28,7 @@ def extend_error(state: State, code: int, sequence_id: int, row: int, num_tokens
         return too_long(state, sequence_id, row, num_tokens)
     if code == steps.STEP_TOO_LONG:
         step = num_tokens - int(state.rows.computed[row])
-        return PromiseExceeded(
+        return ReservationExceeded(
             f"sequence {sequence_id} would compute {step} positions in a step, "
             f"max_num_batched_tokens is {state.constants[MAX_STEP]}",
             field="num_tokens",
@@ -42,9 +42,9 @@ def extend_error(state: State, code: int, sequence_id: int, row: int, num_tokens
     )
 
 
-def too_long(state: State, sequence_id: int, row: int, tokens: int) -> PromiseExceeded:
-    return PromiseExceeded(
-        f"sequence {sequence_id} to {tokens} tokens, promised {state.rows.limit[row]} (prompt + max_tokens)",
+def too_long(state: State, sequence_id: int, row: int, tokens: int) -> ReservationExceeded:
+    return ReservationExceeded(
+        f"sequence {sequence_id} to {tokens} tokens, reserved {state.rows.limit[row]} (prompt + max_tokens)",
         field="num_tokens",
         hint="admit it with a larger max_tokens",
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tonnage.cache.admission.types import Limits
 from tonnage.cache.blocks.groups import num_states, paged, reach
-from tonnage.cache.blocks.memory import reserved, resident
+from tonnage.cache.blocks.memory import lazy, resident
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -26,11 +26,11 @@ FloatArray = npt.NDArray[np.float64]
 NULL_BLOCK = 0
 ROOT = NULL_BLOCK  # parent of a first block
 
-# Cached blocks that may be evicted stand in one list for each class: a family and how often blocks like these
+# Cached blocks that may be evicted stand in one list for each class: an origin and how often blocks like these
 # are reused, see `tonnage.cache.eviction.reuse`.
-PROMPTS, POPULAR, ANSWERS, FAMILIES = range(4)
+PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
-CLASSES = FAMILIES * SCORES
+CLASSES = ORIGINS * SCORES
 # KIND holds the class of a node and, above it, its children.
 CLASS_MASK, ONE_CHILD = 63, 64
 
@@ -58,11 +58,11 @@ LENGTH, COMPUTED, SLOTS, ROOM, LIMIT, PUBLISHED, HASHED, SHARED_TAIL = range(8)
 REQUEST, ROW_SALT, SHARED, TURN, MARK, FIRST = range(8, 14)
 
 # Rows of Core.requests
-HELD, PRIVATE, PROMISED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
+HELD, PRIVATE, RESERVED, PROMPT, LIVE, FORKS_LEFT, REQUEST_FIELDS = range(7)
 
 # Rows of Core.history and of Core.traits; LINK and the heads are 1 + an entry, 0 for none.
 TAG, LINK, BORN, HISTORY_FIELDS = range(4)
-STATUS, AGE, FAMILY, TURN_LEVEL, ANSWER_LEVEL, WEIGHT, FIRST_TURN, HITS, TRAITS = range(9)
+STATUS, AGE, ORIGIN, TURN_LEVEL, ANSWER_LEVEL, WEIGHT, FIRST_TURN, HITS, TRAITS = range(9)
 AGES, LEVELS = 48, 8
 WEIGHT_STEPS = 8  # a weight is a power of 2 to the -1/8
 
@@ -135,7 +135,7 @@ class Requests(NamedTuple):
 
     held: Int32Array
     private: Int32Array
-    promised: Int32Array
+    reserved: Int32Array
     prompt: Int32Array
     live: Int32Array  # sequences with a row
     forks_left: Int32Array
@@ -163,11 +163,11 @@ class Core(NamedTuple):
     traits: UInt8Array  # [TRAITS, entries]
     history_heads: Int32Array  # [buckets]
     factors: FloatArray  # [2, LEVELS] of turns, of answers
-    hazard: FloatArray  # [FAMILIES, AGES] reuses per block and time
+    hazard: FloatArray  # [ORIGINS, AGES] reuses per block and time
     density: FloatArray  # [CLASSES, AGES] hits per block and time
     scores: FloatArray  # [2] hits of late: the pool's, LRU's
-    events: FloatArray  # [FAMILIES, AGES] scratch of a fit
-    lived: FloatArray  # [FAMILIES, AGES]
+    events: FloatArray  # [ORIGINS, AGES] scratch of a fit
+    lived: FloatArray  # [ORIGINS, AGES]
     fitted: FloatArray  # [2, LEVELS]
     until: FloatArray  # [AGES]
     widths: FloatArray  # [AGES] blocks between two ages
@@ -230,12 +230,12 @@ def new_state(
         node_hash=resident(nodes, dtype=np.uint64),
         # At most one node a bucket on average.
         heads=resident(1 << (nodes - 1).bit_length(), dtype=np.int32),
-        salt_nodes=reserved(nodes + rows, dtype=np.int32),
-        seeds=reserved(nodes + rows, dtype=np.uint64),
-        tables=reserved(groups, rows, max_blocks, dtype=np.int32),
+        salt_nodes=lazy(nodes + rows, dtype=np.int32),
+        seeds=lazy(nodes + rows, dtype=np.uint64),
+        tables=lazy(groups, rows, max_blocks, dtype=np.int32),
         states=ints(states, rows),
-        tokens=reserved(rows, limits.max_model_len, dtype=np.int32),
-        hashes=reserved(rows, max_blocks if caching else 1, dtype=np.uint64),
+        tokens=lazy(rows, limits.max_model_len, dtype=np.int32),
+        hashes=lazy(rows, max_blocks if caching else 1, dtype=np.uint64),
         rows=longs(FIRST + groups, rows),
         requests=ints(REQUEST_FIELDS, rows),
         counters=longs(COUNTERS),
@@ -245,11 +245,11 @@ def new_state(
         traits=resident(TRAITS, entries, dtype=np.uint8),
         history_heads=resident(1 << max(0, (entries // 2).bit_length() - 1), dtype=np.int32),
         factors=np.ones((2, LEVELS)),
-        hazard=np.full((FAMILIES, AGES), 1e-9),
+        hazard=np.full((ORIGINS, AGES), 1e-9),
         density=np.zeros((CLASSES, AGES)),
         scores=np.zeros(2),
-        events=np.zeros((FAMILIES, AGES)),
-        lived=np.zeros((FAMILIES, AGES)),
+        events=np.zeros((ORIGINS, AGES)),
+        lived=np.zeros((ORIGINS, AGES)),
         fitted=np.zeros((2, LEVELS)),
         until=np.zeros(AGES),
         widths=np.zeros(AGES),
@@ -322,7 +322,7 @@ def _named(core: Core, num_blocks: int) -> State:
         Requests(
             held=requests[HELD],
             private=requests[PRIVATE],
-            promised=requests[PROMISED],
+            reserved=requests[RESERVED],
             prompt=requests[PROMPT],
             live=requests[LIVE],
             forks_left=requests[FORKS_LEFT],

@@ -2,7 +2,7 @@
 
 **Lists.** Only blocks whose node has no child may go, so no cached child ever loses its parent, whatever the
 order. They stand in one list for each class, in order of release. A class is given to all blocks of a request
-when it ends (`tonnage.cache.eviction.reuse`): a family (prompts, popular blocks, answers) and one of `SCORES`
+when it ends (`tonnage.cache.eviction.reuse`): an origin (prompts, popular blocks, answers) and one of `SCORES`
 levels of how often such requests are continued. A node whose last child has gone is listed then, at the end
 that its age is nearer.
 

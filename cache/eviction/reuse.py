@@ -5,7 +5,7 @@ into a ring that reaches back `REACH` capacities, so further than the pool: whet
 is also seen of what has been evicted long ago. Nothing has to be kept for the sake of trying it.
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
-is asked for again in the next moment is ``hazard(family, age) * turn factor * answer factor``. Age is counted
+is asked for again in the next moment is ``hazard(origin, age) * turn factor * answer factor``. Age is counted
 in blocks released since, in a scale of `PER_OCTAVE` steps a doubling; blocks not asked for again yet count as
 far as they have lived. The factors are of the request that released the block last: which turn of its
 conversation it was (one more than the turn that first wrote the deepest block it shares), how long its answer
@@ -39,8 +39,6 @@ from tonnage.cache.blocks.state import (
     CLASSES,
     CLOCK,
     CLOCK_MASK,
-    FAMILIES,
-    FAMILY,
     FIRST_TURN,
     FREE,
     HISTORY_ALIVE,
@@ -52,6 +50,8 @@ from tonnage.cache.blocks.state import (
     LENGTH,
     LEVELS,
     LINK,
+    ORIGIN,
+    ORIGINS,
     POPULAR,
     PROMPT,
     PROMPTS,
@@ -74,7 +74,7 @@ from tonnage.cache.compiled import compiled, inlined
 EVERY = 32  # requests
 PER_OCTAVE = 4
 YOUNGEST = 64  # ages below a 64th of the capacity are one
-LOWEST, HIGHEST = 0.25, 8.0  # factors of the first and the last class of a family
+LOWEST, HIGHEST = 0.25, 8.0  # factors of the first and the last class of an origin
 PRIOR_REQUESTS = 15.0  # as many, reused as often as the mean, are mixed into each factor
 PRIOR_EVENTS = 1.25  # ... and as many reuses into the hazard of each age
 LEVEL_UNTIL = 2.0  # capacities
@@ -113,7 +113,7 @@ def _answer_level(tokens: int) -> int:
 
 @inlined
 def _score_class(factor: float) -> int:
-    """The class, within a family, of what is reused ``factor`` times as often as the mean."""
+    """The class, within an origin, of what is reused ``factor`` times as often as the mean."""
     place = math.log(factor / LOWEST) / math.log(HIGHEST / LOWEST) * (SCORES - 1)
     return min(SCORES - 1, max(0, math.floor(place + 0.5)))
 
@@ -251,18 +251,18 @@ def observe_end(core: Core, row: int) -> None:
             if core.traits[STATUS, old] == LIVING:
                 _end(core, old, ENDED)
             _unlink(core, old)
-        family = ANSWERS if at >= asked else POPULAR if hits > turn else PROMPTS
-        if family == POPULAR and popular == 0:
+        origin = ANSWERS if at >= asked else POPULAR if hits > turn else PROMPTS
+        if origin == POPULAR and popular == 0:
             popular = at + 1
         entry = _write(core, core.hashes[row, at])
         traits = core.traits
-        traits[FAMILY, entry], traits[TURN_LEVEL, entry] = family, turn_level
+        traits[ORIGIN, entry], traits[TURN_LEVEL, entry] = origin, turn_level
         traits[ANSWER_LEVEL, entry], traits[WEIGHT, entry] = answer_level, weight
         traits[FIRST_TURN, entry], traits[HITS, entry] = min(first, 255), hits
     blocks, table = core.blocks, core.tables[core.constants[ANCHOR], row]
     for at in range(count):
-        family = ANSWERS if at >= asked else POPULAR if at < popular else PROMPTS
-        blocks[KIND, table[at]] = (blocks[KIND, table[at]] & ~CLASS_MASK) | (family * SCORES + score)
+        origin = ANSWERS if at >= asked else POPULAR if at < popular else PROMPTS
+        blocks[KIND, table[at]] = (blocks[KIND, table[at]] & ~CLASS_MASK) | (origin * SCORES + score)
 
 
 @compiled
@@ -307,26 +307,26 @@ def fit(core: Core) -> None:
             traits[AGE, entry] = age_level(
                 (core.counters[CLOCK] - core.history[BORN, entry]) & CLOCK_MASK, blocks
             )
-        family, age, weight = traits[FAMILY, entry], traits[AGE, entry], core.weights[traits[WEIGHT, entry]]
+        origin, age, weight = traits[ORIGIN, entry], traits[AGE, entry], core.weights[traits[WEIGHT, entry]]
         if traits[STATUS, entry] == REUSED:
-            events[family, age] += weight
-        if family != POPULAR:
+            events[origin, age] += weight
+        if origin != POPULAR:
             weight *= factors[0, traits[TURN_LEVEL, entry]] * factors[1, traits[ANSWER_LEVEL, entry]]
-        lived[family, age] += weight
+        lived[origin, age] += weight
     scale = float(1 << core.constants[SAMPLE_SHIFT])
-    for family in range(FAMILIES):
-        _fit_hazard(core, family, scale)
+    for origin in range(ORIGINS):
+        _fit_hazard(core, origin, scale)
     for factor in range(2):
         _fit_factor(core, factor, scale)
-    for family in range(FAMILIES):
+    for origin in range(ORIGINS):
         for score in range(SCORES):
-            _fit_density(core, family, score)
+            _fit_density(core, origin, score)
 
 
 @compiled
-def _fit_hazard(core: Core, family: int, scale: float) -> None:
+def _fit_hazard(core: Core, origin: int, scale: float) -> None:
     """``lived`` [ages]: entries that ended at each age; becomes blocks * time spent at it."""
-    events, lived, hazard = core.events[family], core.lived[family], core.hazard[family]
+    events, lived, hazard = core.events[origin], core.lived[origin], core.hazard[origin]
     beyond = reused = expected = 0.0
     for age in range(AGES - 1, -1, -1):
         ended = lived[age] * scale
@@ -355,10 +355,10 @@ def _lru_hazard(age: int) -> float:
 
 @compiled
 def _fit_factor(core: Core, factor: int, scale: float) -> None:
-    """Reuses seen over those that hazards and the other factor foretell, by level."""
-    traits, factors, seen, foretold = core.traits, core.factors, core.fitted[0], core.fitted[1]
+    """Reuses seen over those that hazards and the other factor forecast, by level."""
+    traits, factors, seen, forecast = core.traits, core.factors, core.fitted[0], core.fitted[1]
     seen[:] = PRIOR_REQUESTS
-    foretold[:] = PRIOR_REQUESTS
+    forecast[:] = PRIOR_REQUESTS
     mine, other = (TURN_LEVEL, ANSWER_LEVEL) if factor == 0 else (ANSWER_LEVEL, TURN_LEVEL)
     # The sum of the hazards up to the middle of each age.
     until, total = core.until, 0.0
@@ -367,22 +367,22 @@ def _fit_factor(core: Core, factor: int, scale: float) -> None:
         until[age] = total + 0.5 * risk
         total += risk
     for entry in range(traits.shape[1]):
-        if traits[STATUS, entry] == NEVER or traits[FAMILY, entry] != PROMPTS:
+        if traits[STATUS, entry] == NEVER or traits[ORIGIN, entry] != PROMPTS:
             continue
         weight, level = scale * core.weights[traits[WEIGHT, entry]], traits[mine, entry]
-        foretold[level] += weight * until[traits[AGE, entry]] * factors[1 - factor, traits[other, entry]]
+        forecast[level] += weight * until[traits[AGE, entry]] * factors[1 - factor, traits[other, entry]]
         if traits[STATUS, entry] == REUSED:
             seen[level] += weight
     for level in range(LEVELS):
-        factors[factor, level] = seen[level] / foretold[level]
+        factors[factor, level] = seen[level] / forecast[level]
 
 
 @compiled
-def _fit_density(core: Core, family: int, score: int) -> None:
-    widths, survive, density = core.widths, core.until, core.density[family * SCORES + score]
+def _fit_density(core: Core, origin: int, score: int) -> None:
+    widths, survive, density = core.widths, core.until, core.density[origin * SCORES + score]
     factor = _class_factor(score)
     for age in range(AGES):
-        survive[age] = math.exp(-core.hazard[family, age] * factor * widths[age])
+        survive[age] = math.exp(-core.hazard[origin, age] * factor * widths[age])
     for start in range(AGES):
         best = hits = time = 0.0
         living = 1.0

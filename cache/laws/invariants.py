@@ -13,8 +13,8 @@ prefix index        nodes, buckets and blocks refer to each other; a node's toke
                     of every sequence that holds it; a row's full computed blocks, and no others, are nodes
 reachability        every node's parent is a node, and in use where the node is; listed for eviction are the
                     cached nodes without children and cached sliding blocks, no others
-promise             per request private <= held <= promised, all counted anew; sequences <= max_num_seqs;
-                    without a policy promised <= usable over all
+reservation             per request private <= held <= reserved, all counted anew; sequences <= max_num_seqs;
+                    without a policy reserved <= usable over all
 committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
 =================== =========================================================================================
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from tonnage.cache.admission import ceil_div, committed_peak, is_safe, promised_blocks
+from tonnage.cache.admission import ceil_div, committed_peak, is_safe, reserved_blocks
 from tonnage.cache.blocks.state import CLASS_MASK, CLASSES, LISTS, NULL_BLOCK, ONE_CHILD, ROOT
 from tonnage.cache.errors import InvariantViolation
 
@@ -38,7 +38,7 @@ def check_invariants(manager: KVCacheManager) -> None:
     """Raises InvariantViolation at the first law that does not hold."""
     _check_tables(manager)
     _check_states(manager)
-    _check_promises(manager)
+    _check_reservations(manager)
     if manager.index is not None:
         _check_nodes(manager)
         _check_holders(manager)
@@ -69,7 +69,7 @@ def _check_tables(manager: KVCacheManager) -> None:
             held or rows.length[row] or rows.published[row] or rows.hashed[row] or rows.shared_tail[row]
         )
         if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
-            _broken("tables", f"row {row} is in no use and not empty, or the other way round")
+            _broken("tables", f"row {row} is unused and not empty, or the other way round")
         for group, table in enumerate(manager.tables):
             first = int(rows.first[group, row])
             window = manager.windows[group]
@@ -133,21 +133,21 @@ def _check_states(manager: KVCacheManager) -> None:
         _broken("prefix index", f"{len(cached)} blocks cached without an index")
 
 
-def _check_promises(manager: KVCacheManager) -> None:
+def _check_reservations(manager: KVCacheManager) -> None:
     sequences, requests, windows = manager.sequences, manager.state.requests, manager.windows
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
         members[int(manager.rows.request[row])].append(row)
     holders: Counter[int] = Counter()  # requests that hold a block of a full group
     blocks_of: dict[int, set[int]] = {}
-    promised = count = reserved = 0
+    reserved = count = windowed = 0
     for slot, rows in members.items():
-        family = sequences.family(rows[0])
+        sequence_group = sequences.sequence_group(rows[0])
         full: set[int] = set()
         sliding: set[int] = set()
         for row in rows:
-            if sequences.family(row) is not family or family.slot != slot:
-                _broken("promise", f"row {row} is not of the request in slot {slot}")
+            if sequences.sequence_group(row) is not sequence_group or sequence_group.slot != slot:
+                _broken("reservation", f"row {row} is not of the request in slot {slot}")
             for table, window in zip(manager.tables, windows, strict=True):
                 (sliding if window else full).update(table[row].tolist())
             sliding.update(int(blocks[row]) for blocks in manager.states)
@@ -155,45 +155,60 @@ def _check_promises(manager: KVCacheManager) -> None:
         sliding.discard(NULL_BLOCK)
         blocks_of[slot] = full
         holders.update(full)
-        if len(full) + len(sliding) > family.promise or len(sliding) > family.sliding:
-            _broken("promise", f"rows {rows} hold {len(full)} + {len(sliding)} blocks, promised {family}")
-        if family.live != len(rows) or family.sequences > family.request.n:
-            _broken("promise", f"rows {rows}: {family.live} live, {family.forks_left} forks left")
-        if family.sequences == family.request.n and family.promise != promised_blocks(
-            family.request, manager.limits
+        if len(full) + len(sliding) > sequence_group.reservation or len(sliding) > sequence_group.sliding:
+            _broken(
+                "reservation",
+                f"rows {rows} hold {len(full)} + {len(sliding)} blocks, reserved {sequence_group}",
+            )
+        if sequence_group.live != len(rows) or sequence_group.sequences > sequence_group.request.n:
+            _broken(
+                "reservation",
+                f"rows {rows}: {sequence_group.live} live, {sequence_group.forks_left} forks left",
+            )
+        if (
+            sequence_group.sequences == sequence_group.request.n
+            and sequence_group.reservation != reserved_blocks(sequence_group.request, manager.limits)
         ):
-            _broken("promise", f"rows {rows}: promise {family.promise}")
-        kept = (int(requests.promised[slot]), int(requests.live[slot]), int(requests.forks_left[slot]))
-        if kept != (family.promise - family.sliding, family.live, family.forks_left):
-            _broken("promise", f"slot {slot} keeps {kept}, its request is {family}")
-        promised += family.promise
-        reserved += family.sliding
-        count += family.sequences
+            _broken("reservation", f"rows {rows}: reservation {sequence_group.reservation}")
+        kept = (int(requests.reserved[slot]), int(requests.live[slot]), int(requests.forks_left[slot]))
+        if kept != (
+            sequence_group.reservation - sequence_group.sliding,
+            sequence_group.live,
+            sequence_group.forks_left,
+        ):
+            _broken("reservation", f"slot {slot} keeps {kept}, its request is {sequence_group}")
+        reserved += sequence_group.reservation
+        windowed += sequence_group.sliding
+        count += sequence_group.sequences
     for slot in range(manager.limits.max_num_seqs):
         mine = blocks_of.get(slot, set())
         if requests.held[slot] != len(mine):
             _broken(
-                "promise", f"slot {slot} holds {len(mine)} blocks of full groups, kept {requests.held[slot]}"
+                "reservation",
+                f"slot {slot} holds {len(mine)} blocks of full groups, kept {requests.held[slot]}",
             )
         alone = sum(holders[block] == 1 for block in mine)
         if not 0 <= requests.private[slot] <= alone:
-            _broken("promise", f"slot {slot}: {alone} blocks are its alone, kept {requests.private[slot]}")
+            _broken("reservation", f"slot {slot}: {alone} blocks are its alone, kept {requests.private[slot]}")
         if sum(int(manager.state.pool.owner[block]) == slot + 1 for block in mine) != requests.private[slot]:
             _broken(
-                "promise", f"slot {slot}: the owners of its blocks do not add up to {requests.private[slot]}"
+                "reservation",
+                f"slot {slot}: the owners of its blocks do not add up to {requests.private[slot]}",
             )
     if len(holders) != manager.pool.used_full:
-        _broken("promise", f"{len(holders)} blocks of full groups are used, kept {manager.pool.used_full}")
+        _broken("reservation", f"{len(holders)} blocks of full groups are used, kept {manager.pool.used_full}")
     snapshot = manager.snapshot()
-    if (promised, count) != (snapshot.promised_blocks, snapshot.running):
-        _broken("promise", f"counted {promised} blocks and {count} sequences, kept {snapshot}")
-    if reserved != manager.running().reserved or len(members) != len(manager.running()):
-        _broken("promise", f"{reserved} blocks reserved by {len(members)} requests, kept {manager.running()}")
+    if (reserved, count) != (snapshot.reserved_blocks, snapshot.running):
+        _broken("reservation", f"counted {reserved} blocks and {count} sequences, kept {snapshot}")
+    if windowed != manager.running().windowed or len(members) != len(manager.running()):
+        _broken(
+            "reservation", f"{windowed} blocks windowed by {len(members)} requests, kept {manager.running()}"
+        )
     if count > manager.limits.max_num_seqs:
-        _broken("promise", f"{count} sequences of {manager.limits.max_num_seqs}")
+        _broken("reservation", f"{count} sequences of {manager.limits.max_num_seqs}")
     if manager.admission is None:
-        if promised > manager.pool.usable:
-            _broken("promise", f"{promised} of {manager.pool.usable} blocks")
+        if reserved > manager.pool.usable:
+            _broken("reservation", f"{reserved} of {manager.pool.usable} blocks")
     elif manager.admission.policy.safe and not is_safe(manager.running(), manager.leaving()):
         peak, capacity = committed_peak(manager.running(), manager.leaving()), manager.running().capacity
         _broken("committed peak", f"{peak} of {capacity} blocks")
@@ -243,7 +258,7 @@ def _check_holders(manager: KVCacheManager) -> None:
     rows, index, size = manager.rows, manager.state.index, manager.block_size
     anchor = manager.windows.index(0)
     for row in manager.sequences.row_of.values():
-        salt = manager.sequences.family(row).salt
+        salt = manager.sequences.sequence_group(row).salt
         computed = int(rows.computed[row]) // size
         if rows.published[row] != computed or rows.hashed[row] < computed:
             _broken(

@@ -31,10 +31,10 @@ from tonnage.cache.blocks.state import (
     PARENT,
     PREV,
     PRIVATE,
-    PROMISED,
     PUBLISHED,
     REFS,
     REQUEST,
+    RESERVED,
     ROOM,
     ROOT,
     SHARED_TAIL,
@@ -55,9 +55,9 @@ LAWS = (
     "exclusive writes",
     "prefix index",
     "reachability",
-    "promise",
+    "reservation",
 )
-HOLD, CONSERVATION, NULL, REFERENCES, TABLES, WRITES, INDEX, REACH, PROMISE = range(9)
+HOLD, CONSERVATION, NULL, REFERENCES, TABLES, WRITES, INDEX, REACH, RESERVATION = range(9)
 _FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
 
 
@@ -179,12 +179,12 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
                     used_full += 1
                     counts[block] = 0
     if used_full != counters[USED_FULL]:
-        return PROMISE, 0
+        return RESERVATION, 0
     for slot in range(requests.shape[1]):
         if owned[slot] != requests[PRIVATE, slot]:
-            return PROMISE, slot
-        if not requests[PRIVATE, slot] <= requests[HELD, slot] <= requests[PROMISED, slot]:
-            return PROMISE, slot
+            return RESERVATION, slot
+        if not requests[PRIVATE, slot] <= requests[HELD, slot] <= requests[RESERVED, slot]:
+            return RESERVATION, slot
     return HOLD, 0
 
 

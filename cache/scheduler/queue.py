@@ -5,7 +5,7 @@ one step of priority is worth ``ageing`` seconds of waiting. The key never chang
 only by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
 
 **Passing.** While the head waits for room, the next ones are asked too, and start only if the head's own start
-is not delayed (`tonnage.cache.admission.policy.decide_running`, ``head``). The first start foretold for a head
+is not delayed (`tonnage.cache.admission.policy.decide_running`, ``head``). The first start forecast for a head
 is remembered: once it is past due nobody passes any more. A request that waits for its tenant's quota holds up
 nobody.
 """
@@ -91,7 +91,7 @@ class WaitingQueue:
     ) -> tuple[Waiting, Answer] | None:
         """The next entry that need not wait, taken out of the queue, with its answer; None: all wait.
 
-        ``ask`` decides (and admits) one entry, behind ``Head`` where it would pass one; ``start_of`` foretells
+        ``ask`` decides (and admits) one entry, behind ``Head`` where it would pass one; ``start_of`` forecasts
         a head's start; ``step`` counts engine steps.
         """
         head: Head | None = None
@@ -123,15 +123,15 @@ class WaitingQueue:
 class DrainEstimate:
     """Seconds until so many blocks (or tokens) are given back, from the last ``window`` ends.
 
-    For ``Retry-After``: the promises of the requests that ended are what made room, so their rate is the rate
-    at which a queue of promises drains.
+    For ``Retry-After``: the reservations of the requests that ended are what made room, so their rate is the
+    rate at which a queue of reservations drains.
     """
 
     def __init__(self, window: int = 64) -> None:
         self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
 
     def ended(self, blocks: int, now: float) -> None:
-        """A request ended at ``now`` (seconds) and gave back its promise."""
+        """A request ended at ``now`` (seconds) and gave back its reservation."""
         self._ended.append((now, blocks))
 
     def seconds(self, blocks: int, now: float) -> float | None:

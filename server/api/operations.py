@@ -59,7 +59,7 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/memory")
     async def memory() -> dict[str, Any]:
-        """The plan, what was measured, the difference, the pool by state and what is left to promise."""
+        """The plan, what was measured, the difference, the pool by state and what is left to reserve."""
         return memory_report(state)
 
     @router.get("/metrics", response_class=Response)

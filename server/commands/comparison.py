@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-# The plan is exact for weights and pool. For the processes it foretells what libraries allocate as well.
+# The plan is exact for weights and pool. For the processes it forecasts what libraries allocate as well.
 PROCESS_BOUND = 0.10
 
 

@@ -112,7 +112,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     if settings.backend != "hf" and (settings.admission_mode != "guaranteed" or settings.watermark is not None):
         field = "watermark" if settings.admission_mode == "guaranteed" else "admission_mode"
         raise DeploymentError(
-            f"the {settings.backend} backend promises the sum of all peaks; it knows no other rule",
+            f"the {settings.backend} backend reserves the sum of all peaks; it knows no other rule",
             field=field,
             hint="leave it out, or take --backend hf",
         )

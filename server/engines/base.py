@@ -116,7 +116,7 @@ class Chunk:
     """New tokens of one of the n sequences, not to be changed. A stop token that ended it is not among them.
 
     ``logprobs``: one for each of ``token_ids``, when they were asked for. ``prompt_logprobs``: in the first
-    chunk, one for each prompt token, the first (which nothing foretells) None.
+    chunk, one for each prompt token, the first (which nothing forecasts) None.
     """
 
     request_id: str
@@ -133,9 +133,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Blocks by state: used + cached + free = usable. ``promised`` >= used counts what admission promised.
+    """Blocks by state: used + cached + free = usable. ``reserved`` >= used counts what admission reserved.
 
-    ``committed``: the peak of the promised schedule, where admission looks at more than the sum of promises
+    ``committed``: the peak of the reserved schedule, where admission looks at more than the sum of reservations
     (None: it does not). ``evictions_by_cause``: in the order of
     `tonnage.cache.blocks.state.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
     slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
@@ -147,7 +147,7 @@ class PoolStats:
     used: int
     cached: int
     free: int
-    promised: int
+    reserved: int
     evictions: int = 0
     evictions_by_cause: tuple[int, ...] = ()
     committed: int | None = None
@@ -213,7 +213,7 @@ class Capacity:
 
 
 def limits_of(plan: Plan) -> Limits:
-    """What admission may promise from: the Plan's pool and lengths. Raises DeploymentError on an open value."""
+    """What admission may reserve from: the Plan's pool and lengths. Raises DeploymentError on an open value."""
     deployment = plan.deployment
     values = {
         "max_model_len": deployment.max_model_len,

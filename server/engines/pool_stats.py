@@ -54,7 +54,7 @@ def pool_stats(manager: KVCacheManager) -> PoolStats:
         used=stats.used,
         cached=stats.cached,
         free=stats.free,
-        promised=stats.promised,
+        reserved=stats.reserved,
         evictions=stats.evictions,
         evictions_by_cause=stats.evictions_by_cause,
         committed=_committed(manager),
@@ -65,7 +65,8 @@ def pool_stats(manager: KVCacheManager) -> PoolStats:
 def _committed(manager: KVCacheManager) -> int | None:
     """Most blocks in use at one time if every running request goes on to its max_tokens.
 
-    None where admission counts the sum of promises: requests that end at different times never hold all of it.
+    None where admission counts the sum of reservations: requests that end at different times never hold all of
+    it.
     """
     groups = num_full(manager.limits.layout)
     if manager.admission is None or groups == 0:
@@ -76,4 +77,4 @@ def _committed(manager: KVCacheManager) -> int | None:
     block_size = limits.layout.block_size
     growth = growth_of(snapshot, snapshot.output_left, block_size, limits.max_num_batched_tokens, groups)
     shared = snapshot.used - int(snapshot.private.sum())
-    return min(limits.usable_blocks, snapshot.reserved + shared + groups * peak_of(growth, block_size))
+    return min(limits.usable_blocks, snapshot.windowed + shared + groups * peak_of(growth, block_size))

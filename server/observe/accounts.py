@@ -68,7 +68,7 @@ class Accounts:
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
         self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
-        self._promised = 0  # tokens that the requests in flight may need, prompt and completion
+        self._reserved = 0  # tokens that the requests in flight may need, prompt and completion
         self._drain = DrainEstimate()
 
     def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANYBODY) -> Ticket:
@@ -81,11 +81,11 @@ class Accounts:
         return Ticket(self, endpoint, request_id, tenant)
 
     def retry_after(self) -> float:
-        """Seconds until what all requests in flight were promised is given back, at the rate at which promises
-        were given back lately; 1 to 60. Without two completions there is no rate: 1, the smallest value
-        Retry-After can say.
+        """Seconds until what all requests in flight were reserved is given back, at the rate at which
+        reservations were given back lately; 1 to 60. Without two completions there is no rate: 1, the smallest
+        value Retry-After can say.
         """
-        seconds = self._drain.seconds(self._promised, time.monotonic())
+        seconds = self._drain.seconds(self._reserved, time.monotonic())
         return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
 
     def completion_rate(self) -> float | None:
@@ -105,9 +105,9 @@ class Accounts:
         if not self.in_flight:
             self.idle.set()
         self.outcomes[outcome] += 1
-        if ticket.promised:
-            self._promised -= ticket.promised
-            self._drain.ended(ticket.promised, time.monotonic())
+        if ticket.reserved:
+            self._reserved -= ticket.reserved
+            self._drain.ended(ticket.reserved, time.monotonic())
         if outcome in ("stop", "length"):
             self.request_duration.observe(ticket.seconds)
             self._finished.append(time.monotonic())
@@ -130,8 +130,8 @@ class Ticket:
         "error",
         "first_token_seconds",
         "outcome",
-        "promised",
         "request_id",
+        "reserved",
         "seconds",
         "submission",
         "tenant",
@@ -150,13 +150,13 @@ class Ticket:
         self.error: ApiError | None = None
         self.submission: Submission | None = None
         self.counts: TokenCounts | None = None
-        self.promised = 0  # tokens it may need, from when it goes to the engine
+        self.reserved = 0  # tokens it may need, from when it goes to the engine
 
     def submitted(self) -> None:
         """It goes to the engine."""
         if self.submission is not None:
-            self.promised = self.submission.most_tokens
-            self._accounts._promised += self.promised
+            self.reserved = self.submission.most_tokens
+            self._accounts._reserved += self.reserved
         for listener in self._accounts.on_submit:
             listener(self)
 

@@ -79,8 +79,8 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
         "used": pool.used,
         "cached": pool.cached,
         "free": pool.free,
-        "promised": pool.promised,
-        "promised_unused": promised_unused(pool),
+        "promised": pool.reserved,
+        "promised_unused": reserved_unused(pool),
     }
     return {
         "block_size_tokens": layout.block_size,
@@ -92,9 +92,9 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
 
 
 def _headroom(state: ServerState, pool: PoolStats) -> dict[str, Any]:
-    """What admission can still promise: the usable blocks that nobody was promised."""
+    """What admission can still reserve: the usable blocks that are reserved for nobody."""
     cache = state.plan.kv_cache
-    blocks = max(0, pool.usable - pool.promised)
+    blocks = max(0, pool.usable - pool.reserved)
     size = blocks * cache.layout.bytes_per_block
     return {
         "blocks": blocks,
@@ -103,6 +103,6 @@ def _headroom(state: ServerState, pool: PoolStats) -> dict[str, Any]:
     }
 
 
-def promised_unused(pool: PoolStats) -> int:
-    """Blocks promised to admitted requests that hold nothing yet."""
-    return max(0, pool.promised - pool.used)
+def reserved_unused(pool: PoolStats) -> int:
+    """Blocks reserved to admitted requests that hold nothing yet."""
+    return max(0, pool.reserved - pool.used)

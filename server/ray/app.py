@@ -96,7 +96,7 @@ def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Autoscaling on our queue: as many replicas as keep at most `_WAITING_PER_REPLICA` waiting in each.
 
-    One is taken away only when nobody waits and what all have promised fits in the pools of the rest with
+    One is taken away only when nobody waits and what all have reserved fits in the pools of the rest with
     `_SPARE_SHARE` to spare, so that going down is not followed by going up.
     """
     waiting, now = _sum(context, "waiting"), context.current_num_replicas

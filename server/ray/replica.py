@@ -75,14 +75,14 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """For the router: blocks that are not promised yet, and requests that wait."""
+        """For the router: blocks that are not reserved yet, and requests that wait."""
         stats = self._engine.stats()
-        return {"headroom_blocks": stats.pool.usable - stats.pool.promised, "waiting": stats.waiting}
+        return {"headroom_blocks": stats.pool.usable - stats.pool.reserved, "waiting": stats.waiting}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaler: the same figures as /metrics has."""
         stats = self._engine.stats()
-        return {"waiting": stats.waiting, "promised_share": stats.pool.promised / stats.pool.usable}
+        return {"waiting": stats.waiting, "promised_share": stats.pool.reserved / stats.pool.usable}
 
     async def check_health(self) -> None:
         """Raises EngineDead; Ray then replaces this replica."""
@@ -104,7 +104,7 @@ def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStat
         pools[0],
         **{
             name: sum(getattr(each, name) for each in pools)
-            for name in ("num_blocks", "usable", "used", "cached", "free", "promised", "evictions")
+            for name in ("num_blocks", "usable", "used", "cached", "free", "reserved", "evictions")
         },
         evictions_by_cause=tuple(map(sum, zip(*(each.evictions_by_cause for each in pools), strict=False))),
         committed=_sum_or_none([each.committed for each in pools]),

@@ -1,4 +1,4 @@
-"""Admission: the promise is the exact bound, and what is promised suffices under every schedule tried."""
+"""Admission: the reservation is the exact bound, and what is reserved suffices under every schedule tried."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tonnage.cache.admission import (
     Wait,
     WaitReason,
     decide,
-    group_promise,
+    group_reservation,
     largest_prompt,
-    promised_blocks,
+    reserved_blocks,
 )
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.cache.manager import Admitted, KVCacheManager
@@ -41,22 +41,22 @@ LIMITS = Limits(
 
 
 def test_full_group_counts_prompt_and_output_in_blocks() -> None:
-    assert promised_blocks(AdmissionRequest(1600, 3200), LIMITS) == 300
-    assert promised_blocks(AdmissionRequest(1, 15), LIMITS) == 1
-    assert promised_blocks(AdmissionRequest(1, 16), LIMITS) == 2
+    assert reserved_blocks(AdmissionRequest(1600, 3200), LIMITS) == 300
+    assert reserved_blocks(AdmissionRequest(1, 15), LIMITS) == 1
+    assert reserved_blocks(AdmissionRequest(1, 16), LIMITS) == 2
 
 
 def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
     # 40 prompt tokens: 2 full blocks shared; the partial third and the output's are each fork's own: 4 of them.
-    assert promised_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
-    assert promised_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
+    assert reserved_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
+    assert reserved_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
 
 
 def test_groups_add_up_because_they_share_one_pool() -> None:
     sliding = KVGroup("sliding", (1,), window=32)
     limits = replace(LIMITS, layout=layout_of(FULL, sliding))
     request = AdmissionRequest(1000, 1000)
-    assert promised_blocks(request, limits) == 125 + group_promise(sliding, request, limits)
+    assert reserved_blocks(request, limits) == 125 + group_reservation(sliding, request, limits)
 
 
 @settings(deadline=None)
@@ -84,7 +84,7 @@ def test_the_sliding_bound_is_the_maximum_over_all_steps(
             }
             needed |= {position // size for position in range(computed, end)}
             most = max(most, len(needed))
-    assert group_promise(group, AdmissionRequest(prompt, more), limits) == most
+    assert group_reservation(group, AdmissionRequest(prompt, more), limits) == most
 
 
 def test_now_later_and_never_are_told_apart() -> None:
@@ -166,7 +166,8 @@ def test_limits_that_cannot_work_are_refused_by_name(change: dict[str, object], 
     assert caught.value.field == field
 
 
-# -- the promise, kept ---------------------------------------------------------------------------------------
+# -- the reservation, kept
+# ---------------------------------------------------------------------------------------
 
 
 def manager_of(
@@ -233,7 +234,7 @@ HYBRID = (FULL, KVGroup("sliding", (1,), window=100), KVGroup("sliding", (2,), w
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("groups", [(FULL,), HYBRID, HYBRID[1:]], ids=["full", "hybrid", "sliding"])
 @pytest.mark.parametrize("order", ["random", "one at a time", "all prompts first", "longest first"])
-def test_no_schedule_breaks_a_promise(budget: int, groups: tuple[KVGroup, ...], order: str) -> None:
+def test_no_schedule_breaks_a_reservation(budget: int, groups: tuple[KVGroup, ...], order: str) -> None:
     """Requests are admitted whenever they may be, forked where asked, and run to max_tokens, in hostile orders.
 
     An allocation that failed would raise; at the end everybody must have been served.
@@ -285,7 +286,7 @@ def test_no_schedule_breaks_a_promise(budget: int, groups: tuple[KVGroup, ...], 
                 forked += 1
             to_fork[sequence] = (prompt, 0)
         stats = manager.stats()
-        assert stats.used <= stats.promised <= stats.usable
+        assert stats.used <= stats.reserved <= stats.usable
         fullest = max(fullest, stats.used / stats.usable)
         if lengths[sequence][0] == lengths[sequence][1]:
             manager.check_invariants()
@@ -298,21 +299,21 @@ def test_no_schedule_breaks_a_promise(budget: int, groups: tuple[KVGroup, ...], 
     assert len(never) < 30
     if order in ("random", "all prompts first"):
         assert fullest > 0.5  # it was a tight pool
-    assert manager.stats().promised == manager.stats().used == 0
+    assert manager.stats().reserved == manager.stats().used == 0
 
 
-def test_promises_are_given_back_at_once_and_for_each_fork() -> None:
+def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
     manager = manager_of(100, 64, FULL)
     manager.admit(0, list(range(40)), 50, n=3)
     manager.extend(0, 40)
     manager.commit(0, 40)
-    seen = [manager.stats().promised]
+    seen = [manager.stats().reserved]
     manager.fork(0, 1)
     manager.fork(0, 2)
     for sequence in (0, 2, 1):
         assert manager.snapshot().running == 3 - len(seen) + 1
         manager.free(sequence)
-        seen.append(manager.stats().promised)
+        seen.append(manager.stats().reserved)
     assert seen == [14, 10, 6, 0]
     assert all(a > b for a, b in pairwise(seen))
     assert manager.snapshot() == Snapshot(0, 0)

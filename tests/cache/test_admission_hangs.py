@@ -63,7 +63,7 @@ def run(trace: Trace, mode: AdmissionMode, **changes: object) -> Replay:
     simulator = Simulator(trace, replace(SETUP, policy=Policy(mode), **changes))  # type: ignore[arg-type]
     result = simulator.run()
     stats = simulator.manager.stats()
-    assert (stats.used, stats.promised, stats.sequences) == (0, 0, 0)
+    assert (stats.used, stats.reserved, stats.sequences) == (0, 0, 0)
     assert result.finished + result.rejected == len(trace.requests)
     return result
 
@@ -114,7 +114,7 @@ def test_small_requests_do_not_keep_a_huge_one_waiting(mode: AdmissionMode) -> N
 
 
 def test_passing_the_head_does_not_delay_it() -> None:
-    """Everybody runs to max_tokens, so the foretold start is the true one: with passing it is the same step."""
+    """Everybody runs to max_tokens, so the forecast start is the true one: with passing it is the same step."""
     first = [(0.0, 400, 100, 100)] * 3
     head, short, long = (0.0, 800, 200, 200), (0.0, 60, 4, 4), (0.0, 60, 200, 200)
     starts = {}
@@ -192,7 +192,7 @@ def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
     manager.free(1 - victim)
     manager.check_invariants()
     stats = manager.stats()
-    assert (stats.used, stats.promised, len(queue)) == (0, 0, 0)
+    assert (stats.used, stats.reserved, len(queue)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY])

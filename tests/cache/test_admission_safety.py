@@ -29,10 +29,10 @@ def snapshot_of(
     return RunningSnapshot(
         usable=usable,
         used=sum(held),
-        reserved=0,
+        windowed=0,
         held=ints(*held),
         private=ints(*own),
-        promised=ints(*held) + ints(*need),
+        reserved=ints(*held) + ints(*need),
         prompt=zero + 1,
         prompt_left=zero,
         output=zero,

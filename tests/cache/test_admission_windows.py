@@ -1,4 +1,4 @@
-"""Sliding windows only: all that can be held is set aside, so the sum of the promises is the peak."""
+"""Sliding windows only: all that can be held is set aside, so the sum of the reservations is the peak."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_windows_alone_are_admitted_while_all_of_them_fit(mode: AdmissionMode) -
     manager = KVCacheManager(
         WINDOWS, 41, max_num_seqs=16, max_model_len=200, max_num_batched_tokens=8, policy=Policy(mode)
     )
-    promise = None
+    reservation = None
     running: dict[int, int] = {}
     for number in range(16):
         answer = manager.admit(number, list(range(20)), 100)
@@ -32,12 +32,12 @@ def test_windows_alone_are_admitted_while_all_of_them_fit(mode: AdmissionMode) -
             break
         assert isinstance(answer, Admitted)
         running[number] = 0
-        promise = promise or manager.stats().promised
-    assert promise is not None
+        reservation = reservation or manager.stats().reserved
+    assert reservation is not None
     reserve = int(Policy(mode).reserve * 40)
-    assert len(running) == (40 - reserve) // promise > 1
+    assert len(running) == (40 - reserve) // reservation > 1
     assert isinstance(answer, Wait)
-    assert answer.blocks_short == promise - (40 - reserve) % promise
+    assert answer.blocks_short == reservation - (40 - reserve) % reservation
     head = manager.start_of(AdmissionRequest(20, 100))
     assert isinstance(manager.admit(99, [1], 1, head=head), Wait)  # first come, first served
     for end in range(8, 121, 8):  # everybody to the very end: nobody ever stalls

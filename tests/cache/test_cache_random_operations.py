@@ -57,7 +57,7 @@ class Model:
     salt: str
     prompt: int
     limit: int
-    family: int
+    sequence_group: int
     computed: int = 0
     shared: int = 0  # tokens of an allowed prefix
 
@@ -192,11 +192,11 @@ class Oracle:
             model.salt,
             model.prompt,
             model.limit,
-            model.family,
+            model.sequence_group,
             model.computed,
             model.shared,
         )
-        self.forks_left[model.family] -= 1
+        self.forks_left[model.sequence_group] -= 1
         self.count("forks")
         self.next_id += 1
         return self.next_id - 1
@@ -228,7 +228,7 @@ class Oracle:
             self.check_states(sequence)
         stats = self.manager.stats()
         assert stats.used + stats.cached + stats.free == stats.usable
-        assert stats.used <= stats.promised <= stats.usable
+        assert stats.used <= stats.reserved <= stats.usable
 
 
 def make_oracle(
@@ -273,7 +273,7 @@ def random_operation(oracle: Oracle, rng: random.Random, documents: list[list[in
         sequence = rng.choice(live)
         model = oracle.live[sequence]
         ready = model.computed >= model.prompt // oracle.block_size * oracle.block_size
-        if oracle.forks_left[model.family] and ready:
+        if oracle.forks_left[model.sequence_group] and ready:
             oracle.fork(sequence)
     elif choice < 0.83:
         ready = [
@@ -305,7 +305,7 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
         oracle.free(sequence)
         oracle.check()
     stats = oracle.manager.stats()
-    assert (stats.used, stats.promised, stats.sequences) == (0, 0, 0)
+    assert (stats.used, stats.reserved, stats.sequences) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -434,7 +434,7 @@ class ManagerMachine(RuleBasedStateMachine):
         sequence = self.pick(data)
         model = self.oracle.live[sequence]
         size = self.oracle.block_size
-        if self.oracle.forks_left[model.family] and model.computed >= model.prompt // size * size:
+        if self.oracle.forks_left[model.sequence_group] and model.computed >= model.prompt // size * size:
             self.oracle.fork(sequence)
 
     @precondition(lambda self: self.oracle.live)

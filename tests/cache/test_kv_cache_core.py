@@ -115,7 +115,7 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
     assert done.stdout.split() == compiled.split()
 
 
-def test_kept_machine_code_depends_on_every_module_of_the_folder() -> None:
+def test_kept_machine_code_depends_on_every_module_of_the_package() -> None:
     from tonnage.cache import compiled
     from tonnage.cache.blocks import steps
 
@@ -125,7 +125,7 @@ def test_kept_machine_code_depends_on_every_module_of_the_folder() -> None:
     assert steps.leave._cache._cache_file._version == compiled.VERSION  # type: ignore[attr-defined]
     folder = Path(compiled.__file__).parent
     digest = xxhash.xxh3_64()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     assert compiled.VERSION.endswith(digest.hexdigest())
 
@@ -216,7 +216,7 @@ def test_a_step_without_room_changes_nothing() -> None:
     manager = make(blocks=9)
     compute(manager, 1, list(range(8)))
     compute(manager, 2, list(range(20, 28)))
-    manager.promises.promised = 0  # as if admission had promised what is not there
+    manager.reservations.reserved = 0  # as if admission had reserved what is not there
     compute(manager, 3, list(range(40, 52)))
     before = [array.copy() for array in manager.core]
     manager.append_many([1, 2, 3], [7, 8, 9])
@@ -260,7 +260,7 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
     assert damage("index", "node_of", ends[0], 0) == "reachability"
     assert damage("index", "node_of", 0, 5) == "null block"
     assert damage("rows", "published", 0, 1) == "prefix index"
-    assert damage("requests", "private", 0, 1) == "promise"
+    assert damage("requests", "private", 0, 1) == "reservation"
     assert set(laws.LAWS[1:]) <= {
         line.split("  ")[0]
         for line in (sys.modules["tonnage.cache.laws.invariants"].__doc__ or "").splitlines()

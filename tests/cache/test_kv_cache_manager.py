@@ -16,7 +16,7 @@ from tonnage.cache.errors import (
     InvalidRequest,
     InvariantViolation,
     OutOfOrder,
-    PromiseExceeded,
+    ReservationExceeded,
     SequenceExists,
     SequenceFinished,
     UnknownSequence,
@@ -209,7 +209,7 @@ def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() 
     assert (one.rows.tokens == many.rows.tokens).all()
     assert one.stats() == many.stats()
     for wrong in (np.zeros((2, 4), np.int32), np.zeros((3, 1), np.int32), np.full((2, 1), -1)):
-        with pytest.raises((PromiseExceeded, InvalidRequest)):
+        with pytest.raises((ReservationExceeded, InvalidRequest)):
             many.append_many([1, 2], wrong)
     assert many.rows.length[[many.row(1), many.row(2)]].tolist() == [11, 11]
 
@@ -324,7 +324,7 @@ def state(manager: KVCacheManager) -> tuple[object, ...]:
     ]
     # Rows without a sequence are no state: `admit` looks at a prompt in the one it would use.
     arrays.append(state.rows.tokens[sorted(manager.sequences.row_of.values())])
-    owned = [(f.live, f.forks_left, f.promise) if f else None for f in manager.sequences.families]
+    owned = [(f.live, f.forks_left, f.reservation) if f else None for f in manager.sequences.sequence_groups]
     contents = tuple(array.tobytes() for array in (*arrays, counters))
     return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.snapshot()
 
@@ -342,17 +342,17 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
     "extend of a finished one": (SequenceFinished, lambda m: m.extend(3, 4)),
     "admit twice": (SequenceExists, lambda m: m.admit(1, [1, 2], 4)),
     "fork onto a live one": (SequenceExists, lambda m: m.fork(1, 2)),
-    "a fork too many": (PromiseExceeded, lambda m: m.fork(2, 100)),
+    "a fork too many": (ReservationExceeded, lambda m: m.fork(2, 100)),
     "fork before the prompt is computed": (OutOfOrder, lambda m: m.fork(4, 100)),
-    "extend beyond max_tokens": (PromiseExceeded, lambda m: m.extend(1, 19)),
-    "extend_many beyond max_tokens": (PromiseExceeded, lambda m: m.extend_many([2, 1], [12, 19])),
-    "a chunk beyond the budget": (PromiseExceeded, lambda m: m.extend(4, 65)),
-    "a chunk beyond the budget, many": (PromiseExceeded, lambda m: m.extend_many([1, 4], [11, 65])),
+    "extend beyond max_tokens": (ReservationExceeded, lambda m: m.extend(1, 19)),
+    "extend_many beyond max_tokens": (ReservationExceeded, lambda m: m.extend_many([2, 1], [12, 19])),
+    "a chunk beyond the budget": (ReservationExceeded, lambda m: m.extend(4, 65)),
+    "a chunk beyond the budget, many": (ReservationExceeded, lambda m: m.extend_many([1, 4], [11, 65])),
     "negative extend": (InvalidRequest, lambda m: m.extend(1, -1)),
     "negative extend_many": (InvalidRequest, lambda m: m.extend_many([1], [-1])),
     "lengths that do not match": (InvalidRequest, lambda m: m.extend_many([1, 2], [11])),
-    "append beyond max_tokens": (PromiseExceeded, lambda m: m.append_tokens(1, [0] * 9)),
-    "append_many beyond max_tokens": (PromiseExceeded, lambda m: m.append_many([1, 5], [0, 0])),
+    "append beyond max_tokens": (ReservationExceeded, lambda m: m.append_tokens(1, [0] * 9)),
+    "append_many beyond max_tokens": (ReservationExceeded, lambda m: m.append_many([1, 5], [0, 0])),
     "append_many twice the same": (InvalidRequest, lambda m: m.append_many([1, 1], [0, 0])),
     "commit_many twice the same": (InvalidRequest, lambda m: m.commit_many([1, 1], [10, 10])),
     "commit backward": (OutOfOrder, lambda m: m.commit(1, 9)),
@@ -368,7 +368,7 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
     "extend_many twice the same": (InvalidRequest, lambda m: m.extend_many([1, 1], [11, 11])),
     "decode_many twice the same": (InvalidRequest, lambda m: m.decode_many([1, 1], [3, 3])),
     "decode_many without slots": (OutOfOrder, lambda m: m.decode_many([1, 4], [3, 3])),
-    "decode_many beyond max_tokens": (PromiseExceeded, lambda m: m.decode_many([1, 5], [0, 0])),
+    "decode_many beyond max_tokens": (ReservationExceeded, lambda m: m.decode_many([1, 5], [0, 0])),
     "decode_many of a negative token": (InvalidRequest, lambda m: m.decode_many([1, 2], [0, -1])),
     "an allowed prefix below a block": (InvalidRequest, lambda m: m.allow_prefix([1, 2])),
     "a table of tokens": (InvalidRequest, lambda m: m.admit(9, np.ones((2, 2), np.int64), 4)),
@@ -476,12 +476,18 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
     "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
     "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
     "a leaked block": ("conservation", lambda m: _set(m.state.pool.counters, FREE, m.pool.free - 1)),
-    "a promise forgotten": ("promise", lambda m: setattr(m.promises, "promised", m.promises.promised - 1)),
-    "a promise too small": ("promise", lambda m: setattr(m.sequences.family(m.row(1)), "promise", 1)),
+    "a reservation forgotten": (
+        "reservation",
+        lambda m: setattr(m.reservations, "reserved", m.reservations.reserved - 1),
+    ),
+    "a reservation too small": (
+        "reservation",
+        lambda m: setattr(m.sequences.sequence_group(m.row(1)), "reservation", 1),
+    ),
     "a parent that is no node": ("reachability", _orphan),
     "a parent that may be evicted": ("reachability", _list_a_parent),
     "a child not counted": ("reachability", _lose_a_child),
-    "a private count too high": ("promise", lambda m: _set(m.state.requests.private, 0, 50)),
+    "a private count too high": ("reservation", lambda m: _set(m.state.requests.private, 0, 50)),
     "tokens that changed": ("prefix index", lambda m: _set(m.rows.tokens[m.row(1)], 0, 77)),
 }
 

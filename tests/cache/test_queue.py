@@ -71,7 +71,7 @@ def test_passing_ends_when_the_head_is_due() -> None:
     wait = Wait(WaitReason.BLOCKS, 1)
     assert answers(queue, {0: wait}, start=7, step=0) == (1, [1])
     assert answers(queue, {0: wait, 2: wait, 3: wait}, start=7, step=3) == (None, [2, 3])  # lookahead 2
-    # Foretold anew for step 13: the first promise, step 7, stands.
+    # Forecast anew for step 13: the first reservation, step 7, stands.
     assert answers(queue, {0: wait}, start=7, step=6) == (2, [2])
     assert answers(queue, {0: wait}, start=7, step=7) == (None, [])
     assert answers(queue, {}, start=7, step=8) == (0, [])

@@ -173,11 +173,11 @@ def test_order_prefers_prefix_then_headroom_then_the_shorter_queue() -> None:
 
 
 class _Context:
-    def __init__(self, replicas: int, waiting: list[float], promised: list[float]) -> None:
+    def __init__(self, replicas: int, waiting: list[float], reserved: list[float]) -> None:
         self.current_num_replicas = replicas
         self.aggregated_metrics = {
             "waiting": dict(enumerate(waiting)),
-            "promised_share": dict(enumerate(promised)),
+            "promised_share": dict(enumerate(reserved)),
         }
 
 

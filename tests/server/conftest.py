@@ -139,7 +139,7 @@ async def _run(
     assert running.state.accounts.in_flight == 0
     engine.manager.check_invariants()
     stats = engine.stats()
-    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
 
 
 RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]

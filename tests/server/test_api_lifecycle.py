@@ -185,7 +185,7 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
             client.kill()
         await server.until(lambda: engine.stats().running == 0)
         stats = engine.stats()
-        assert (stats.pool.used, stats.pool.promised) == (0, 0)
+        assert (stats.pool.used, stats.pool.reserved) == (0, 0)
         assert stats.pool.cached + stats.pool.free == stats.pool.usable
         assert server.state.accounts.outcomes["aborted"] == 50
         assert (await server.complete(max_tokens=2)).status_code == 200
@@ -203,7 +203,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
         client.kill()
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
         stats = engine.stats()
-        assert (stats.running, stats.pool.used, stats.pool.promised) == (0, 0, 0)
+        assert (stats.running, stats.pool.used, stats.pool.reserved) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -238,7 +238,7 @@ async def test_requests_are_conserved_under_overload(run_server, small_plan) -> 
             while not done.is_set():
                 server.state.accounts.check()
                 stats = engine.stats()
-                assert stats.pool.used <= stats.pool.promised <= stats.pool.usable
+                assert stats.pool.used <= stats.pool.reserved <= stats.pool.usable
                 await asyncio.sleep(0.005)
 
         async def client() -> None:

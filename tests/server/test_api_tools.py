@@ -76,7 +76,7 @@ async def test_calls_a_model_writes(run_server, small_plan, tokenizer, template:
         text, calls, finish = joined(chunks)
         assert (text.strip(), calls, finish) == ("I look.", CALLS, "tool_calls")
         assert joined(chunks, 1) == (answer.choices[1].message.content, [], "stop")
-        # Cut off within the first call: no promise of a whole one.
+        # Cut off within the first call: no reservation of a whole one.
         cut = ids.index(tokenizer.encode("Paris", add_special_tokens=False)[0])
         stream = await create(**body | {"max_tokens": cut}, stream=True)
         assert [c.choices[0].finish_reason async for c in stream if c.choices][-1] == "length"

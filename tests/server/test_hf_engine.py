@@ -115,7 +115,7 @@ async def all_free(engine: HFEngine) -> None:
         if not stats.running and not stats.waiting and not stats.pool.used:
             break
         await asyncio.sleep(0.02)
-    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
     assert stats.pool.cached + stats.pool.free == stats.pool.usable
 
 

@@ -112,7 +112,7 @@ def test_abort_frees_what_waits_runs_or_was_preempted() -> None:
         scheduler.manager.check_invariants()
     assert scheduler.idle
     stats = scheduler.stats()
-    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.promised) == (0, 0, 0, 0)
+    assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
 
 
 def test_requests_wait_where_every_layer_is_sliding(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_one_of_n_that_ends_gives_its_blocks_back_at_once() -> None:
     scheduler.manager.check_invariants()
     after = scheduler.manager.stats()
     assert after.used < before.used
-    assert after.promised < before.promised
+    assert after.reserved < before.reserved
     while not scheduler.idle:
         for chunk in step(scheduler):
             said[chunk.index] += chunk.token_ids

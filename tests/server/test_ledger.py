@@ -1,4 +1,4 @@
-"""Promises for an engine that counts its own blocks."""
+"""Reservations for an engine that counts its own blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tonnage.cache.admission import AdmissionRequest, Limits
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.server.engines.base import EngineDead, NeverFits
-from tonnage.server.engines.vllm.ledger import PromiseLedger
+from tonnage.server.engines.vllm.ledger import ReservationLedger
 
 LAYOUT = KVLayout(
     groups=(KVGroup("full", (0, 1)),),
@@ -22,14 +22,14 @@ LAYOUT = KVLayout(
 )
 
 
-def ledger(blocks: int = 10, sequences: int = 8) -> PromiseLedger:
+def ledger(blocks: int = 10, sequences: int = 8) -> ReservationLedger:
     limits = Limits(
         LAYOUT, usable_blocks=blocks, max_model_len=400, max_num_seqs=sequences, max_num_batched_tokens=64
     )
-    return PromiseLedger(limits)
+    return ReservationLedger(limits)
 
 
-def counted(book: PromiseLedger) -> dict[tuple[str, str], int]:
+def counted(book: ReservationLedger) -> dict[tuple[str, str], int]:
     return {(outcome, reason): count for outcome, reason, count in book.counts}
 
 
@@ -39,14 +39,14 @@ async def test_first_come_first_served() -> None:
     big = asyncio.create_task(book.enter("big", AdmissionRequest(64, 64)))  # 8
     small = asyncio.create_task(book.enter("small", AdmissionRequest(8, 8)))  # 1: would fit, but came later
     await asyncio.sleep(0)
-    assert (book.promised, book.running, book.waiting) == (6, 1, 2)
+    assert (book.reserved, book.running, book.waiting) == (6, 1, 2)
     assert not book.idle.is_set()
     book.leave("a")
     await asyncio.gather(big, small)
-    assert (book.promised, book.running, book.waiting) == (9, 2, 0)
+    assert (book.reserved, book.running, book.waiting) == (9, 2, 0)
     book.leave("big")
     book.leave("small")
-    assert (book.promised, book.running, book.waiting) == (0, 0, 0)
+    assert (book.reserved, book.running, book.waiting) == (0, 0, 0)
     assert book.idle.is_set()
     assert counted(book) == {("admit", "fits"): 3, ("wait", "blocks"): 2}
 
@@ -61,7 +61,7 @@ async def test_who_gives_up_waiting_lets_the_next_in() -> None:
     with pytest.raises(asyncio.CancelledError):
         await big
     await small
-    assert (book.promised, book.waiting) == (7, 0)
+    assert (book.reserved, book.waiting) == (7, 0)
 
 
 async def test_cancelled_in_the_moment_of_its_turn() -> None:
@@ -73,7 +73,7 @@ async def test_cancelled_in_the_moment_of_its_turn() -> None:
     late.cancel()
     with pytest.raises(asyncio.CancelledError):
         await late
-    assert (book.promised, book.running, book.waiting) == (0, 0, 0)
+    assert (book.reserved, book.running, book.waiting) == (0, 0, 0)
     assert book.idle.is_set()
 
 
@@ -91,7 +91,7 @@ async def test_sequences_are_limited_too() -> None:
 async def test_forks_share_nothing() -> None:
     book = ledger(blocks=100)
     await book.enter("a", AdmissionRequest(64, 16, n=3))
-    assert book.promised == 3 * 5
+    assert book.reserved == 3 * 5
 
 
 async def test_never_comes_with_numbers_that_hold() -> None:
@@ -99,10 +99,10 @@ async def test_never_comes_with_numbers_that_hold() -> None:
     request = AdmissionRequest(100, 16, n=2)  # 2 x 8 blocks
     with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
         await book.enter("a", request)
-    assert (book.promised, book.waiting) == (0, 0)
+    assert (book.reserved, book.waiting) == (0, 0)
     assert book.idle.is_set()
     await book.enter("b", AdmissionRequest(64, 16, n=2))  # what it said would fit does
-    assert book.promised == 10
+    assert book.reserved == 10
     book.leave("b")
     with pytest.raises(NeverFits):
         await book.enter("c", AdmissionRequest(65, 16, n=2))

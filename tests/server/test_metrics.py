@@ -211,7 +211,7 @@ async def test_the_pool_in_use(run_server, small_plan) -> None:
         assert used >= 3
         assert value(samples, "tonnage_pool_usage_ratio") == pytest.approx(used / 255)
         assert 0 <= value(samples, "tonnage_pool_tail_waste_tokens") <= 2 * 15
-        # 140 tokens are promised to each: 9 blocks
+        # 140 tokens are reserved to each: 9 blocks
         assert value(samples, "tonnage_pool_promised_unused_blocks") == 18 - used
         assert value(samples, "tonnage_pool_promised_unused_bytes") == (18 - used) * bytes_per_block
         assert value(samples, "tonnage_headroom_blocks") == 255 - 18
@@ -228,7 +228,7 @@ async def test_the_pool_in_use(run_server, small_plan) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 2)
-        assert stats.pool.promised == 18
+        assert stats.pool.reserved == 18
 
 
 async def test_counts_are_conserved(run_server, small_plan) -> None:

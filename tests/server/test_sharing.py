@@ -139,7 +139,7 @@ def test_backends_without_it_refuse_it(field: str) -> None:
         make_engine(settings, demo_plan())
 
 
-def test_retry_after_is_what_is_promised_over_the_rate_of_giving_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_what_is_reserved_over_the_rate_of_giving_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(accounts_module.time, "monotonic", lambda: now[0])
     accounts = Accounts()

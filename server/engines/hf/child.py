@@ -217,7 +217,7 @@ class EngineLoop:
         for sequence in picked:
             rows = sequence.rows
             if sequence.scores:
-                # Row i foretells the token after it; the last row of the prompt foretells the answer.
+                # Row i forecasts the token after it; the last row of the prompt forecasts the answer.
                 following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]
                 best = [sequence.params.prompt_logprobs or 0] * len(following)
                 sequence.prompt_logprobs += logprobs(logits[row : row + len(following)], following, best)

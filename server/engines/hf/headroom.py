@@ -56,9 +56,9 @@ def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
     )
 
 
-def require_fits(foretold: Plan, measured: Plan) -> None:
+def require_fits(forecast: Plan, measured: Plan) -> None:
     """Raise DoesNotFit where the plan as corrected by the profile run is more than the device has."""
-    rank, before = measured.rank, foretold.rank
+    rank, before = measured.rank, forecast.rank
     if rank.used_bytes <= rank.total_bytes:
         return
     terms = ", ".join(

@@ -125,7 +125,7 @@ class Scheduler:
         sample_laws(self.manager, self._steps)
         copies: list[BlockCopy] = []
         picked, budget = self._pick_running(copies)
-        while self.running and not picked:  # only where admission promised more than there is
+        while self.running and not picked:  # only where admission reserved more than there is
             self._preempt()
             picked, budget = self._pick_running(copies)
         refused: list[Chunk] = []

@@ -32,7 +32,7 @@ from tonnage.server.engines.base import (
     TokenLogprobs,
     limits_of,
 )
-from tonnage.server.engines.vllm.ledger import PromiseLedger
+from tonnage.server.engines.vllm.ledger import ReservationLedger
 from tonnage.server.engines.vllm.params import (
     HONOURED,
     pooling_params,
@@ -83,7 +83,7 @@ class VLLMEngine:
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each
         self._limits = limits_of(plan)
-        self._ledger = PromiseLedger(self._limits)
+        self._ledger = ReservationLedger(self._limits)
         self._llm: Any = None
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
@@ -144,7 +144,7 @@ class VLLMEngine:
         process = self._sampler.sample()
         if self._weights is not None:
             self._framework = process - self._weights - self._kv_pool
-        self._ledger = PromiseLedger(replace(self._limits, usable_blocks=self._num_blocks - 1))
+        self._ledger = ReservationLedger(replace(self._limits, usable_blocks=self._num_blocks - 1))
         self._ready = True
 
     async def _load_adapters(self) -> None:
@@ -328,7 +328,7 @@ class VLLMEngine:
             ready=self._ready and self._dead is None and not self._llm.errored,
             running=self._ledger.running,
             waiting=self._ledger.waiting,
-            pool=PoolStats(self._num_blocks, usable, used, 0, usable - used, self._ledger.promised),
+            pool=PoolStats(self._num_blocks, usable, used, 0, usable - used, self._ledger.reserved),
             memory=MeasuredMemory(
                 weights=self._weights,
                 kv_pool=self._kv_pool,

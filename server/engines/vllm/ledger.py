@@ -1,4 +1,4 @@
-"""Promises for an engine that counts its own blocks: what was promised to whom, and who waits in line.
+"""Reservations for an engine that counts its own blocks: what is reserved for whom, and who waits in line.
 
 For vLLM, whose scheduler reports a usage ratio and admits whatever it is given (a request above its pool
 waits there for ever and holds up all others). Only what :func:`tonnage.cache.admission.decide` admits is
@@ -30,8 +30,8 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
-class PromiseLedger:
-    """One line of waiting requests and the promises of the running ones. One event loop, no locks.
+class ReservationLedger:
+    """One line of waiting requests and the reservations of the running ones. One event loop, no locks.
 
     vLLM's n sequences of a request are scheduled in the same step, before the first has cached anything, so
     each computes the prompt for itself: unlike in :mod:`tonnage.cache.admission` nothing is shared by forks.
@@ -39,7 +39,7 @@ class PromiseLedger:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: dict[str, tuple[int, int]] = {}  # request id -> promised blocks, sequences
+        self._held: dict[str, tuple[int, int]] = {}  # request id -> reserved blocks, sequences
         self._line: dict[str, _Waiting] = {}  # in the order of arrival
         self._counts: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
@@ -47,8 +47,8 @@ class PromiseLedger:
         self.idle.set()
 
     @property
-    def promised(self) -> int:
-        """Blocks promised to the running requests; at most the usable blocks."""
+    def reserved(self) -> int:
+        """Blocks reserved to the running requests; at most the usable blocks."""
         return sum(blocks for blocks, _ in self._held.values())
 
     @property
@@ -72,7 +72,7 @@ class PromiseLedger:
         return tuple((outcome, reason, blocks) for (outcome, reason), blocks in self._refused.items())
 
     async def enter(self, request_id: str, request: AdmissionRequest, priority: int = 0) -> None:
-        """Return once the promise of ``request`` is held; waits in line as long as that takes.
+        """Return once the reservation of ``request`` is held; waits in line as long as that takes.
 
         In line the lowest ``priority`` is first, among equals who came first.
 
@@ -100,7 +100,7 @@ class PromiseLedger:
             raise
 
     def leave(self, request_id: str) -> None:
-        """Give the promise (or the place in line) back and let the next ones in; unknown ids are ignored."""
+        """Give reservation (or place in line) back and let the next ones in; unknown ids are ignored."""
         self._held.pop(request_id, None)
         self._line.pop(request_id, None)
         while (first := self._first()) is not None:
@@ -138,7 +138,7 @@ class PromiseLedger:
         running = sum(sequences for _, sequences in self._held.values())
         # A prompt of one token has no full block that forks could share: the rest counts for each of them.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
-        answer = decide(unshared, Snapshot(self.promised, running), self._limits)
+        answer = decide(unshared, Snapshot(self.reserved, running), self._limits)
         if not isinstance(answer, Never):
             return answer
         return replace(answer, largest_prompt_tokens=self._largest_prompt(request))

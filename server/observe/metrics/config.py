@@ -13,7 +13,7 @@ def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     plans = [plan, state.engine.capacity().plan] if state.started and stats.ready else [plan]
     page.info(
         "tonnage_plan_info",
-        "The plan the pool is sized by; always 1. Revision 0 was foretold before the load, revision 1 is what "
+        "The plan the pool is sized by; always 1. Revision 0 was forecast before the load, revision 1 is what "
         "the engine has after it.",
         ("plan_id", "revision", "engine", "architecture", "quantization"),
         [_identity(item) for item in plans],

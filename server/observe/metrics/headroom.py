@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
-from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, promised_blocks
+from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, reserved_blocks
 from tonnage.server.engines.base import EngineStats, PoolStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import RequestMix, Usage
@@ -22,7 +22,7 @@ _SPACING_SECONDS = 1.0  # several scrapers in the same second add nothing
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """``blocks`` that can still be promised, ``requests`` of the present mix that fit in them (and in the
+    """``blocks`` that can still be reserved, ``requests`` of the present mix that fit in them (and in the
     batch), ``prompt_tokens`` of the largest prompt that would be admitted now with the default max_tokens."""
 
     blocks: int
@@ -34,7 +34,7 @@ def headroom(
     pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
 ) -> Headroom:
     """``sequences``: those that run. Before the first request the mix is one sequence of max_model_len."""
-    taken = pool.promised if pool.committed is None else pool.committed
+    taken = pool.reserved if pool.committed is None else pool.committed
     blocks = max(0, pool.usable - taken)
     seats = max(0, limits.max_num_seqs - sequences)
     if not limits.layout.groups:  # an encoder stores nothing
@@ -43,7 +43,7 @@ def headroom(
         typical, width = mix.blocks, mix.sequences
     else:
         whole = AdmissionRequest(max(1, limits.max_model_len - 1), 1)
-        typical, width = float(promised_blocks(whole, limits)), 1.0
+        typical, width = float(reserved_blocks(whole, limits)), 1.0
     largest = 0
     if blocks and seats and default_max_tokens < limits.max_model_len:
         largest = largest_prompt(AdmissionRequest(1, default_max_tokens), replace(limits, usable_blocks=blocks))
@@ -51,7 +51,7 @@ def headroom(
 
 
 class Trend:
-    """How fast promised blocks grow, from the snapshots of the last two minutes."""
+    """How fast reserved blocks grow, from the snapshots of the last two minutes."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -86,10 +86,10 @@ def headroom_families(
     pool = stats.pool
     room = headroom(pool, stats.running, usage.mix, limits, state.settings.default_max_tokens)
     trend.observe(time.monotonic(), pool.usable - room.blocks)
-    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still promise.", room.blocks)
+    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reservation.", room.blocks)
     page.gauge(
         "tonnage_headroom_bytes",
-        "Bytes of the KV blocks that admission can still promise.",
+        "Bytes of the KV blocks that admission can still reservation.",
         room.blocks * state.plan.kv_cache.layout.bytes_per_block,
     )
     page.gauge(
@@ -104,7 +104,7 @@ def headroom_families(
     )
     page.gauge(
         "tonnage_time_to_full_seconds",
-        "Seconds until nothing more can be promised, at the growth of the last two minutes; "
+        "Seconds until nothing more can be reserved, at the growth of the last two minutes; "
         f"{FOREVER_SECONDS:.0f}: not within a day.",
         trend.seconds_to(room.blocks),
     )

@@ -1,4 +1,4 @@
-"""Plan against reality in bytes: what was foretold before the load, what is held, and their ratio."""
+"""Plan against reality in bytes: what was forecast before the load, what is held, and their ratio."""
 
 from __future__ import annotations
 

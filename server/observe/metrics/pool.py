@@ -5,7 +5,7 @@ from __future__ import annotations
 from tonnage.cache.blocks.state import EVICTION_CAUSES
 from tonnage.server.engines.base import EngineStats
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.report import promised_unused
+from tonnage.server.observe.report import reserved_unused
 from tonnage.server.state import ServerState
 
 
@@ -35,15 +35,15 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         "Used blocks over usable blocks; cached ones are not used.",
         pool.used / pool.usable if pool.usable else 0.0,
     )
-    unused = promised_unused(pool)
+    unused = reserved_unused(pool)
     page.gauge(
         "tonnage_pool_promised_unused_blocks",
-        "KV blocks promised to admitted requests, not yet held.",
+        "KV blocks reserved to admitted requests, not yet held.",
         unused,
     )
     page.gauge(
         "tonnage_pool_promised_unused_bytes",
-        "Bytes of the KV blocks promised to admitted requests, not yet held.",
+        "Bytes of the KV blocks reserved to admitted requests, not yet held.",
         unused * layout.bytes_per_block,
     )
     if pool.tail_waste_slots is not None:

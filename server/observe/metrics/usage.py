@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tonnage.cache.admission import AdmissionRequest, Limits, promised_blocks
+from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.observe.accounts import Accounts, Ticket
 
 # Prometheus keeps every series it ever saw, so names that callers choose must not become labels without end.
@@ -78,7 +78,7 @@ class Usage:
         asked = 0
         for prompt in submission.prompts:
             request = AdmissionRequest(len(prompt), submission.params.max_tokens, submission.n)
-            blocks = promised_blocks(request, self._limits)
+            blocks = reserved_blocks(request, self._limits)
             self.mix.observe(blocks, submission.n)
             asked += blocks
         self._asked[id(ticket)] = asked

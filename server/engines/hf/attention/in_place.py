@@ -72,7 +72,8 @@ class InPlaceAttention:
         self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
     ) -> tuple[Any, ...]:
         """Of :func:`..kernels.attention.attend` for one layer, after the addresses of q, k, v and the
-        output.""" layout = self._pool.layout
+        output."""
+        layout = self._pool.layout
         return (
             self._base + slot * 2 * layout.block_size * self._token,
             self._write[group],

@@ -49,7 +49,7 @@ class PagedPool:
         rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row a token, layer and K or V
         # torch neither indexes nor fills 8-bit floats on every device: their bytes are moved
         self.rows = rows.view(torch.uint8) if self.dtype.itemsize == 1 else rows
-        self.rows.zero_()  # touch every page now: what the plan promised is really held
+        self.rows.zero_()  # touch every page now: what the plan reserved is really held
         self.scales: torch.Tensor | None = None
         if layout.dtype in KV_SCALE_BYTES:
             self.scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
