@@ -18,8 +18,16 @@ from transformers import AutoModelForCausalLM
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import Chunk, EngineDead, GenerationRequest, NeverFits, SamplingParams
+from tonnage.server.engines.base import (
+    Chunk,
+    EngineDead,
+    GenerationRequest,
+    NeverFits,
+    QueueFull,
+    SamplingParams,
+)
 from tonnage.server.engines.hf import HFEngine
+from tonnage.server.engines.hf.messages import Failed, Ready
 
 TOKENS = 12
 
@@ -217,3 +225,15 @@ async def test_bytes_after_load_equal_the_plan(prompts: list[list[int]]) -> None
         assert memory.kv_pool == plan.rank.kv_pool_bytes
         assert engine.capacity().num_blocks == plan.kv_cache.num_blocks
         assert len((await ask(engine, "q", prompts[9], stop_token_ids=()))[0]) == TOKENS
+
+
+async def test_a_start_that_was_given_up_hears_no_more_of_its_child() -> None:
+    """Whoever waited was cancelled while the model loaded; then the child says that it is ready, or not."""
+    engine = HFEngine(plan_for())
+    started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    started.cancel()
+    engine._receive(Ready(8, 1, 1, 1, 1, 0.0, engine.stats()), started)
+    engine._receive(Failed(EngineDead("no model")), started)
+    assert started.cancelled()
+    with pytest.raises(QueueFull, match="not ready"):
+        engine.capacity()

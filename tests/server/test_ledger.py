@@ -77,6 +77,52 @@ async def test_cancelled_in_the_moment_of_its_turn() -> None:
     assert book.idle.is_set()
 
 
+async def test_hanging_up_in_the_round_in_which_another_leaves() -> None:
+    """Its future is cancelled at once, its own clean-up runs a round later: between the two, others leave."""
+    book = ledger(blocks=6)
+    await book.enter("a", AdmissionRequest(64, 32))
+    gone = asyncio.create_task(book.enter("gone", AdmissionRequest(64, 32)))
+    behind = asyncio.create_task(book.enter("behind", AdmissionRequest(64, 32)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    book.leave("a")
+    await behind
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (book.reserved, book.running, book.waiting) == (6, 1, 0)
+    assert counted(book)["admit", "fits"] == 2  # nothing was reserved for who had gone
+    book.leave("behind")
+    assert book.idle.is_set()
+
+
+async def test_hanging_up_in_the_round_in_which_the_engine_dies() -> None:
+    book = ledger(blocks=6)
+    await book.enter("a", AdmissionRequest(64, 32))
+    gone = asyncio.create_task(book.enter("gone", AdmissionRequest(64, 32)))
+    behind = asyncio.create_task(book.enter("behind", AdmissionRequest(64, 32)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    book.fail(EngineDead("gone"))
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(behind, 5)
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (book.running, book.waiting) == (1, 0)
+
+
+async def test_the_last_to_hang_up_leaves_it_idle() -> None:
+    book = ledger(blocks=6)
+    await book.enter("a", AdmissionRequest(64, 32))
+    gone = asyncio.create_task(book.enter("gone", AdmissionRequest(64, 32)))
+    await asyncio.sleep(0)
+    gone.cancel()
+    book.leave("a")
+    assert book.idle.is_set()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (book.reserved, book.running, book.waiting) == (0, 0, 0)
+
+
 async def test_sequences_are_limited_too() -> None:
     book = ledger(blocks=100, sequences=2)
     await book.enter("a", AdmissionRequest(8, 8, n=2))

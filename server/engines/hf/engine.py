@@ -212,9 +212,11 @@ class HFEngine:
             for chunk in message.chunks:
                 if chunk.request_id in self._live:
                     self._live[chunk.request_id].put_nowait(chunk)
+        elif started.done():  # the start was given up while the model loaded
+            return
         elif isinstance(message, Ready):
             started.set_result(message)
-        elif not started.done():
+        else:
             started.set_exception(message.error)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:

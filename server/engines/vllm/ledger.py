@@ -105,6 +105,9 @@ class ReservationLedger:
         self._line.pop(request_id, None)
         while (first := self._first()) is not None:
             waiting = self._line[first]
+            if waiting.turn.done():  # cancelled in this round of the loop: it takes no turn any more
+                del self._line[first]
+                continue
             answer = self._decide(waiting.request)
             if not isinstance(answer, Admit):
                 return  # held up by those that run, so not idle
@@ -117,8 +120,11 @@ class ReservationLedger:
     def fail(self, error: Exception) -> None:
         """Send everybody in line away with ``error``."""
         for waiting in self._line.values():
-            waiting.turn.set_exception(error)
+            if not waiting.turn.done():  # cancelled in this round of the loop: it needs no answer
+                waiting.turn.set_exception(error)
         self._line.clear()
+        if not self._held:
+            self.idle.set()
 
     def _first(self) -> str | None:
         """Whose turn is next; None: nobody waits."""
