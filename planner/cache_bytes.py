@@ -11,8 +11,9 @@ from math import prod
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.parallel import ceil_div, heads_per_rank
+from tonnage.planner.parallel import heads_per_rank
 from tonnage.planner.records import dataclass
+from tonnage.planner.units import ceil_div
 
 # Bits per element, and elements that share a further scale of so many bits (0: none).
 # nvfp4: 16 values share an fp8 scale; int8: one fp32 scale per token and head (vLLM 0.32.0, config/cache.py

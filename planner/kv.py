@@ -12,14 +12,11 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import EngineName
 from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
 
 # vLLM: one kind may have up to 1.5 times the layers of another before the larger one is split into
 # groups of the smaller one's size (_get_kv_cache_groups_uniform_page_size).
 _PADDING_LIMIT = 1.5
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def kv_heads_stored(layer: CacheLayer, engine: EngineName) -> int:

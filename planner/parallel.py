@@ -12,6 +12,7 @@ from __future__ import annotations
 from tonnage.planner.architecture import TOWER_ROLES, Architecture, TensorSpec
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
 
 VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0
 _LAST = ("norm", "head")  # what follows the last layer
@@ -31,10 +32,6 @@ class Parallel:
     @property
     def trivial(self) -> bool:
         return self.tensor == self.pipeline == self.data == 1
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.records import dataclass
+from tonnage.planner.units import ceil_div
 
 Kind = Literal[
     "int8", "nf4", "gptq", "awq", "fp8", "int-w8", "packed", "mxfp4", "mxfp8", "nvfp4", "hqq", "torchao-int4",
@@ -27,10 +28,6 @@ INT8_ROW_BYTES = 4  # SCB: one fp32 absmax per output row
 
 MX_BLOCK = 32  # values per shared 8-bit exponent (OCP Microscaling Formats 1.0, section 5.2)
 NVFP4_BLOCK = 16  # values per fp8 scale (ModelOpt 0.33, torch/quantization/qtensor/nvfp4_tensor.py)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)

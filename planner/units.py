@@ -24,6 +24,11 @@ _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
 _MAX_BYTES = 1 << 60  # one EiB: above it the figure is a typing error
 
 
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 def parse_size(text: str, field: str) -> int:
     """``512MiB``, ``2GB``, ``1.5GiB`` or plain bytes -> bytes (rounded down).
 

@@ -24,7 +24,6 @@ from tonnage.cache.admission.policy import (
     victim,
 )
 from tonnage.cache.admission.reservation import (
-    ceil_div,
     group_reservation,
     largest_prompt,
     refusal,
@@ -62,7 +61,6 @@ __all__ = [
     "Snapshot",
     "Wait",
     "WaitReason",
-    "ceil_div",
     "committed_peak",
     "decide",
     "decide_running",

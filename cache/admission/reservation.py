@@ -26,11 +26,7 @@ from dataclasses import replace
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
 from tonnage.cache.blocks.groups import paged, reach
 from tonnage.planner.layout import KVGroup
-
-
-def ceil_div(value: int, divisor: int) -> int:
-    """Smallest integer not below value / divisor."""
-    return -(-value // divisor)
+from tonnage.planner.units import ceil_div
 
 
 def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:

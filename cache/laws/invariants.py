@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from tonnage.cache.admission import ceil_div, committed_peak, is_safe, reserved_blocks
+from tonnage.cache.admission import committed_peak, is_safe, reserved_blocks
 from tonnage.cache.blocks.state import CLASS_MASK, CLASSES, LISTS, NULL_BLOCK, ONE_CHILD, ROOT
 from tonnage.cache.errors import InvariantViolation
+from tonnage.planner.units import ceil_div
 
 if TYPE_CHECKING:
     from tonnage.cache.manager import KVCacheManager

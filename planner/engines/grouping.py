@@ -7,10 +7,10 @@ holds them against those functions.
 
 from __future__ import annotations
 
-from tonnage.planner.engines.pool import ceil_div
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.layout import GroupKind
 from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
 
 # One kind may have up to so many times the layers of another before it is split into groups of the
 # smaller one's size (_get_kv_cache_groups_uniform_page_size).

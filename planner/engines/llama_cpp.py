@@ -13,9 +13,9 @@ from math import prod
 from typing import Literal
 
 from tonnage.planner.architecture import Architecture, CacheLayer
-from tonnage.planner.engines.pool import ceil_div
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.records import dataclass
+from tonnage.planner.units import ceil_div
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.layout import KVLayout
 from tonnage.planner.records import dataclass
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+from tonnage.planner.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from math import prod
 from typing import Literal
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.engines.pool import ceil_div
 from tonnage.planner.plan import Deployment
+from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "marlin"]
 

@@ -6,8 +6,9 @@ from tonnage.planner.architecture import Architecture
 from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines import llama_cpp, sglang
-from tonnage.planner.engines.pool import Demand, Pool, ceil_div
+from tonnage.planner.engines.pool import Demand, Pool
 from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.units import ceil_div
 
 
 def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:

@@ -12,11 +12,12 @@ from math import prod
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
-from tonnage.planner.engines.pool import Capacity, Demand, Pool, ceil_div
+from tonnage.planner.engines.pool import Capacity, Demand, Pool
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
 
 CURRENT: Version = (0, 32, 0)
 """The vLLM whose rules are followed when no version is given and none is installed."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.training.states import States
+from tonnage.planner.units import ceil_div
 
 # Bytes per second and direction and GPU unless said. NVIDIA's data sheets state both directions of NVLink.
 NETWORKS = {

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from tonnage.planner.training.arithmetic import ceil_div
+from tonnage.planner.units import ceil_div
 
 # bitsandbytes 0.50, optim/optimizer.py: min_8bit_size, block size of the block-wise states, and the two
 # dynamic maps of 256 fp32 values shared by all tensors of a device.

@@ -19,9 +19,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tonnage.planner.training.activations import Activations, Kept
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.setup import TrainingSetup
-from tonnage.planner.units import MiB
+from tonnage.planner.units import MiB, ceil_div
 
 MOMENTS = (
     "loss forward", "loss backward", "layer backward", "head gradient", "embedding gradient", "optimizer step",

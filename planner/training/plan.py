@@ -12,7 +12,6 @@ from tonnage.planner.training.activations import (
     Activations,
     activations_of,
 )
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.communication import NO_COMMUNICATION, Communication, communication_of
 from tonnage.planner.training.methods import LINEARS, Trained, train_under
 from tonnage.planner.training.model import TrainingModel
@@ -24,7 +23,7 @@ from tonnage.planner.training.precision import Convention, convention_of, frozen
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 from tonnage.planner.training.sharding import check_parallel, stage_of
 from tonnage.planner.training.states import States, states_on_rank
-from tonnage.planner.units import gib
+from tonnage.planner.units import ceil_div, gib
 
 SCHEMA_VERSION = 1
 DEFAULT_LENGTH = 2048  # when the flag is absent, or the model's own length if shorter

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
+from tonnage.planner.units import ceil_div
 
 # DeepSpeed 0.19, runtime/zero/config.py stage3_param_persistence_threshold: smaller parameters stay whole.
 PERSISTENT_ELEMENTS = 100_000

@@ -4,10 +4,10 @@ every figure is relative to the same setup without the trick."""
 from __future__ import annotations
 
 from tonnage.planner.records import dataclass
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.plan import Planner, TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.units import ceil_div
 
 REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # A100 data sheet: 312 TFLOP/s bf16; 40 % of it is usual in training
 PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction

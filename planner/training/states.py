@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.records import dataclass
-from tonnage.planner.training.arithmetic import ceil_div
 from tonnage.planner.training.methods import Held, Trained, adapter_bytes
 from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes
 from tonnage.planner.training.precision import Convention, convention_of
@@ -21,6 +20,7 @@ from tonnage.planner.training.sharding import (
     split,
     stage_of,
 )
+from tonnage.planner.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
