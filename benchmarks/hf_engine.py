@@ -67,8 +67,8 @@ async def measured(
 def run_tonnage(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
-    from tonnage.server.engines.base import GenerationRequest, SamplingParams
     from tonnage.server.engines.hf import HFEngine
+    from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
     plan = make_plan(folder, Deployment(dtype="bfloat16", kv_cache_memory_bytes=POOL, max_model_len=2048))
 
@@ -187,8 +187,8 @@ def steps(folder: str, ids: list[list[int]], tokens: int, threads: int) -> dict[
 
     from tonnage.planner.build import make_plan
     from tonnage.planner.plan import Deployment
-    from tonnage.server.engines.base import GenerationRequest, SamplingParams
     from tonnage.server.engines.hf.child import EngineLoop
+    from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
     plan = make_plan(folder, Deployment(dtype="bfloat16", kv_cache_memory_bytes=POOL, max_model_len=2048))
     with Pipe()[0] as nobody:

@@ -25,8 +25,8 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.plan import Deployment
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.child import EngineLoop
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 

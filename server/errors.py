@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tonnage.planner.errors import TonnageError
+from tonnage.server.engines.errors import QueueFull
 
 log = logging.getLogger("tonnage.server")
 
@@ -219,7 +220,7 @@ def from_exception(error: Exception) -> ApiError:
             ErrorCode(error.code),
             _PATH.sub("<path>", message),
             param=error.field,
-            retry_after_seconds=getattr(error, "retry_after_seconds", 1.0),
+            retry_after_seconds=error.retry_after_seconds if isinstance(error, QueueFull) else 1.0,
         )
     log.error("unexpected error while serving a request", exc_info=error)
     return ApiError(ErrorCode.INTERNAL_ERROR, "the server met an unexpected error; its log has the details")

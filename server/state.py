@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import BASIC_PARAMS, Engine
+from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe.accounts import Accounts
@@ -64,7 +64,7 @@ class ServerState:
     @property
     def honours(self) -> frozenset[str]:
         """The fields of SamplingParams the engine acts on."""
-        return getattr(self.engine, "honours", BASIC_PARAMS)
+        return self.engine.capabilities.honours
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class ServerState:
 
     def check_task(self, *, embeds: bool = False) -> None:
         """Raises ApiError when the model gives text and vectors were asked for, or the reverse."""
-        if embeds != getattr(self.engine, "embeds", False):
+        if embeds != self.engine.capabilities.embeds:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_ENDPOINT,
                 f"{self.model_name!r} generates text and gives no embeddings; serve an embedding model for that"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
-from tonnage.server.engines.base import BASIC_PARAMS
+from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.disconnect import ClientDisconnected
 

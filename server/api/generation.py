@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tonnage.server.engines.base import Chunk, Engine, GenerationRequest, SamplingParams, TokenLogprobs
+from tonnage.server.engines.base import Engine
+from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.inbox import Inbox
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState
@@ -215,7 +217,7 @@ class Generator:
             ]
             unfinished = len(sequences)
             requests = self._requests(submission, ticket)
-            async with _closing(_chunks(state.engine, requests)) as chunks:
+            async with aclosing(_chunks(state.engine, requests)) as chunks:
                 async for chunk in chunks:
                     index = chunk.index
                     sequence = sequences[index]
@@ -275,8 +277,11 @@ class Generator:
         ]
 
 
-def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-    """The chunks of all prompts in the order of arrival, ``index`` counted over all choices."""
+def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:
+    """The chunks of all prompts in the order of arrival, ``index`` counted over all choices.
+
+    Closing it aborts what still runs in the engine.
+    """
     return engine.generate(requests[0]) if len(requests) == 1 else _merged(engine, requests)
 
 
@@ -285,7 +290,7 @@ async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> Asyn
 
     async def pump(number: int, request: GenerationRequest) -> None:
         try:
-            async with _closing(engine.generate(request)) as chunks:
+            async with aclosing(engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     inbox.put_nowait(replace(chunk, index=number * request.n + chunk.index))
         except Exception as error:
@@ -308,17 +313,6 @@ async def _merged(engine: Engine, requests: Sequence[GenerationRequest]) -> Asyn
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def _closing(chunks: AsyncIterator[Chunk]) -> AsyncIterator[AsyncIterator[Chunk]]:
-    """``chunks``, closed whatever ends them: closing aborts the request in the engine."""
-    try:
-        yield chunks
-    finally:
-        close = getattr(chunks, "aclose", None)
-        if close is not None:
-            await close()
 
 
 def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts) -> Delta:

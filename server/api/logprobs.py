@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tonnage.server.engines.base import TokenLogprobs
+from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.text.tokenizer import Tokenizer
 
 # JSON has no infinity: what a token excluded by a grammar or a bias gets, in vLLM's API too.

@@ -70,9 +70,8 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
     @router.get("/metrics/vllm", include_in_schema=False)
     async def engine_prometheus() -> Response:
         """vLLM's own metrics under its own names, where vLLM is the backend."""
-        own = getattr(state.engine, "own_metrics", lambda: None)()
-        if own is None:
+        if not state.engine.capabilities.own_metrics:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the backend is not vLLM")
-        return Response(own, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(state.engine.own_metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return router

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tonnage.server.engines.base import Grammar, SamplingParams
+from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.text.grammar import Grammar
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs; vLLM's default --max-logprobs

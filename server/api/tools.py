@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tonnage.server.engines.base import Grammar
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
+from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}

@@ -15,7 +15,10 @@ from typing import Any
 
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.commands.launch import Parser
+from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
+from tonnage.server.engines.hf.engine import capabilities as hf_capabilities
+from tonnage.server.engines.vllm.params import HONOURED as HONOURED_BY_VLLM
 
 OK = 0
 
@@ -151,12 +154,7 @@ def _model(name: str) -> dict[str, Any]:
 
 def _honours() -> dict[str, frozenset[str]]:
     """What each backend acts on, of the fields of SamplingParams."""
-    from tonnage.server.engines.base import BASIC_PARAMS
-    from tonnage.server.engines.hf import engine as hf
-    from tonnage.server.engines.vllm import params as vllm_params
-
-    grammar = {"grammar"} if find_spec("xgrammar") else set()  # HFEngine.honours
-    return {"hf": hf.HONOURED | grammar, "vllm": vllm_params.HONOURED, "fake": BASIC_PARAMS}
+    return {"hf": hf_capabilities().honours, "vllm": HONOURED_BY_VLLM, "fake": Capabilities().honours}
 
 
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tonnage.server.commands.launch import (
     settings_from,
     stoppable,
 )
-from tonnage.server.engines.base import EngineDead
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.observe.logs import configure

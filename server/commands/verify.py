@@ -22,7 +22,9 @@ from tonnage.server.commands.launch import (
     settings_from,
     stoppable,
 )
-from tonnage.server.engines.base import Engine, EngineDead, GenerationRequest, SamplingParams
+from tonnage.server.engines.base import Engine
+from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.settings import API_SETTINGS, Settings
 
 WITHIN, OUTSIDE = 0, 1

@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from tonnage.cache.admission import AdmissionRequest, Never, Wait
 from tonnage.cache.manager import KVCacheManager
@@ -25,6 +25,7 @@ from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import (
     Capacity,
     Chunk,
+    Engine,
     EngineDead,
     EngineStats,
     FinishReason,
@@ -89,7 +90,7 @@ class _Sequence:
     drawn: int = 0
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Engine protocol over the plan's pool. ``token_rate``: tokens a second of each sequence (no wait).
 
     ``load_seconds``: how long ``start`` takes; ``start_error``: what it then raises. ``memory``: what it says
@@ -160,7 +161,7 @@ class FakeEngine:
         self._ready = True
         self._loop = asyncio.create_task(self._run(), name="fake engine")
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         if self._dead is not None:
             raise self._dead
         if not self._ready or self._draining:

@@ -13,19 +13,16 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import (
-    BASIC_PARAMS,
-    Capacity,
-    Chunk,
-    Engine,
-    EngineDead,
-    EngineStats,
-    GenerationRequest,
-)
+from tonnage.server.engines.base import Capabilities, Engine
+from tonnage.server.engines.capacity import Capacity
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.stats import EngineStats
 
 log = logging.getLogger("tonnage.server")
 
@@ -44,7 +41,7 @@ _COUNTERS = (
 )  # fmt: skip
 
 
-class SupervisedEngine:
+class SupervisedEngine(Engine):
     """Engine protocol over the engines that ``make`` gives, one after the other.
 
     ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour.
@@ -75,17 +72,11 @@ class SupervisedEngine:
         return self._engine.plan
 
     @property
-    def honours(self) -> frozenset[str]:
-        return getattr(self._engine, "honours", BASIC_PARAMS)
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
 
-    @property
-    def embeds(self) -> bool:
-        return getattr(self._engine, "embeds", False)
-
-    def own_metrics(self) -> bytes | None:
-        """Metrics of the engine under its own names; None: it has none."""
-        own = getattr(self._engine, "own_metrics", None)
-        return None if own is None else own()
+    def own_metrics(self) -> bytes:
+        return self._engine.own_metrics()
 
     @property
     def engine(self) -> Engine:
@@ -96,7 +87,7 @@ class SupervisedEngine:
         await self._engine.start()
         self._watch = asyncio.create_task(self._supervise(), name="engine supervisor")
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         if self._between:
             raise EngineDead("the engine is being started again")
         return self._engine.generate(request)

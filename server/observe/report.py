@@ -6,7 +6,7 @@ from typing import Any
 
 from tonnage.planner.plan import Plan, RankPlan
 from tonnage.planner.render import plan_to_dict
-from tonnage.server.engines.base import MeasuredMemory, PoolStats
+from tonnage.server.engines.stats import MeasuredMemory, PoolStats
 from tonnage.server.state import ServerState
 
 

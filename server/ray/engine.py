@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from ray.exceptions import RayError
@@ -14,25 +14,19 @@ from ray.serve.handle import DeploymentHandle
 from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import (
-    BASIC_PARAMS,
-    Capacity,
-    Chunk,
-    EngineDead,
-    EngineStats,
-    GenerationRequest,
-    NeverFits,
-    PoolStats,
-    QueueFull,
-    limits_of,
-)
+from tonnage.server.engines.base import Capabilities, Engine, common
+from tonnage.server.engines.capacity import Capacity, limits_of
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.stats import EngineStats, PoolStats
 from tonnage.server.ray.replica import ReplicaReport, total
 
 # As often as Prometheus can usefully ask. Ray calls a broadcast a control-plane operation: not per request.
 _REPORT_SECONDS = 1.0
 
 
-class RayEngine:
+class RayEngine(Engine):
     """All replicas behind ``handle`` (an `EngineReplica` deployment), each planned as ``plan``.
 
     A replica that dies ends its requests with EngineDead; the others go on, and Ray replaces it.
@@ -55,10 +49,8 @@ class RayEngine:
         return self._plan
 
     @property
-    def honours(self) -> frozenset[str]:
-        return (
-            frozenset.intersection(*(each.honours for each in self._reports)) if self._reports else BASIC_PARAMS
-        )
+    def capabilities(self) -> Capabilities:
+        return common(report.capabilities for report in self._reports)
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
@@ -87,7 +79,7 @@ class RayEngine:
         self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
         self._stats = total(self._reports, self._stats)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse(request)
         self._live += 1
         self._idle.clear()

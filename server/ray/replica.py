@@ -19,7 +19,11 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.app import create_app
 from tonnage.server.commands.launch import make_engine
-from tonnage.server.engines.base import Chunk, EngineDead, EngineStats, GenerationRequest
+from tonnage.server.engines.base import Capabilities
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.settings import Settings
 
 
@@ -31,7 +35,7 @@ class ReplicaReport:
     address: str
     stats: EngineStats
     max_model_len: int
-    honours: frozenset[str]
+    capabilities: Capabilities
 
 
 class EngineReplica:
@@ -71,7 +75,7 @@ class EngineReplica:
             address=f"{host}:{port}",
             stats=self._engine.stats(),
             max_model_len=self._engine.capacity().max_model_len,
-            honours=self._engine.honours,
+            capabilities=self._engine.capabilities,
         )
 
     async def record_routing_stats(self) -> dict[str, float]:

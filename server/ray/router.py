@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tonnage.server.engines.base import GenerationRequest
+from tonnage.server.engines.request import GenerationRequest
 
 CHUNK_TOKENS = 64  # coarser than a block of 16: a shorter common beginning is not worth a longer queue
 REMEMBERED_CHUNKS = 1 << 17  # 8 Mi tokens of prompts, about 20 MiB here

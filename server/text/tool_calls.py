@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tonnage.server.engines.base import Grammar
+from tonnage.server.text.grammar import Grammar
 
 # A function as templates know it: {"type": "function", "function": {name, description, parameters}}.
 ToolDict = Mapping[str, Any]

@@ -21,9 +21,9 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(1800)  # of each; a minute or so on two cores
 

@@ -11,8 +11,9 @@ import pytest
 from openai.types import Completion as SdkCompletion
 from openai.types import CompletionChoice, Model
 
-from tonnage.server.engines.base import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.text.tokenizer import Tokenizer
 
 SECRET = "The quick brown fox jumps over the lazy dog. "
@@ -245,7 +246,7 @@ async def test_siblings_and_other_prompts_go_on_when_one_met_its_stop_string(
 
 async def test_no_stop_string_ends_an_answer_before_min_tokens(run_server, small_plan, tokenizer) -> None:
     class Honouring(FakeEngine):
-        honours = BASIC_PARAMS | {"min_tokens"}
+        capabilities = Capabilities(BASIC_PARAMS | {"min_tokens"})
 
     ids = tokenizer.encode("one two ")
     engine = Honouring(small_plan(), reply=lambda request, index: itertools.cycle(ids))

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tonnage.planner.errors import TonnageError
-from tonnage.server.engines.base import EngineDead
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode, from_exception, render
 

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
+from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.hf.child import EngineLoop
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.text.grammar import Grammar
 
 PROMPT = tuple(range(200, 240))
 EOS = (2,)

@@ -22,7 +22,7 @@ from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.plan import Deployment
 from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.commands import doctor
-from tonnage.server.engines.base import limits_of
+from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention import cuda
 from tonnage.server.engines.hf.attention.flash import FlashAttention
 from tonnage.server.engines.hf.attention.flash_infer import FlashInferAttention

@@ -18,16 +18,11 @@ from transformers import AutoModelForCausalLM
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import (
-    Chunk,
-    EngineDead,
-    GenerationRequest,
-    NeverFits,
-    QueueFull,
-    SamplingParams,
-)
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.hf.messages import Failed, Ready
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 TOKENS = 12
 

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import ALLOWED
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 LAYERS = 4
 SIZES: dict[str, Any] = {

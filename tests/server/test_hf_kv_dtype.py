@@ -13,12 +13,12 @@ from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.model.pool import STORED, PagedPool
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import self_check
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 # Largest error of a stored value: half a step of the format, relative to the value (floats) or, for int8, to
 # the largest of its head. fp8 e4m3 has 3 bits of mantissa, and 2^-9 is its smallest step.

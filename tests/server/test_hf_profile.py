@@ -16,7 +16,7 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DoesNotFit
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import EngineDead
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf import HFEngine, engine
 from tonnage.server.engines.hf.headroom import available_memory, require_available, require_fits
 from tonnage.server.engines.hf.model.profile import full_batch, profile

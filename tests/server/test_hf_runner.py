@@ -20,7 +20,6 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.model.loading import storage_bytes
@@ -29,6 +28,7 @@ from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import ALLOWED, REFUSED, require_supported
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tonnage.server.engines.base import SamplingParams
 from tonnage.server.engines.hf.sampling.draw import TOP, most_likely, sample
 from tonnage.server.engines.hf.sequence import generator
+from tonnage.server.engines.request import SamplingParams
 
 CASES = [
     {},

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.cache.blocks.state import EVICTION_CAUSES
 from tonnage.planner.render import plan_to_dict
-from tonnage.server.engines.base import MeasuredMemory, limits_of
+from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.observe.accounts import Accounts
 from tonnage.server.observe.metrics import ADMISSIONS
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS, Trend

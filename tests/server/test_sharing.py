@@ -20,8 +20,8 @@ from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.api.generation import Submission
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import GenerationRequest, SamplingParams
 from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.sharing import Sharing, shared_prefix
 from tonnage.server.observe import accounts as accounts_module
 from tonnage.server.observe.accounts import Accounts

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tonnage.server.engines.base import EngineDead
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.supervisor import SupervisedEngine
 

@@ -17,7 +17,7 @@ from tonnage.server.api.sampling import (
     SamplingFields,
     grammar_of,
 )
-from tonnage.server.engines.base import Grammar
+from tonnage.server.text.grammar import Grammar
 
 # OpenAI's rule for names of functions.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]

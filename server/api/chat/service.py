@@ -29,7 +29,7 @@ from tonnage.server.api.generation import Finish, Generator, Submission, TokenCo
 from tonnage.server.api.logprobs import chat_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import tool_use
-from tonnage.server.engines.base import TokenLogprobs
+from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState

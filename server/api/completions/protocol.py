@@ -16,7 +16,7 @@ from tonnage.server.api.sampling import (
     TokenId,
     grammar_of,
 )
-from tonnage.server.engines.base import Grammar
+from tonnage.server.text.grammar import Grammar
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]

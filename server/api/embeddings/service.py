@@ -17,7 +17,7 @@ from tonnage.server.api.embeddings.protocol import (
 )
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Generator, Submission, TokenCounts
-from tonnage.server.engines.base import Pooling, SamplingParams
+from tonnage.server.engines.request import Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe.accounts import Ticket
 from tonnage.server.state import ServerState

@@ -11,7 +11,7 @@ from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FunctionName
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, SamplingFields
-from tonnage.server.engines.base import Grammar
+from tonnage.server.text.grammar import Grammar
 
 
 class InputText(BaseModel):

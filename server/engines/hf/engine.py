@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,24 +23,17 @@ from tonnage.cache.blocks.state import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.planner.source import resolve_model
-from tonnage.server.engines.base import (
-    BASIC_PARAMS,
-    Capacity,
-    Chunk,
-    EngineDead,
-    EngineStats,
-    GenerationRequest,
-    MeasuredMemory,
-    NeverFits,
-    PoolStats,
-    QueueFull,
-    limits_of,
-)
+from tonnage.server.engines.base import Capabilities, Engine
+from tonnage.server.engines.capacity import Capacity, limits_of
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.observe.memory import PeakSampler
 
 # Environment of the engine process; what the user has set wins.
@@ -59,7 +52,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-HONOURED = BASIC_PARAMS | {
+_HONOURED = BASIC_PARAMS | {
     "logprobs",
     "prompt_logprobs",
     "presence_penalty",
@@ -69,6 +62,11 @@ HONOURED = BASIC_PARAMS | {
     "min_tokens",
     "priority",
 }
+
+
+def capabilities() -> Capabilities:
+    """Of this engine with what is installed: grammars need xgrammar."""
+    return Capabilities(_HONOURED | {"grammar"} if find_spec("xgrammar") else _HONOURED)
 
 
 def default_threads() -> int:
@@ -88,7 +86,7 @@ def _config(path: str) -> dict[str, Any]:
     return found
 
 
-class HFEngine:
+class HFEngine(Engine):
     """A child process that generates; see :class:`tonnage.server.engines.base.Engine`.
 
     ``threads`` is the number of compute threads (default: :func:`default_threads`).
@@ -107,6 +105,7 @@ class HFEngine:
         self._sharing = sharing or Sharing()
         self._threads = threads or default_threads()
         self._limits = limits_of(plan)
+        self._capabilities = capabilities()
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -130,8 +129,8 @@ class HFEngine:
         return self._plan
 
     @property
-    def honours(self) -> frozenset[str]:
-        return HONOURED | {"grammar"} if find_spec("xgrammar") else HONOURED
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     @property
     def pid(self) -> int | None:
@@ -227,7 +226,7 @@ class HFEngine:
         for waiting in self._live.values():
             waiting.put_nowait(error)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse(request)
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox

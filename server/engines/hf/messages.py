@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import Chunk, EngineStats, GenerationRequest
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,18 +20,12 @@ from typing import Any
 from tonnage.cache.admission import AdmissionRequest
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import (
-    Capacity,
-    Chunk,
-    EngineDead,
-    EngineStats,
-    GenerationRequest,
-    MeasuredMemory,
-    PoolStats,
-    QueueFull,
-    TokenLogprobs,
-    limits_of,
-)
+from tonnage.server.engines.base import Capabilities, Engine
+from tonnage.server.engines.capacity import Capacity, limits_of
+from tonnage.server.engines.chunk import Chunk, TokenLogprobs
+from tonnage.server.engines.errors import EngineDead, QueueFull
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.engines.vllm.ledger import ReservationLedger
 from tonnage.server.engines.vllm.params import (
     HONOURED,
@@ -59,7 +53,7 @@ class RefusedByVLLM(TonnageError):
     code = "invalid_value"
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """A vLLM engine in child processes of its own; see :class:`tonnage.server.engines.base.Engine`.
 
     ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
@@ -75,7 +69,8 @@ class VLLMEngine:
         loras: Mapping[str, str] | None = None,
         embeds: bool = False,
     ) -> None:
-        self.embeds = embeds
+        self._capabilities = Capabilities(HONOURED, embeds=embeds, own_metrics=True)
+        self._embeds = embeds
         self._plan = plan
         self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
         if enforce_eager is not None:
@@ -108,8 +103,8 @@ class VLLMEngine:
         return self._plan
 
     @property
-    def honours(self) -> frozenset[str]:
-        return HONOURED
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
 
     def own_metrics(self) -> bytes:
         """vLLM's metrics under its own names (they do not pass promtool: a colon is for recording rules)."""
@@ -119,7 +114,7 @@ class VLLMEngine:
 
     async def start(self) -> None:
         arguments = engine_arguments(self._plan, enforce_eager=self._eager)
-        arguments["runner"] = "pooling" if self.embeds else "generate"
+        arguments["runner"] = "pooling" if self._embeds else "generate"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._sampler.start()
@@ -205,10 +200,10 @@ class VLLMEngine:
             llm.shutdown()
         return llm
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse()
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if self.embeds:  # nothing follows the prompt: its last token stands for the one that is asked for
+        if self._embeds:  # nothing follows the prompt: its last token stands for the one that is asked for
             prompt, output = max(1, prompt - 1), 1
         wish = AdmissionRequest(prompt, output, request.n)
         arrived = time.monotonic()
@@ -231,8 +226,8 @@ class VLLMEngine:
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
-        submit = self._llm.encode if self.embeds else self._llm.generate
-        params = pooling_params(request) if self.embeds else sampling_params(request)
+        submit = self._llm.encode if self._embeds else self._llm.generate
+        params = pooling_params(request) if self._embeds else sampling_params(request)
         outputs: AsyncGenerator[Any, None] = submit(prompt, params, request.request_id, lora_request=lora)
         return outputs
 
@@ -265,7 +260,7 @@ class VLLMEngine:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
             async with contextlib.aclosing(self._submit(request)) as outputs:
                 async for output in outputs:
-                    if self.embeds:
+                    if self._embeds:
                         yield self._vector(request, output, queued)
                         continue
                     prompt: tuple[TokenLogprobs | None, ...] = ()

@@ -20,7 +20,7 @@ from tonnage.cache.admission import (
     decide,
     largest_prompt,
 )
-from tonnage.server.engines.base import NeverFits
+from tonnage.server.engines.errors import NeverFits
 
 
 @dataclass(frozen=True, slots=True)

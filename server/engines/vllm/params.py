@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tonnage.server.engines.base import BASIC_PARAMS, GenerationRequest, Grammar, TokenLogprobs
+from tonnage.server.engines.chunk import TokenLogprobs
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.text.grammar import Grammar
 
 HONOURED = BASIC_PARAMS | {
     "logprobs",

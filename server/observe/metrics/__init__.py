@@ -16,7 +16,7 @@ zero. There are no ``_created`` series.
 
 from __future__ import annotations
 
-from tonnage.server.engines.base import limits_of
+from tonnage.server.engines.capacity import limits_of
 from tonnage.server.observe.metrics.config import config_families
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.headroom import Trend, headroom_families

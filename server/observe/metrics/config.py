@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import EngineStats
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.state import ServerState
 
@@ -22,7 +22,7 @@ def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         "tonnage_admission_info",
         "How requests are admitted; always 1. guaranteed: what was admitted is never preempted.",
         ("mode",),
-        [(str(getattr(state.settings, "admission_mode", "guaranteed")),)],
+        [(state.settings.admission_mode,)],
     )
     page.gauge(
         "tonnage_engine_ready",

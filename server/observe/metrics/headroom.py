@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, reserved_blocks
-from tonnage.server.engines.base import EngineStats, PoolStats
+from tonnage.server.engines.stats import EngineStats, PoolStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import RequestMix, Usage
 from tonnage.server.state import ServerState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import EngineStats
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import measured_components, rank_components
 from tonnage.server.state import ServerState

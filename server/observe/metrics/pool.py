@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.cache.blocks.state import EVICTION_CAUSES
-from tonnage.server.engines.base import EngineStats
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import reserved_unused
 from tonnage.server.state import ServerState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.cache.admission import NeverReason, WaitReason
-from tonnage.server.engines.base import EngineStats
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.accounts import OUTCOMES
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage, Usage

@@ -6,7 +6,7 @@ default: colons are for recording rules, and promtool refuses them in exported n
 
 from __future__ import annotations
 
-from tonnage.server.engines.base import EngineStats
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.state import ServerState
 

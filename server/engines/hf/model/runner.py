@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import limits_of
+from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import fuse

@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tonnage.server.engines.base import SamplingParams, TokenLogprobs
+from tonnage.server.engines.chunk import TokenLogprobs
+from tonnage.server.engines.request import SamplingParams
 
 
 class Matcher(Protocol):

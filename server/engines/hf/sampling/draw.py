@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tonnage.server.engines.base import SamplingParams
+from tonnage.server.engines.request import SamplingParams
 
 ROWS = 16  # drawn at a time, so that the copies of [rows, vocabulary] stay small beside the activations
 GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)

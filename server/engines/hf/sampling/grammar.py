@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.engines.base import Grammar
+from tonnage.server.text.grammar import Grammar
 
 _KEPT_BYTES = 64 << 20  # of compiled grammars; beyond it the least recently used go
 

@@ -1,0 +1,76 @@
+"""What an engine says of itself at any time: requests, blocks, measured bytes, counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Blocks by state: used + cached + free = usable. ``reserved`` >= used counts what admission reserved.
+
+    ``committed``: the peak of the reserved schedule, where admission looks at more than the sum of reservations
+    (None: it does not). ``evictions_by_cause``: in the order of
+    `tonnage.cache.blocks.state.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
+    slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
+    engine does not say).
+    """
+
+    num_blocks: int
+    usable: int
+    used: int
+    cached: int
+    free: int
+    reserved: int
+    evictions: int = 0
+    evictions_by_cause: tuple[int, ...] = ()
+    committed: int | None = None
+    tail_waste_slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes the server really holds. None: not measured by this engine.
+
+    ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
+    storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
+    RssAnon + RssShmem of all processes now, ``process_peak`` its maximum. ``warm_weights``: the weights
+    once more after the first full step, in which a kernel may repack what it uses.
+    """
+
+    weights: int | None = None
+    kv_pool: int | None = None
+    framework: int | None = None
+    process: int | None = None
+    process_peak: int | None = None
+    warm_weights: int | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """What the peak holds beyond weights, pool and framework."""
+        parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
+        if any(part is None for part in parts):
+            return None
+        peak, weights, kv_pool, framework = (part or 0 for part in parts)
+        return max(0, peak - weights - kv_pool - framework)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; reading it never waits for the engine."""
+
+    ready: bool
+    running: int
+    waiting: int
+    pool: PoolStats
+    memory: MeasuredMemory = field(default_factory=MeasuredMemory)
+    admissions: tuple[tuple[str, str, int], ...] = ()  # (outcome admit|wait|never, reason, count)
+    refused_blocks: tuple[tuple[str, str, int], ...] = ()  # (wait|never, reason, blocks that were missing)
+    preemptions: int = 0
+    preempted_tokens: int = 0  # computed tokens that preemptions threw away
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    shared_hit_tokens: int = 0  # the part of them from blocks that requests with any salt, or none, may read
+    restarts: int = 0
+    invariant_violations: int = 0

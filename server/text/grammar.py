@@ -1,0 +1,16 @@
+"""What the text of an answer must match. Engines compile it, parsers of tool calls make one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match: ``json_schema`` and ``json_object`` (then ``text`` is empty or
+    a JSON schema), ``regex``, ``choice`` (a JSON array of strings), ``lark``/EBNF as ``grammar``, or
+    ``structural_tag``: xgrammar's JSON for text with parts in a given form (tool calls)."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
+    text: str = ""
