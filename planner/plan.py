@@ -79,21 +79,35 @@ class RankPlan:
     offloaded_bytes: int = 0  # weights kept in the host's memory, not on the device
 
     @property
+    def components(self) -> dict[str, int]:
+        """Bytes by what takes them on the device."""
+        return {
+            "weights": self.weights_bytes,
+            "kv_pool": self.kv_pool_bytes,
+            "activations": self.activation_bytes,
+            "cuda_graphs": self.cuda_graph_bytes,
+            "framework": self.framework_bytes,
+            "lora": self.lora_bytes,
+            "draft": self.draft_bytes,
+        }
+
+    @property
     def used_bytes(self) -> int:
         """What the processes of the server are expected to hold at their peak."""
-        return (
-            self.weights_bytes
-            + self.kv_pool_bytes
-            + self.activation_bytes
-            + self.cuda_graph_bytes
-            + self.framework_bytes
-            + self.lora_bytes
-            + self.draft_bytes
-        )
+        return sum(self.components.values())
 
     @property
     def free_bytes(self) -> int:
         return self.total_bytes - self.used_bytes
+
+
+def check_components(components: dict[str, int], rank: RankPlan) -> None:
+    """The law of a rank's memory: its components, ``free`` among them, add up to the device, and whatever
+    ``rank`` has a field of bytes for is in them. AssertionError where not."""
+    elsewhere = {"total_bytes", "offloaded_bytes"}
+    held = [getattr(rank, name) for name in rank.__match_args__ if name not in elsewhere]
+    assert sum(components.values()) == rank.total_bytes, (components, rank)
+    assert sum(held) == sum(components.values()) - components["free"], (components, rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def _rows(report: dict[str, Any]) -> list[Row]:
     """Revision 0 of the plan against /memory."""
     rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
     measured = report["measured"]
-    used = sum(value for name, value in rank.items() if name not in ("free_bytes", "total_bytes"))
+    used = rank["total_bytes"] - rank["free_bytes"]
     return [
         Row("weights", rank["weights_bytes"], measured["weights_bytes"]),
         Row("KV pool", rank["kv_pool_bytes"], measured["kv_pool_bytes"]),

@@ -35,7 +35,8 @@ class MeasuredMemory:
     ``weights`` sums the storages of modules, buffers and quantization state after load; ``kv_pool`` the
     storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
     RssAnon + RssShmem of all processes now, ``process_peak`` its maximum. ``warm_weights``: the weights
-    once more after the first full step, in which a kernel may repack what it uses.
+    once more after the first full step, in which a kernel may repack what it uses. ``lora`` the slots of the
+    adapters, where there are any.
     """
 
     weights: int | None = None
@@ -44,15 +45,16 @@ class MeasuredMemory:
     process: int | None = None
     process_peak: int | None = None
     warm_weights: int | None = None
+    lora: int | None = None
 
     @property
     def activations(self) -> int | None:
-        """What the peak holds beyond weights, pool and framework."""
+        """What the peak holds beyond weights, pool, LoRA slots and framework."""
         parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
         if any(part is None for part in parts):
             return None
         peak, weights, kv_pool, framework = (part or 0 for part in parts)
-        return max(0, peak - weights - kv_pool - framework)
+        return max(0, peak - weights - kv_pool - framework - (self.lora or 0))
 
 
 @dataclass(frozen=True, slots=True)

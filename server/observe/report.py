@@ -20,6 +20,7 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
         "kv_pool": memory.kv_pool,
         "activations": memory.activations,
         "framework": memory.framework,
+        "lora": memory.lora,
         "free": None if memory.process_peak is None else plan.rank.total_bytes - memory.process_peak,
     }
     return {name: value for name, value in values.items() if value is not None}
@@ -32,14 +33,7 @@ def planned_components(plan: Plan) -> dict[str, int]:
 
 def rank_components(rank: RankPlan) -> dict[str, int]:
     """Bytes of one rank by component; they add up to its device."""
-    return {
-        "weights": rank.weights_bytes,
-        "kv_pool": rank.kv_pool_bytes,
-        "activations": rank.activation_bytes,
-        "cuda_graphs": rank.cuda_graph_bytes,
-        "framework": rank.framework_bytes,
-        "free": rank.free_bytes,
-    }
+    return {**rank.components, "free": rank.free_bytes}
 
 
 def memory_report(state: ServerState) -> dict[str, Any]:

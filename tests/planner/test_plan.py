@@ -10,7 +10,7 @@ import pytest
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.host import host_memory
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plan import Deployment, check_components
 from tonnage.planner.render import plain_lines, plan_to_dict
 
 GIB = 1 << 30
@@ -36,6 +36,7 @@ def test_json_contract():
     assert (out["model"]["attention"], out["model"]["via"]) == ("GQA", "adapter")
     (rank,) = out["ranks"]
     parts = ("weights_bytes", "kv_pool_bytes", "activation_bytes", "cuda_graph_bytes", "framework_bytes")
+    parts += ("lora_bytes", "draft_bytes")
     assert set(rank) >= {*parts, "free_bytes", "total_bytes"}
     assert all(type(value) is int for value in rank.values())
     assert sum(rank[part] for part in parts) + rank["free_bytes"] == rank["total_bytes"]
@@ -58,6 +59,42 @@ def test_json_contract():
     assert out["deployment"]["max_model_len"] == 8192
     optional = {"quantization", "gpu", "num_gpu_blocks_override", "speculative_model", "mem_fraction_static"}
     assert None not in {v for k, v in out["deployment"].items() if k not in optional}
+
+
+ON_GPU = {"engine": "vllm", "gpu": "h100", "max_model_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("meta-llama/Meta-Llama-3.1-8B", {"engine": "hf", "device_memory": 64 * GIB}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"enable_lora": True, "max_loras": 4}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"speculative_model": "DRAFT", "num_speculative_tokens": 4}),
+        ("meta-llama/Meta-Llama-3.1-8B",
+         ON_GPU | {"speculative_model": "DRAFT", "enable_lora": True, "tensor_parallel_size": 2}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"cpu_offload_bytes": 4 * GIB}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"quantization": "fp8"}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"pipeline_parallel_size": 3, "enable_lora": True}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"engine": "sglang"}),
+        ("meta-llama/Meta-Llama-3.1-8B", ON_GPU | {"engine": "llama.cpp", "max_num_seqs": 1}),
+        ("openai/gpt-oss-20b", ON_GPU),
+        ("openai/gpt-oss-120b", ON_GPU | {"gpu": "t4"}),  # does not fit: free is negative
+        ("deepseek-ai/DeepSeek-V3", ON_GPU | {"tensor_parallel_size": 8, "gpu": "h200"}),
+        ("BAAI/bge-large-en", ON_GPU | {"max_model_len": 512}),
+    ],
+)  # fmt: skip
+def test_the_components_of_every_rank_add_up_to_its_device(name, flags, config_of, tmp_path):
+    for folder, model in (("model", name), ("draft", "meta-llama/Llama-3.2-1B")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config_of(model)))
+    if "speculative_model" in flags:
+        flags = flags | {"speculative_model": str(tmp_path / "draft")}
+    plan = make_plan(str(tmp_path / "model"), Deployment(**flags))
+    assert (plan.rank.lora_bytes > 0) == plan.deployment.enable_lora
+    assert (plan.rank.draft_bytes > 0) == (plan.deployment.speculative_model is not None)
+    for rank in plan.ranks:
+        check_components({**rank.components, "free": rank.free_bytes}, rank)
 
 
 def test_a_hybrid_has_no_single_bytes_per_token(config_of, folder_with):

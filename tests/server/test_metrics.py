@@ -10,6 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.cache.blocks.state import EVICTION_CAUSES
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment, check_components
 from tonnage.planner.render import plan_to_dict
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
@@ -192,6 +194,28 @@ async def test_memory_adds_up_to_the_device(run_server, small_plan) -> None:
         assert report["difference"]["kv_pool_bytes"] == 0
         assert report["difference"]["process_peak_bytes"] == MEASURED.process_peak - plan.rank.used_bytes
         assert report["measured"]["process_peak_bytes"] == MEASURED.process_peak
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"enable_lora": True, "max_loras": 4}, {"speculative_model": "demo", "num_speculative_tokens": 3}],
+    ids=["LoRA", "draft"],
+)
+async def test_memory_adds_up_with_what_a_deployment_adds(run_server, flags) -> None:
+    deployment = Deployment(engine="vllm", gpu="t4", max_model_len=1024, max_num_seqs=8, **flags)
+    async with run_server(FakeEngine(make_plan("demo", deployment), memory=MEASURED)) as server:
+        rank = server.state.plan.rank
+        _, samples = await scrape(server)
+        name = "tonnage_memory_planned_bytes"
+        planned = {dict(labels)["component"]: int(v) for (each, labels), v in samples.items() if each == name}
+        check_components(planned, rank)
+        assert (planned["lora"], planned["draft"]) == (rank.lora_bytes, rank.draft_bytes)
+        assert planned["lora"] + planned["draft"] > 0
+        report = (await server.http.get("/memory")).json()
+        shown = report["plan"]["ranks"][0]
+        assert (shown["lora_bytes"], shown["draft_bytes"]) == (rank.lora_bytes, rank.draft_bytes)
+        for part in ("measured", "difference"):
+            assert set(report[part]) >= {"lora_bytes", "draft_bytes"}
 
 
 async def test_the_pool_in_use(run_server, small_plan) -> None:

@@ -139,6 +139,14 @@ def test_each_name_has_its_adapter(client: openai.OpenAI, bare: dict[str, Any]) 
 
 
 @needs_vllm
+def test_memory_shows_the_slots_beside_their_plan(client: openai.OpenAI, bare: dict[str, Any]) -> None:
+    with httpx.Client(trust_env=False, timeout=30, base_url=str(client.base_url).removesuffix("v1/")) as http:
+        report = http.get("/memory").json()
+    assert report["measured"]["lora_bytes"] == report["plan"]["ranks"][0]["lora_bytes"] == bare["slots"]
+    assert report["difference"]["lora_bytes"] == 0
+
+
+@needs_vllm
 def test_the_plan_counts_the_slots(bare: dict[str, Any]) -> None:
     deployment = Deployment(
         engine="vllm", kv_cache_memory_bytes=POOL, enable_lora=True, max_loras=SLOTS, max_lora_rank=RANK

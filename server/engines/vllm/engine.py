@@ -89,6 +89,7 @@ class VLLMEngine(Engine):
         self._sampler = PeakSampler()
         self._weights: int | None = None
         self._kv_pool: int | None = None
+        self._lora: int | None = None  # bytes of the adapters' slots
         self._framework: int | None = None
         self._num_blocks = plan.kv_cache.num_blocks
         self._usage = 0.0
@@ -127,6 +128,8 @@ class VLLMEngine(Engine):
             await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(),))
             await self._load_adapters()
             held = await self._llm.collective_rpc("tonnage_memory")
+            if self._plan.deployment.enable_lora:
+                self._lora = sum(await self._llm.collective_rpc("tonnage_lora_memory"))
         except TonnageError:
             raise
         except Exception as error:
@@ -138,7 +141,7 @@ class VLLMEngine(Engine):
         self._kv_pool = sum(pool for _, pool in held)
         process = self._sampler.sample()
         if self._weights is not None:
-            self._framework = process - self._weights - self._kv_pool
+            self._framework = process - self._weights - self._kv_pool - (self._lora or 0)
         self._ledger = ReservationLedger(replace(self._limits, usable_blocks=self._num_blocks - 1))
         self._ready = True
 
@@ -328,6 +331,7 @@ class VLLMEngine(Engine):
                 weights=self._weights,
                 kv_pool=self._kv_pool,
                 framework=self._framework,
+                lora=self._lora,
                 process=self._sampler.current or None,
                 process_peak=self._sampler.peak or None,
             ),
@@ -349,6 +353,7 @@ class VLLMEngine(Engine):
             rank,
             weights_bytes=rank.weights_bytes if self._weights is None else self._weights,
             kv_pool_bytes=rank.kv_pool_bytes if self._kv_pool is None else self._kv_pool,
+            lora_bytes=rank.lora_bytes if self._lora is None else self._lora,
         )
         cache = replace(self._plan.kv_cache, num_blocks=self._num_blocks, usable_blocks=self._num_blocks - 1)
         return Capacity(
