@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class PoolStats:
     """Blocks by state: used + cached + free = usable. ``reserved`` >= used counts what admission reserved.
 
-    ``committed``: the peak of the reserved schedule, where admission looks at more than the sum of reservations
+    ``committed``: blocks that admission counts as taken, where it looks at more than the sum of reservations
     (None: it does not). ``evictions_by_cause``: in the order of
     `tonnage.cache.blocks.state.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
     slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
@@ -26,6 +26,11 @@ class PoolStats:
     evictions_by_cause: tuple[int, ...] = ()
     committed: int | None = None
     tail_waste_slots: int | None = None
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that admission can still reserve: a request that needs no more is admitted at once."""
+        return max(0, self.usable - (self.reserved if self.committed is None else self.committed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,10 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
 
 
 def _headroom(state: ServerState, pool: PoolStats) -> dict[str, Any]:
-    """What admission can still reserve: the usable blocks that are reserved for nobody."""
     cache = state.plan.kv_cache
-    blocks = max(0, pool.usable - pool.reserved)
-    size = blocks * cache.layout.bytes_per_block
+    size = pool.headroom * cache.layout.bytes_per_block
     return {
-        "blocks": blocks,
+        "blocks": pool.headroom,
         "bytes": size,
         "max_length_sequences": size // cache.bytes_per_sequence if cache.bytes_per_sequence else None,
     }

@@ -81,7 +81,7 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, float]:
         """For the router: blocks that are not reserved yet, and requests that wait."""
         stats = self._engine.stats()
-        return {"headroom_blocks": stats.pool.usable - stats.pool.reserved, "waiting": stats.waiting}
+        return {"headroom_blocks": stats.pool.headroom, "waiting": stats.waiting}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaler: the same figures as /metrics has."""

@@ -34,8 +34,7 @@ def headroom(
     pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
 ) -> Headroom:
     """``sequences``: those that run. Before the first request the mix is one sequence of max_model_len."""
-    taken = pool.reserved if pool.committed is None else pool.committed
-    blocks = max(0, pool.usable - taken)
+    blocks = pool.headroom
     seats = max(0, limits.max_num_seqs - sequences)
     if not limits.layout.groups:  # an encoder stores nothing
         return Headroom(0, seats, limits.max_model_len if seats else 0)
@@ -86,10 +85,10 @@ def headroom_families(
     pool = stats.pool
     room = headroom(pool, stats.running, usage.mix, limits, state.settings.default_max_tokens)
     trend.observe(time.monotonic(), pool.usable - room.blocks)
-    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reservation.", room.blocks)
+    page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
     page.gauge(
         "tonnage_headroom_bytes",
-        "Bytes of the KV blocks that admission can still reservation.",
+        "Bytes of the KV blocks that admission can still reserve.",
         room.blocks * state.plan.kv_cache.layout.bytes_per_block,
     )
     page.gauge(
