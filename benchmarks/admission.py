@@ -79,7 +79,8 @@ def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str
     )
     simulator = Simulator(trace, setup)
     if name == "oracle":
-        simulator.admission = simulator.manager.admission = Oracle(policy, simulator.manager.limits)
+        oracle = Oracle(policy, simulator.manager.limits)
+        simulator.scheduler.admission = simulator.manager.admission = oracle
     begin = time.process_time()
     result = simulator.run()
     cpu = time.process_time() - begin

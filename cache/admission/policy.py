@@ -186,8 +186,9 @@ def _blocks_short(
         return -capacity
     if policy.mode is AdmissionMode.NO_EVICT:
         return int(snapshot.reserved.sum()) + full - capacity
-    unallocated = -(-snapshot.prompt_left.astype(np.int64) // block_size)
-    waiting = int(unallocated.sum()) * groups  # prompts admitted before it take theirs first
+    # Prompts admitted before it take theirs first; what a chunk of this step has taken is held already.
+    prompts = -(-snapshot.prompt.astype(np.int64) // block_size) * groups
+    waiting = int(np.maximum(prompts - snapshot.held, 0).sum())
     short = snapshot.used + waiting + prompt_blocks - new.hit_used - capacity
     if policy.mode is AdmissionMode.GREEDY or short > 0:
         return short

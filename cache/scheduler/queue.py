@@ -26,7 +26,8 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One entry. ``id`` is the caller's, unique among those that wait; ``arrival`` in seconds."""
+    """One entry. ``id`` is the caller's, unique among those that wait, and rises with the arrivals: of two that
+    arrived at the same time the lower one goes first; ``arrival`` in seconds."""
 
     id: int
     request: AdmissionRequest
@@ -43,10 +44,9 @@ class WaitingQueue:
         if lookahead < 0:
             raise CacheConfigError(f"{lookahead} is negative", field="lookahead", hint="0: nobody passes")
         self.ageing, self.lookahead = ageing, lookahead
-        self._order: list[tuple[float, int, int]] = []  # key, place of arrival, id
+        self._order: list[tuple[float, int]] = []  # key, id
         self._entries: dict[int, Waiting] = {}
-        self._keys: dict[int, tuple[float, int, int]] = {}
-        self._count = 0
+        self._keys: dict[int, tuple[float, int]] = {}
         self._due: dict[int, int] = {}  # id of a former or present head -> step it was to start at
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Waiting]:
         """In order; the queue must not change meanwhile."""
-        return (self._entries[id] for _, _, id in self._order)
+        return (self._entries[id] for _, id in self._order)
 
     def __contains__(self, id: int) -> bool:
         return id in self._entries
@@ -69,8 +69,7 @@ class WaitingQueue:
         arrival, hence before all that arrived after it."""
         if entry.id in self._entries:
             raise InvalidRequest(f"request {entry.id} already waits", field="id")
-        key = (entry.arrival + entry.request.priority * self.ageing, self._count, entry.id)
-        self._count += 1
+        key = (entry.arrival + entry.request.priority * self.ageing, entry.id)
         insort(self._order, key)
         self._entries[entry.id], self._keys[entry.id] = entry, key
 

@@ -1,0 +1,324 @@
+"""The step: which sequences compute how much, who is preempted, who is admitted.
+
+Preemption is by recompute, and each mode of admission has one rule:
+
+=============== =============================================================================================
+``guaranteed``  never: that somebody can always go on is its law (`tonnage.cache.admission.safety`). Where all
+                running sequences stall the law is broken, and the step raises.
+``no_evict``    never, likewise: all reservations fit together.
+``greedy``      vLLM's (v1/core/sched/scheduler.py, 0.32): while what the running sequences want in this step is
+                more than there is, the last of them is preempted. (vLLM asks one after the other and
+                preempts the last until the asking one has its blocks or is the victim itself. What one wants
+                does not depend on those after it, so both preempt the same ones.)
+``predictive``  only where nobody can compute: then `Admission.victim`, and everybody is asked anew. Stalling
+                costs a turn, preemption a prefill: benchmarks/admission.py.
+=============== =============================================================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from typing import Generic
+
+import numpy as np
+
+from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
+from tonnage.cache.blocks.tables import TokenIds
+from tonnage.cache.errors import CacheConfigError, InvariantViolation
+from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
+from tonnage.cache.scheduler.sequence import Counters, S, Step
+
+
+class Scheduler(Generic[S]):
+    """Owns the sequences that run and wait, and the calls of ``manager``, which has a policy.
+
+    ``budget``: tokens of a step (max_num_batched_tokens). ``most_logits``: rows of logits there is room for in
+    a step; None: max_num_seqs. ``lookahead`` None: the policy's. ``whole_prompts``: decodes cost no budget,
+    and a prompt is computed whole in the step that admits it, one longer than the budget alone (the loop of
+    most published simulations). Raises CacheConfigError for a manager without a policy.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        budget: int,
+        most_logits: int | None = None,
+        lookahead: int | None = None,
+        whole_prompts: bool = False,
+    ) -> None:
+        if manager.admission is None:
+            raise CacheConfigError("the manager has no policy", field="policy", hint="make it with one")
+        self.manager, self.admission = manager, manager.admission
+        self.mode = self.admission.policy.mode
+        self.budget = budget
+        self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
+        self.whole_prompts = whole_prompts
+        self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
+        self.waiting: dict[int, S] = {}
+        self.running: dict[int, S] = {}  # in order of admission, forks after all before them
+        self.steps = 0
+        self.counters = Counters()
+        self._ids = itertools.count()
+        self._changed = True  # something ended or arrived since everybody who waits was asked
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    # -- coming and going --------------------------------------------------------------------------------
+
+    def add(self, sequence: S) -> None:
+        """Queue a new sequence, and number it."""
+        sequence.id = next(self._ids)
+        self._push(sequence)
+
+    def _push(self, sequence: S) -> None:
+        self.waiting[sequence.id] = sequence
+        self.queue.push(Waiting(sequence.id, sequence.wish, sequence.arrival))
+        self._changed = True
+
+    def drop(self, sequence: S) -> None:
+        """Forget it, waiting or running, and give back its blocks; admission learns nothing from it."""
+        if self.waiting.pop(sequence.id, None) is not None:
+            self.queue.remove(sequence.id)
+        else:
+            del self.running[sequence.id]
+            self.manager.free(sequence.id)
+        self._changed = True
+
+    def end(self, sequence: S, output_tokens: int) -> None:
+        """It has ended by itself after ``output_tokens``, which teaches the forecast of those to come."""
+        self.admission.ended(output_tokens, sequence.tenant)
+        self.drop(sequence)
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def step(self, leap: int | None = None) -> Step[S]:
+        """Decide the next step and take its blocks.
+
+        ``leap``, for a replay: where all decode and nobody can be admitted, take up to so many steps at once,
+        in which nobody may end before the last; who waits is asked again only after something ended or arrived.
+        Raises InvariantViolation where a mode that never preempts would have to.
+        """
+        step: Step[S] = Step()
+        if leap is not None and leap > 1 and not (self.waiting and self._changed):
+            self._leap(step, leap)
+        if step.turns == 1:
+            budget = self._run_last_out(step) if self.mode is AdmissionMode.GREEDY else self._run(step)
+            if self.waiting and not step.preempted and (leap is None or self._changed):
+                self._admit(step, budget)
+        self.steps += step.turns
+        return step
+
+    def _leap(self, step: Step[S], turns: int) -> None:
+        """``turns`` tokens for each, if all decode and there are blocks for it."""
+        order = list(self.running.values())
+        if not self.whole_prompts:
+            turns = min(turns, self.budget)  # what one sequence may compute in a call of the manager
+        if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
+            return
+        ids = list(self.running)
+        ends = np.array([s.computed for s in order]) + turns
+        if (self.manager.grant(ids, ends) < ends).any():
+            return
+        step.copies += self.manager.extend_many(ids, ends)
+        for sequence in order:
+            sequence.chunk = turns
+        step.picked, step.drawing, step.turns = order, order, turns
+
+    def _run(self, step: Step[S]) -> int:
+        """The running sequences compute; returns the budget left.
+
+        The budget of those that stall is offered to the next ones: the proof that a safe state always makes
+        progress (`tonnage.cache.admission.safety`) rests on it.
+        """
+        while True:
+            todo, budget = list(self.running.values()), self.budget
+            while todo and budget > 0:
+                order, ends = self._order(step, todo, budget)
+                granted = self.manager.grant([s.id for s in order], ends).tolist()
+                budget -= self._take(step, order, granted)
+                if len(order) == len(todo):
+                    break
+                asked = {s.id for s in order}
+                todo = [s for s in todo if s.id not in asked]
+            if step.picked or not self.running:
+                return budget
+            if self.mode is not AdmissionMode.PREDICTIVE:
+                raise InvariantViolation(f"everybody stalls in {self.mode} mode", field="progress")
+            self._preempt(step, self._victims())
+            step.stalled.clear()
+
+    def _run_last_out(self, step: Step[S]) -> int:
+        """The same by vLLM's rule: who gets no block preempts the last, all or nothing."""
+        while self.running:
+            order, ends = self._order(step, list(self.running.values()), self.budget)
+            granted = self.manager.grant([s.id for s in order], ends).tolist()
+            if granted == ends:
+                return self.budget - self._take(step, order, granted)
+            self._preempt(step, [next(reversed(self.running.values()))])
+        return self.budget
+
+    def _order(self, step: Step[S], sequences: list[S], budget: int) -> tuple[list[S], list[int]]:
+        """Who may compute up to where in this step: decodes first, then prompts while the budget lasts."""
+        order = [s for s in sequences if s.length - s.computed == 1]
+        if not self.whole_prompts:
+            order = order[:budget]
+            budget -= len(order)
+        ends = [s.length for s in order]
+        if len(order) == len(sequences):
+            return order, ends
+        # There is room for the logits of most_logits tokens, and each sequence may want those of one.
+        spare = self.most_logits - step.rows - len(sequences)
+        for sequence in sequences:
+            left = sequence.length - sequence.computed
+            if left == 1:
+                continue
+            if budget <= 0:
+                break
+            chunk = min(budget, left)
+            if sequence.scores:
+                chunk = min(chunk, 1 + max(0, spare))
+                spare -= chunk - 1
+            budget -= chunk
+            order.append(sequence)
+            ends.append(sequence.computed + chunk)
+        return order, ends
+
+    def _take(self, step: Step[S], order: list[S], granted: list[int]) -> int:
+        """Blocks for what was granted; returns the budget that it costs. Who is granted nothing stalls."""
+        picked: list[S] = []
+        ends: list[int] = []
+        decodes = cost = 0
+        for sequence, end in zip(order, granted, strict=True):
+            left = sequence.length - sequence.computed
+            sequence.chunk = chunk = end - sequence.computed
+            if chunk <= 0:
+                step.stalled.append(sequence)
+                continue
+            picked.append(sequence)
+            ends.append(end)
+            if chunk == left:
+                step.drawing.append(sequence)
+            if left == 1:
+                decodes += 1
+            else:
+                cost += chunk
+                step.rows += chunk if sequence.scores else chunk == left
+        step.rows += decodes
+        if picked:
+            step.copies += self.manager.extend_many([s.id for s in picked], ends)
+            step.picked += picked
+        return cost if self.whole_prompts else cost + decodes
+
+    # -- preemption --------------------------------------------------------------------------------------
+
+    def _victims(self) -> list[S]:
+        """All sequences of the request that costs least to compute again; each comes back by itself."""
+        victim = self.admission.victim(self.manager.running())
+        entries = self.manager.entries(list(self.running)).tolist()
+        return [s for s, entry in zip(self.running.values(), entries, strict=True) if entry == victim]
+
+    def _preempt(self, step: Step[S], victims: list[S]) -> None:
+        for sequence in victims:
+            self.counters.preemptions += 1
+            self.counters.preempted_tokens += sequence.computed
+            del self.running[sequence.id]
+            self.manager.free(sequence.id)
+            sequence.computed = sequence.chunk = 0
+            sequence.preempted, sequence.waited = True, False
+            step.preempted.append(sequence)
+            self._push(sequence)
+
+    # -- admission ---------------------------------------------------------------------------------------
+
+    def _admit(self, step: Step[S], budget: int) -> None:
+        """Admit from the queue while it is somebody's turn and there is budget and room for logits."""
+        self._changed = False
+        too_long = False
+
+        def ask(entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
+            nonlocal too_long
+            if self.whole_prompts and entry.request.prompt_tokens > budget and budget < self.budget:
+                too_long = True  # the next step's turn: nobody may take it
+                return Wait(WaitReason.SEQUENCES)
+            return self._ask(entry, head)
+
+        while budget > 0 and self.waiting and step.rows < self.most_logits:
+            taken: tuple[Waiting, Admitted | Never] | None = self.queue.take(ask, self._start_of, self.steps)
+            if taken is None:
+                self._changed = too_long
+                return
+            entry, answer = taken
+            sequence = self.waiting.pop(entry.id)
+            if isinstance(answer, Never):
+                self.counters.count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
+                step.refused.append((sequence, answer))
+                continue
+            self._start(sequence, answer)
+            step.admitted.append(sequence)
+            room = max(budget, sequence.length) if self.whole_prompts else budget
+            order, ends = self._order(step, [sequence], room)
+            granted = self.manager.grant([s.id for s in order], ends).tolist()
+            budget -= self._take(step, order, granted)
+        self._changed = bool(self.waiting)
+
+    def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
+        sequence, wish = self.waiting[entry.id], entry.request
+        answer = self.manager.admit(
+            entry.id,
+            sequence.token_ids(),
+            wish.max_tokens,
+            n=wish.n,
+            salt=sequence.salt,
+            tenant=wish.tenant,
+            produced=wish.produced,
+            head=head,
+        )
+        if isinstance(answer, Wait) and not sequence.waited:
+            sequence.waited = True
+            self.counters.count("wait", answer.reason, answer.blocks_short)
+        return answer
+
+    def _start_of(self, entry: Waiting) -> Head:
+        return self.manager.start_of(entry.request)
+
+    def _start(self, sequence: S, answer: Admitted) -> None:
+        sequence.computed = answer.cached_tokens
+        if not sequence.generated:
+            sequence.cached = answer.cached_tokens
+        if not sequence.preempted:
+            self.counters.prompt_tokens += sequence.prompt
+            self.counters.prefix_hit_tokens += answer.cached_tokens
+            self.counters.shared_hit_tokens += answer.shared_tokens
+        self.counters.count("admit", "resumed" if sequence.preempted else "fits")
+        self.running[sequence.id] = sequence
+
+    # -- what the engine has done ------------------------------------------------------------------------
+
+    def computed(self, picked: Rows[S]) -> None:
+        """K/V of the chunks of ``picked`` is written: publish it in the prefix index."""
+        for sequence in picked:
+            sequence.computed += sequence.chunk
+            sequence.chunk = 0
+        self.manager.commit_many([s.id for s in picked], [s.computed for s in picked])
+
+    def fork(self, parent: S, children: Iterable[S]) -> None:
+        """The sequences that ``parent`` stood for, made by the engine, go on from what it has computed."""
+        parent.forks = 0
+        for child in children:
+            child.id = next(self._ids)
+            self.manager.fork(parent.id, child.id)
+            child.length, child.computed, child.cached = parent.length, parent.computed, parent.cached
+            self.running[child.id] = child
+
+    def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
+        """The token each has drawn; as an array [sequences, count], so many each."""
+        count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1
+        self.manager.append_many([s.id for s in sequences], token_ids)
+        for sequence in sequences:
+            sequence.length += count
