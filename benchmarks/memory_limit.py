@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.observe.memory import process_tree_bytes
+from tonnage.server.engines.process_memory import process_tree_bytes
 
 SLACK = 1.03
 OVERLOAD = 4

@@ -20,7 +20,7 @@ HF_KV_DTYPE_BYTES = {
     "fp8_per_token_head": 1,
     "int8_per_token_head": 1,
 }
-"""--kv-cache-dtype of the hf engine, under vLLM's names (server/engines/hf/model/pool.py)."""
+"""--kv-cache-dtype of the hf engine, under vLLM's names (server/engines/hf/pool.py)."""
 
 KV_SCALE_BYTES = {"fp8_per_token_head": 4, "int8_per_token_head": 4}
 """Bytes of the fp32 scale that one token's K (and V) of one head has in such a cache."""

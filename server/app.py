@@ -16,17 +16,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server import errors
-from tonnage.server.api.chat.router import chat_router
-from tonnage.server.api.chat.service import ChatService
-from tonnage.server.api.completions.router import completions_router
-from tonnage.server.api.completions.service import CompletionService
-from tonnage.server.api.embeddings.router import embeddings_router
-from tonnage.server.api.embeddings.service import EmbeddingService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
-from tonnage.server.api.responses.router import responses_router
-from tonnage.server.api.responses.service import ResponseService
+from tonnage.server.api.router import engine_router
 from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
@@ -94,12 +87,9 @@ def create_app(
     keys = load_keys(settings.api_key, settings.api_key_file)
     errors.install(app)
     generator = Generator(state)
-    app.include_router(completions_router(state, CompletionService(state, generator)))
-    app.include_router(chat_router(state, ChatService(state, generator)))
-    app.include_router(responses_router(state, ResponseService(state, generator)))
+    app.include_router(engine_router(state, generator))
     app.include_router(models_router(state))
     app.include_router(tokenize_router(state, generator))
-    app.include_router(embeddings_router(state, EmbeddingService(state, generator)))
     app.include_router(operations_router(state, Metrics(state), generator))
     if settings.request_log is not None:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
@@ -122,7 +112,7 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
         return None
 
     def load() -> ToolParser:
-        from tonnage.server.text.tool_parser import load_tool_parser
+        from tonnage.server.engines.vllm.tool_parser import load_tool_parser
 
         return load_tool_parser(name, folder)
 

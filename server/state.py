@@ -14,7 +14,7 @@ from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Accounts
+from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
 from tonnage.server.text.chat_template import ChatTemplate

@@ -1,1 +1,1 @@
-"""The OpenAI API: protocol (bodies), service (logic, knows no HTTP), router (thin routes)."""
+"""The OpenAI API: protocol (bodies), service (logic, knows no HTTP), one router (their routes)."""

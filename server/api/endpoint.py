@@ -17,7 +17,7 @@ from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.errors import ApiError, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
 from tonnage.server.security.tenants import ANYBODY
 from tonnage.server.state import ServerState
 
@@ -73,7 +73,8 @@ class Endpoint:
         schema["properties"]["model"]["enum"] = list(self._state.model_names)
         return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
-    async def __call__(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
+        """What the client gets; whatever happens, the request has one outcome."""
         tenant = request.scope.get("tonnage.tenant", ANYBODY)
         ticket = self._state.accounts.receive(self._path, request.scope["tonnage.request_id"], tenant)
         try:

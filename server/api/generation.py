@@ -11,15 +11,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.inbox import Inbox
-from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
@@ -28,34 +29,6 @@ from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStri
 _ENCODE_INLINE_CHARACTERS = 16_384
 
 Finish = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """``n`` completions of each prompt. ``stop``: strings that end a completion and are not shown.
-
-    For parsers of tool calls: ``special_tokens`` are part of the text; with ``all_tokens`` every delta comes,
-    also one whose text is still held back.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    params: SamplingParams
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    cache_salt: str = ""
-    priority: int | None = None  # None: the tenant's
-    special_tokens: bool = False
-    all_tokens: bool = False
-    lora: str = ""  # the adapter's name
-
-    @property
-    def sequences(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens it may use: every prompt once, every completion to its end."""
-        return sum(map(len, self.prompts)) + self.sequences * self.params.max_tokens
 
 
 @dataclass(slots=True)
@@ -72,24 +45,6 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     token_ids: tuple[int, ...] = ()
     embedding: tuple[float, ...] = ()
-
-
-@dataclass(slots=True)
-class TokenCounts:
-    """Tokens of a submission so far. A stop token counts as a completion token, as in OpenAI's usage."""
-
-    prompt: int = 0
-    choices: list[int] = field(default_factory=list)  # completion tokens of each choice
-    cached: dict[int, int] = field(default_factory=dict)  # prompt number -> tokens from the prefix cache
-
-    @property
-    def completion(self) -> int:
-        """Completion tokens of all choices."""
-        return sum(self.choices)
-
-    @property
-    def cached_total(self) -> int:
-        return sum(self.cached.values())
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
-from tonnage.server.observe.accounts import Outcome, Ticket
+from tonnage.server.requests.accounts import Outcome, Ticket
 
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"

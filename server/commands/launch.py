@@ -21,8 +21,9 @@ from tonnage.planner.render import print_plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.lora import lora_modules
-from tonnage.server.engines.sharing import Sharing, shared_prefix
+from tonnage.server.engines.sharing import Sharing
 from tonnage.server.settings import Settings, load_settings
+from tonnage.server.text.shared_prefix import shared_prefix
 
 
 class Parser(argparse.ArgumentParser):

@@ -39,7 +39,7 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
     if sharing.events is not None:
         import zmq  # of the server's extra, and only where somebody listens
 
-        from tonnage.server.observe.kv_events import KVEventPublisher
+        from tonnage.server.engines.kv_events import KVEventPublisher
 
         try:
             publisher = KVEventPublisher.of(sharing.events)

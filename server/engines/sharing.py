@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from pathlib import Path
-
-from tonnage.planner.errors import DeploymentError
-from tonnage.server.text.chat_template import ChatTemplate
-from tonnage.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +50,3 @@ def events_config(value: str) -> KVEventsConfig | None:
     if config.publisher not in ("zmq", "null"):
         raise ValueError(f"publisher: {config.publisher!r} is neither zmq nor null")
     return config if config.enable_kv_cache_events and config.publisher == "zmq" else None
-
-
-def shared_prefix(
-    path: Path, folder: Path, block_size: int, chat_template: Path | None = None
-) -> tuple[int, ...]:
-    """Token ids that every chat with the system prompt in ``path`` begins with; without a chat template (the
-    model's, or the file's), those of a completion that begins with the text.
-
-    Raises DeploymentError where they do not fill a block.
-    """
-    field = "shared_system_prompt"
-    try:
-        text = path.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"cannot read {path}: {error}", field=field) from None
-    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder, chat_template)
-    prompts = [text, text]
-    if template is not None:
-        system = {"role": "system", "content": text}
-        prompts = [template.render([system, {"role": "user", "content": word}]) for word in ("a", "0")]
-    tokens = [tokenizer.encode(prompt, add_special_tokens=template is None) for prompt in prompts]
-    ends = (at for at, pair in enumerate(zip(*tokens, strict=False)) if len(set(pair)) > 1)
-    common = tokens[0][: next(ends, min(map(len, tokens)))]
-    if len(common) < block_size:
-        raise DeploymentError(
-            f"{path} makes {len(common)} tokens, less than a KV block of {block_size}",
-            field=field,
-            hint="so short a prompt is not worth sharing: leave it out",
-        )
-    return tuple(common)

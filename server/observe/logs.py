@@ -13,7 +13,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
 
 access = logging.getLogger("tonnage.access")
 

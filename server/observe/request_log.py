@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tonnage.cache.replay.trace import TraceRequest, log_line
 from tonnage.planner.errors import DeploymentError
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
 
 _IDS = 2**30  # trace readers take whole numbers below (cache/replay/trace.py)
 _REMEMBERED = 2**20  # blocks; about 150 MiB at the most. One that was forgotten gets a new number.

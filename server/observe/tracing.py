@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
 from tonnage.server.state import ServerState
 
 if TYPE_CHECKING:

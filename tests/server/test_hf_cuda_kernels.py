@@ -31,10 +31,10 @@ from tonnage.server.engines.hf.attention.gather import GatherAttention, attend
 from tonnage.server.engines.hf.attention.interface import Candidate
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.messages import Ready
-from tonnage.server.engines.hf.model.pool import PagedPool
 from tonnage.server.engines.hf.model.profile import full_batch
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import OtherLogits, checked_attention, self_check
+from tonnage.server.engines.hf.pool import PagedPool
 from tonnage.server.engines.hf.scheduler import Scheduler
 
 TINY = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

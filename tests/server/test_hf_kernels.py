@@ -22,7 +22,7 @@ from tonnage.server.engines.hf.kernels import linear, small
 from tonnage.server.engines.hf.kernels.attention import cut
 from tonnage.server.engines.hf.model.fuse import fuse
 from tonnage.server.engines.hf.model.layers import fuse_layers
-from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool
 
 # (context after the step, queries of the step): decodes, whole prompts, chunks, chunks longer than the rows of
 # one walk (32), contexts at and around block borders.

@@ -13,9 +13,9 @@ from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.hf.model.pool import STORED, PagedPool
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import self_check
+from tonnage.server.engines.hf.pool import STORED, PagedPool
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams

@@ -15,7 +15,7 @@ from tonnage.cache.errors import CacheBusy, CacheConfigError
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.server.observe.kv_events import END, KVEventPublisher, encode
+from tonnage.server.engines.kv_events import END, KVEventPublisher, encode
 
 
 def make(blocks: int = 33, **options: object) -> KVCacheManager:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tonnage.server.observe.memory import process_tree, process_tree_bytes
+from tonnage.server.engines.process_memory import process_tree, process_tree_bytes
 
 MIB = 2**20
 
@@ -88,7 +88,7 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 
 PEAK = f"""
-from tonnage.server.observe.memory import PeakSampler
+from tonnage.server.engines.process_memory import PeakSampler
 sampler = PeakSampler(interval=0.01)
 before = sampler.sample()
 with sampler:

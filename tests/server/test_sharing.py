@@ -17,16 +17,17 @@ from vllm.distributed import kv_events as vllm_events
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.api.generation import Submission
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
-from tonnage.server.engines.sharing import Sharing, shared_prefix
-from tonnage.server.observe import accounts as accounts_module
-from tonnage.server.observe.accounts import Accounts
+from tonnage.server.engines.sharing import Sharing
+from tonnage.server.requests import accounts as accounts_module
+from tonnage.server.requests.accounts import Accounts
+from tonnage.server.requests.submission import Submission
 from tonnage.server.settings import load_settings
 from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.shared_prefix import shared_prefix
 from tonnage.server.text.tokenizer import Tokenizer
 
 SYSTEM = "You answer questions about the harbour: ships, cranes, tides and the price of a berth. " * 4

@@ -25,13 +25,14 @@ from tonnage.server.api.chat.protocol import (
 )
 from tonnage.server.api.completions.service import outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
+from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import chat_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import tool_use
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 

@@ -1,1 +1,1 @@
-"""/v1/completions: protocol (bodies), service (logic), router (HTTP)."""
+"""/v1/completions: protocol (bodies) and service (logic)."""

@@ -18,12 +18,13 @@ from tonnage.server.api.completions.protocol import (
     Usage,
 )
 from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Delta, Finish, Generator, Submission, TokenCounts
+from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.logprobs import CompletionLogprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Outcome, Ticket
+from tonnage.server.requests.accounts import Outcome, Ticket
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
 

@@ -1,1 +1,1 @@
-"""/v1/embeddings: protocol (bodies), service (logic), router (HTTP)."""
+"""/v1/embeddings: protocol (bodies) and service (logic)."""

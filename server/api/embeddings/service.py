@@ -16,10 +16,11 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingUsage,
 )
 from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Generator, Submission, TokenCounts
+from tonnage.server.api.generation import Generator
 from tonnage.server.engines.request import Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
 

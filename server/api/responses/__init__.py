@@ -1,1 +1,1 @@
-"""/v1/responses: protocol (bodies), service (logic and events), router (HTTP). Nothing is stored."""
+"""/v1/responses: protocol (bodies), service (logic and events). Nothing is stored."""

@@ -12,7 +12,7 @@ from typing import Any
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
-from tonnage.server.api.generation import Finish, Generator, Submission, TokenCounts
+from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.responses import output
 from tonnage.server.api.responses.protocol import (
     FIELDS,
@@ -24,7 +24,8 @@ from tonnage.server.api.responses.protocol import (
 )
 from tonnage.server.api.tools import tool_use
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe.accounts import Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 

@@ -31,10 +31,10 @@ from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, r
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
+from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
-from tonnage.server.observe.memory import PeakSampler
 
 # Environment of the engine process; what the user has set wins.
 # OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another

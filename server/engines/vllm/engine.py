@@ -24,6 +24,7 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, QueueFull
+from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.engines.vllm.ledger import ReservationLedger
@@ -34,7 +35,6 @@ from tonnage.server.engines.vllm.params import (
     sampling_params,
     token_logprobs,
 )
-from tonnage.server.observe.memory import PeakSampler
 
 # What the user has set wins.
 ENVIRONMENT = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
-from tonnage.server.observe.accounts import Histogram
+from tonnage.server.requests.histogram import Histogram
 
 Labels = tuple[str, ...]
 

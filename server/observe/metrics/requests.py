@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tonnage.cache.admission import NeverReason, WaitReason
 from tonnage.server.engines.stats import EngineStats
-from tonnage.server.observe.accounts import OUTCOMES
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage, Usage
+from tonnage.server.requests.accounts import OUTCOMES
 from tonnage.server.state import ServerState
 
 # Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
-from tonnage.server.observe.accounts import Accounts, Ticket
+from tonnage.server.requests.accounts import Accounts, Ticket
 
 # Prometheus keeps every series it ever saw, so names that callers choose must not become labels without end.
 MAX_TENANTS = 64

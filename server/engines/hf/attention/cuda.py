@@ -16,7 +16,7 @@ import torch
 from tonnage.cache.admission import Limits
 from tonnage.server.engines.hf.attention.gather import Attention, Backend
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool
 
 VLLM_FLASH, FLASH, FLASHINFER, FLEX = "FlashAttention of vLLM", "FlashAttention", "FlashInfer", "FlexAttention"
 KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)

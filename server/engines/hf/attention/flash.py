@@ -13,7 +13,7 @@ import torch
 
 from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 Kernel = Callable[..., torch.Tensor]
 

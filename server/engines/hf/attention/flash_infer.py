@@ -15,7 +15,7 @@ import torch
 from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 
 def load(pool: PagedPool) -> list[Any]:

@@ -20,7 +20,7 @@ from tonnage.cache.admission import Limits
 from tonnage.planner.runtime.hf import FLEX_TILE
 from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 TILE = FLEX_TILE  # queries of one sequence; 16 is the least a matrix product of Triton takes (tl.dot)
 

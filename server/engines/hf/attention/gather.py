@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tonnage.planner.runtime.hf import GATHERED_TOKENS
 from tonnage.server.engines.hf.batch import Batch, Int64
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 # (group, layer slot, query, key, value, scaling, softcap) -> output; see GatherAttention.__call__
 Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]

@@ -10,7 +10,7 @@ import torch
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.kernels.attention import TILE, attend, cut, scratch_floats
 from tonnage.server.engines.hf.kernels.linear import gate_values
-from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool
 
 
 def serves(pool: PagedPool) -> bool:

@@ -19,7 +19,7 @@ from tonnage.cache.admission import Limits
 from tonnage.server.engines.hf.attention import cuda
 from tonnage.server.engines.hf.attention.gather import Attention, Backend, GatherAttention
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool
 
 NAME = "tonnage_paged"
 

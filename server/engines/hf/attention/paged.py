@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tonnage.server.engines.hf.batch import Batch, Int32
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 
 @dataclass(frozen=True, slots=True)

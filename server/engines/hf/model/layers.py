@@ -22,7 +22,7 @@ from tonnage.server.engines.hf.attention.interface import PagedBatch
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.kernels import layer as kernel
 from tonnage.server.engines.hf.kernels import linear, small
-from tonnage.server.engines.hf.model.pool import PagedPool
+from tonnage.server.engines.hf.pool import PagedPool
 
 
 def fuse_layers(model: nn.Module, layout: KVLayout, query_heads: int, threads: int) -> int:

@@ -15,8 +15,8 @@ from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
+from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import SamplingParams
-from tonnage.server.observe.memory import PeakSampler
 
 if TYPE_CHECKING:
     import torch

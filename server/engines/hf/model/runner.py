@@ -13,7 +13,7 @@ from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import fuse
 from tonnage.server.engines.hf.model.loading import DTYPES, load_model, storage_bytes
-from tonnage.server.engines.hf.model.pool import PagedPool, on_device
+from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 log = logging.getLogger(__name__)
 

@@ -4,50 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from tonnage.cache.scheduler.queue import DrainEstimate
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.histogram import (
+    INTER_TOKEN_LATENCY_BUCKETS,
+    REQUEST_DURATION_BUCKETS,
+    TIME_TO_FIRST_TOKEN_BUCKETS,
+    Histogram,
+)
+from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.security.tenants import ANYBODY, Tenant
-
-if TYPE_CHECKING:
-    from tonnage.server.api.generation import Submission, TokenCounts
-
 
 Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
-
-# Bucket borders in seconds: those of vLLM 0.32.0 (vllm/v1/metrics/buckets.py), so that latencies of both
-# engines and of a bare vLLM can be laid over each other.
-TIME_TO_FIRST_TOKEN_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-    80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-INTER_TOKEN_LATENCY_BUCKETS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-REQUEST_DURATION_BUCKETS = (
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-    960.0, 1920.0, 7680.0,
-)  # fmt: skip
-
-
-class Histogram:
-    """Counts of seconds by bucket. Single-threaded: written and read on the event loop."""
-
-    __slots__ = ("borders", "counts", "total")
-
-    def __init__(self, borders: Sequence[float]) -> None:
-        self.borders = tuple(borders)
-        self.counts = [0] * (len(self.borders) + 1)  # the last one: above every border
-        self.total = 0.0
-
-    def observe(self, seconds: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.borders, seconds)] += times
-        self.total += seconds * times
 
 
 class Accounts:

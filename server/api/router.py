@@ -1,0 +1,85 @@
+"""The routes of the endpoints that go through the engine: path, service, shape of the answer. All the rest of
+their HTTP is :mod:`.endpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from tonnage.server.api.chat.protocol import ChatCompletion
+from tonnage.server.api.chat.service import ChatService
+from tonnage.server.api.completions.protocol import Completion
+from tonnage.server.api.completions.service import CompletionService
+from tonnage.server.api.embeddings.protocol import EmbeddingList
+from tonnage.server.api.embeddings.service import EmbeddingService
+from tonnage.server.api.endpoint import Endpoint, Service
+from tonnage.server.api.generation import Generator
+from tonnage.server.api.responses.protocol import ResponseBody
+from tonnage.server.api.responses.service import ResponseService
+from tonnage.server.api.sse import STREAMED
+from tonnage.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """``POST path``. ``name`` and ``description``: of the operation in the OpenAPI document."""
+
+    path: str
+    service: Callable[[ServerState, Generator], Service]
+    answer: type[BaseModel]
+    name: str
+    description: str
+    streams: bool = True
+
+
+ROUTES = (
+    Route(
+        "/v1/completions",
+        CompletionService,
+        Completion,
+        "create_completion",
+        "Complete a prompt, streamed with ``stream: true``.",
+    ),
+    Route(
+        "/v1/chat/completions",
+        ChatService,
+        ChatCompletion,
+        "create_chat_completion",
+        "Answer a conversation, streamed with ``stream: true``.",
+    ),
+    Route(
+        "/v1/responses",
+        ResponseService,
+        ResponseBody,
+        "create_response",
+        "Answer a conversation; streamed as typed events with ``stream: true``.",
+    ),
+    Route(
+        "/v1/embeddings",
+        EmbeddingService,
+        EmbeddingList,
+        "create_embeddings",
+        "A vector for each input, by an embedding model; refused by name by one that generates text.",
+        streams=False,
+    ),
+)
+
+
+def engine_router(state: ServerState, generator: Generator) -> APIRouter:
+    router = APIRouter()
+    for route in ROUTES:
+        endpoint = Endpoint(route.path, state, route.service(state, generator))
+        router.add_api_route(
+            route.path,
+            endpoint.answer,
+            methods=["POST"],
+            name=route.name,
+            description=route.description,
+            response_model=route.answer,
+            responses=STREAMED if route.streams else None,
+            openapi_extra=endpoint.openapi_extra,
+        )
+    return router
