@@ -51,7 +51,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/typing/tonnage
 	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
-	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache -p tonnage.server
 	$(BIN)/lint-imports
 
 dashboard: $(VENV)/.test

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output (head, less) has gone
-        sys.stdout = None  # type: ignore[assignment]  # or the interpreter flushes it again and complains
+        sys.stdout = None  # or the interpreter flushes it again and complains
         return BROKEN_PIPE
 
 

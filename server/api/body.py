@@ -7,7 +7,6 @@ fields all end in the same small OpenAI error, never in a copy of the input.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import reprlib
 from collections.abc import Mapping
@@ -203,10 +202,11 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields) -
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        if isinstance(value, dict | list):
-            # In a union the name of its member is in the location, and not in the value.
-            with contextlib.suppress(KeyError, IndexError, TypeError):
-                value = value[part]
+        # In a union the name of its member is in the location, and not in the value.
+        if isinstance(value, dict):
+            value = value.get(part, value)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
         if part in fields.expected:
             # A union: pydantic lists one error for each member, so say what the field takes as a whole.
             param = ".".join(map(str, location[: at + 1]))

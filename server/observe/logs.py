@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """``time level message key=value ...``"""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")

@@ -108,7 +108,7 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def _sum(context: AutoscalingContext, name: str) -> float:
-    return sum((context.aggregated_metrics or {}).get(name, {}).values())
+    return float(sum((context.aggregated_metrics or {}).get(name, {}).values()))
 
 
 def _scaling(options: ClusterOptions) -> dict[str, Any]:

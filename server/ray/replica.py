@@ -41,14 +41,14 @@ class ReplicaReport:
 class EngineReplica:
     """One engine of ``settings`` planned as ``plan``. Ray takes it for healthy while the engine is."""
 
-    async def __init__(self, settings: Settings, plan: Plan) -> None:
+    async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # as Ray wants it
         self._engine = make_engine(settings, plan)
         self._app = create_app(settings, self._engine)
         # The bind address Ray knows this node by: reachable where the other nodes are, not beyond.
         self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
         config = uvicorn.Config(self._app, log_level="warning", access_log=False, lifespan="on")
         self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # Ray's to handle
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ray's to handle
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         state = None
         while state is None or not state.started:

@@ -41,8 +41,8 @@ class EmbeddingRequest(BaseModel):
         if isinstance(self.input, str):
             return [self.input]
         if isinstance(self.input[0], int):
-            return [self.input]  # type: ignore[list-item]
-        return self.input  # type: ignore[return-value]
+            return [self.input]
+        return self.input
 
 
 INPUT_EXPECTED = f"a string, a list of token ids, or a list of at most {MAX_INPUTS} of either"

@@ -86,7 +86,8 @@ class ResponseService:
                     begun = True
                     told += events.tell("response.created", response=response)
                     told += events.tell("response.in_progress", response=response)
-                text, calls = delta.text, ()
+                text = delta.text
+                calls: Sequence[CallDelta] = ()
                 finish = delta.finish_reason or finish
                 if reader is not None:
                     text, calls = reader.push(text, delta.token_ids, finished=delta.finish_reason is not None)

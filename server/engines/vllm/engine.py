@@ -172,7 +172,7 @@ class VLLMEngine(Engine):
             ) from None
         engine = self
 
-        class Usage(StatLoggerBase):  # type: ignore[misc]
+        class Usage(StatLoggerBase):
             """vLLM's hook for what its scheduler says after each step."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...

@@ -50,7 +50,7 @@ def load_tool_parser(name: str, folder: Path) -> VLLMToolParser:
         raise DeploymentError(
             f"vLLM has no parser {name!r}", field="tool_call_parser", hint=f"one of {', '.join(known)}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     try:
         parser = ParserManager.get_parser(
             tool_parser_name=name, enable_auto_tools=True, model_name=str(folder), tokenizer=tokenizer

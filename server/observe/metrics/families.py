@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import TypeVar
 
 from tonnage.server.requests.histogram import Histogram
 
 Labels = tuple[str, ...]
+Key = TypeVar("Key", bound=Labels)  # a Mapping of pairs is none of tuples of any length
 
 
 class Page:
@@ -34,11 +36,11 @@ class Page:
     def counter(self, name: str, text: str, value: float) -> None:
         self.counters(name, text, (), {(): value})
 
-    def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+    def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
         """One series for each key of ``values``, a tuple of label values in the order of ``labels``."""
         self._family(name, "gauge", text, labels, values)
 
-    def counters(self, name: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+    def counters(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
         """``name`` without ``_total``."""
         self._family(f"{name}_total", "counter", text, labels, values)
 
@@ -63,7 +65,7 @@ class Page:
         self._out.clear()
         return text
 
-    def _family(self, name: str, kind: str, text: str, labels: Labels, values: Mapping[Labels, float]) -> None:
+    def _family(self, name: str, kind: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
         if values:
             out, prefix = self._out, self._prefix
             out.append(self._heading(name, kind, text))

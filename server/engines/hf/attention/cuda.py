@@ -94,7 +94,7 @@ def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
 def usable(pool: PagedPool, dtype: torch.dtype) -> list[str]:
     """Kernels that should serve this pool on its device, best first."""
     layout = pool.layout
-    names = [str(kind).removeprefix("torch.") for kind in (dtype, pool.dtype)]
-    wanted = Wanted(*names, layout.block_size, layout.head_size)
+    computed, stored = (str(kind).removeprefix("torch.") for kind in (dtype, pool.dtype))
+    wanted = Wanted(computed, stored, layout.block_size, layout.head_size)
     capability = torch.cuda.get_device_capability(pool.tensor.device)
     return [name for name in KERNELS if why_not(name, wanted, capability) is None]

@@ -81,7 +81,7 @@ class GatherAttention:
             k = pool.read(gather + k_shift, query.dtype).view(kv_shape).transpose(1, 2)
             v = pool.read(gather + v_shift, query.dtype).view(kv_shape).transpose(1, 2)
             out = attend(q, k, v, span.mask, scaling, softcap)
-            out = out.unflatten(2, (repeat, span.queries)).permute(0, 3, 1, 2, 4)
+            out = out.view(*out.shape[:2], repeat, span.queries, -1).permute(0, 3, 1, 2, 4)
             output[span.start : span.start + tokens] = out.reshape(tokens, heads, query.shape[-1])
         return output
 

@@ -121,10 +121,10 @@ def _values(p: int, rows: int, values: int, token: int, tokens: int, sums: int, 
 
 
 @compiled()
-def _walk(
+def _walk(  # type: ignore[no-untyped-def]
     q, stride, rows, same, first, out, pool, table, block_size, block_bytes, token, values, size, scale, cap,
     window, scratch, work,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """``rows`` query rows ``stride`` bytes apart against one KV head of one sequence. Row r stands at position
     ``first`` (``same``) or ``first + r``. ``pool`` is the K of the head in block 0, ``values`` how far V is
     from K; ``work`` the same memory as ``scratch``, as an array."""
@@ -185,10 +185,10 @@ def _walk(
 
 
 @compiled(parallel=True)
-def attend(
+def attend(  # type: ignore[no-untyped-def]
     q, k, v, out, pool, write, tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale,
     cap, window, work,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     threads = len(shares) - 1
     token = 2 * kv_heads * size
     values = block_size * token

@@ -116,10 +116,10 @@ def _norms(x, weight, out, rows, n, epsilon, shift, threads):  # type: ignore[no
 
 
 @compiled()
-def layer(
+def layer(  # type: ignore[no-untyped-def]
     x, out, work, gates, w, cosine, sine, rows, hidden, inner, epsilon, shift, linear, cubic, pool, write,
     tables, items, shares, block_size, block_bytes, heads, kv_heads, size, scale, cap, window, scratch,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """``out`` = the layer's answer to ``x``, both addresses of [rows, hidden] bfloat16.
 
     ``work`` has `work_values` for each row, ``gates`` what `linear.matmul` needs; ``w`` int64, addresses by

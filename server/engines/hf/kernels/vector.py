@@ -24,7 +24,7 @@ V16F, V16I, V16H = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.VectorType
 V32H, V32B1, V16B1 = ir.VectorType(I16, 32), ir.VectorType(I1, 32), ir.VectorType(I1, 16)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's bfloat, which llvmlite does not name."""
 
     null = "0.0"

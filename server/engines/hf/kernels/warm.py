@@ -22,13 +22,13 @@ def compile_all() -> None:
     block = torch.zeros(2, 1, 2, 16, 1, 32, dtype=torch.bfloat16)
     token = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
     items, shares = attention.cut(np.array([0, 1]), np.array([1], np.int64), 1, 1, 1)
-    work = np.empty((1, attention.scratch_floats(32)), np.float32)
+    scratch = np.empty((1, attention.scratch_floats(32)), np.float32)
     out = torch.zeros_like(token)
     places = [tensor.data_ptr() for tensor in (token, token, token, out, block)]
     write, tables = np.array([32], np.int64), np.array([[1]], np.int32)
     geometry = (16, 2 * 16 * 64, 1, 1, 32)  # block size, bytes of a block, heads, KV heads, head size
     numbers = (np.float32(1.0), np.float32(0.0))
-    step = (write, tables, items, shares, *geometry, *numbers, 0, work)
+    step = (write, tables, items, shares, *geometry, *numbers, 0, scratch)
     attention.attend(*places, *step)
     # A layer of one row; all its weights are the same zeros.
     memory = torch.zeros(2048 + linear.gate_values(1), dtype=torch.bfloat16)

@@ -131,8 +131,8 @@ def _bitsandbytes(quantization: str, dtype: Any) -> Any:
     from transformers import BitsAndBytesConfig
 
     if quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.removesuffix("-double"),
         bnb_4bit_compute_dtype=dtype,

@@ -12,9 +12,27 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+
+class GatedMLP(nn.Module):
+    """What :func:`_is_gated_mlp` finds, for the types."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+
+class RMSNorm(nn.Module):
+    """What :func:`_is_rms_norm` finds; some families say ``variance_epsilon``."""
+
+    weight: nn.Parameter
+    eps: float
+
 
 # Relative difference (L2) up to which two bfloat16 computations count as the same: one rounding is 2^-9, a
 # gated MLP rounds four times; another formula (another activation, a norm without its 1 + weight) is off by
@@ -33,35 +51,39 @@ def fuse(model: nn.Module) -> Counter[str]:
     for module in list(model.modules()):
         if _is_gated_mlp(module):
             mlps = [functools.partial(gated_mlp, module, act, linear) for act in ACTIVATIONS.values()]
-            done["gated mlp"] += _try(module, mlps, _SAME)
+            done["gated mlp"] += _try(module, mlps, _SAME, module.gate_proj.in_features)
         elif _is_rms_norm(module):
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
             norms = [
                 functools.partial(small.rms_norm, weight=module.weight, epsilon=float(epsilon), shift=shift)
                 for shift in (0.0, 1.0)
             ]
-            done["rms norm"] += _try(module, norms, _SAME_NORM)
+            done["rms norm"] += _try(module, norms, _SAME_NORM, module.weight.shape[0])
         if (forward := _with_rotation(module, small.rotate)) is not None:
-            module.forward = forward
+            _replace(module, forward)
             done["rotation"] += 1
         if type(module) is nn.Linear and linear.serves(module.weight):
-            module.forward = functools.partial(linear.linear, weight=module.weight, bias=module.bias)
+            _replace(module, functools.partial(linear.linear, weight=module.weight, bias=module.bias))
             done["linear"] += 1
     return done
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.forward = forward
 
 
 _GELU = 2 * (2 / torch.pi) ** 0.5  # tanh form of GELU (Hendrycks and Gimpel, arXiv:1606.08415)
 ACTIVATIONS = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def _is_gated_mlp(module: nn.Module) -> TypeGuard[GatedMLP]:
     from tonnage.server.engines.hf.kernels.linear import serves
 
     projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return all(type(p) is nn.Linear and p.bias is None and serves(p.weight) for p in projections)
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
+def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
     weight = getattr(module, "weight", None)
     return (
         type(module).__name__.endswith("RMSNorm")
@@ -74,19 +96,22 @@ def _is_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def gated_mlp(module: nn.Module, activation: tuple[float, float], linear, x: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def gated_mlp(
+    module: GatedMLP, activation: tuple[float, float], linear: ModuleType, x: torch.Tensor
+) -> torch.Tensor:
+    """``linear``: :mod:`..kernels.linear`, which only a fused model needs."""
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
-    return linear.linear(inner, module.down_proj.weight)
+    answer: torch.Tensor = linear.linear(inner, module.down_proj.weight)
+    return answer
 
 
 @torch.inference_mode()
 def _try(
-    module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float
+    module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Give the module the replacement that says most nearly what it says about a few random rows, if that is
-    the same. The first that is near enough will not do: where the weights of a norm are in the hundreds,
-    leaving out the 1 of Gemma's 1 + weight changes a row by less than a rounding does."""
-    width = module.gate_proj.in_features if hasattr(module, "gate_proj") else module.weight.shape[0]
+    """Give the module the replacement that says most nearly what it says about a few random rows of ``width``,
+    if that is the same. The first that is near enough will not do: where the weights of a norm are in the
+    hundreds, leaving out the 1 of Gemma's 1 + weight changes a row by less than a rounding does."""
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
     x[2:4] *= 10  # activations differ only away from 0
     x[4:] *= 100
@@ -100,7 +125,7 @@ def _try(
     best = min(range(len(errors)), key=lambda at: errors[at] if errors[at] == errors[at] else float("inf"))
     if not errors[best] <= same:
         return False
-    module.forward = replacements[best]  # type: ignore[method-assign]
+    _replace(module, replacements[best])
     return True
 
 

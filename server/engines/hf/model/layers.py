@@ -184,7 +184,8 @@ class _Trial:
             logits_at=np.array([2, 3]),
         )
         draw = torch.Generator().manual_seed(0)
-        self._angles = tuple(torch.randn(1, 4, layout.head_size, generator=draw).bfloat16() for _ in range(2))
+        cosine, sine = (torch.randn(1, 4, layout.head_size, generator=draw).bfloat16() for _ in range(2))
+        self._angles = cosine, sine
         self._draw = draw
 
     def _step(self, pool: PagedPool) -> InPlaceAttention:
@@ -226,5 +227,5 @@ class _Trial:
             isinstance(want, torch.Tensor) and torch.equal(want, got) and torch.equal(own.tensor, other.tensor)
         )
         if same:
-            module.forward = call  # type: ignore[method-assign]
+            module.forward = call
         return same

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tonnage.planner.errors import CheckpointError, DeploymentError
 from tonnage.planner.plan import Plan
@@ -20,7 +20,7 @@ from tonnage.server.engines.hf.model.formats import load_options
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load_model(plan: Plan) -> torch.nn.Module:
+def load_model(plan: Plan) -> PreTrainedModel:
     """The model in evaluation mode, weights in memory of its own (not mapped from the file).
 
     Raises DeploymentError for a dtype the device does not compute in, CheckpointError for a checkpoint that is
@@ -29,7 +29,7 @@ def load_model(plan: Plan) -> torch.nn.Module:
     register()
     dtype = DTYPES[plan.deployment.dtype]
     require_computed(dtype, plan.deployment.device)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         dtype=dtype,
         attn_implementation=NAME,
         device_map=plan.deployment.device,
@@ -39,8 +39,9 @@ def load_model(plan: Plan) -> torch.nn.Module:
         ignore_mismatched_sizes=True,  # reported with the others, not raised one at a time
         **load_options(plan, dtype),
     )
-    _require_complete(info)
-    model = model.eval().requires_grad_(False)
+    model: PreTrainedModel = loaded[0]
+    _require_complete(loaded[1])
+    model.train(False).requires_grad_(False)
     _own_memory(model)
     return model
 

@@ -107,7 +107,8 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
     try:
         ids = torch.from_numpy(prompt)[None].to(runner.device)
         with plain(runner.model):
-            return runner.model(input_ids=ids, use_cache=False).logits[0].float()
+            logits: torch.Tensor = runner.model(input_ids=ids, use_cache=False).logits
+            return logits[0].float()
     finally:
         runner.model.set_attn_implementation(NAME)
 

@@ -69,8 +69,8 @@ def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
     if drawing.generated < params.min_tokens and params.stop_token_ids:
         logits[list(params.stop_token_ids)] = float("-inf")
     if params.logit_bias:
-        ids, values = zip(*params.logit_bias, strict=True)
-        logits[list(ids)] += torch.tensor(values, dtype=logits.dtype, device=logits.device)
+        ids, added = zip(*params.logit_bias, strict=True)
+        logits[list(ids)] += torch.tensor(added, dtype=logits.dtype, device=logits.device)
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(drawing.tokens)).to(logits.device)
         values = logits[seen]
