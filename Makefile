@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 MODEL ?= demo
 PORT ?= 8000
 POOL ?= 512MiB
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test lint dashboard soak clean
@@ -37,7 +38,7 @@ serve: $(VENV)/.demo
 
 test: lint
 	bash .ci/prometheus
-	$(BIN)/python -m pytest --ignore=tests/long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 --ignore=tests/long
 
 # Prompts of 3,000 tokens against generate, twice: five minutes on 2 cores, too long for each change.
 .PHONY: test-equality

@@ -21,6 +21,7 @@ import httpx
 import promql_parser
 import pytest
 import yaml
+from serving import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -76,7 +77,7 @@ class Traffic:
         self._pool.shutdown()
 
     def _completions(self, number: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
             for turn in itertools.count():
                 if self._stop.is_set():
                     return
@@ -86,7 +87,7 @@ class Traffic:
                 self.answers.append(client.post("/v1/completions", json=body).status_code)
 
     def _refused(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=120, trust_env=False) as client:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
             while not self._stop.wait(0.2):
                 body = {"model": "demo", "prompt": "too long", "max_tokens": 5000}
                 self.answers.append(client.post("/v1/completions", json=body).status_code)
@@ -106,14 +107,14 @@ def server() -> Iterator[str]:
         url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
         assert url is not None, "the server ended before it was ready"
         with Traffic(url) as traffic:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + PATIENCE
             while traffic.answers.count(200) < 4:
                 assert time.monotonic() < deadline, traffic.answers
                 time.sleep(0.2)
             yield url
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert set(traffic.answers) <= {200, 400}
 
@@ -158,7 +159,7 @@ def prometheus(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         )  # fmt: skip
     client = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while True:
             assert process.poll() is None, (folder / "log").read_text()[-2000:]
             assert time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
@@ -171,7 +172,7 @@ def prometheus(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield client
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=PATIENCE)
 
 
 def selectors(expression: str) -> list[Any]:

@@ -10,6 +10,10 @@ from contextlib import contextmanager
 
 import psutil
 
+# Seconds until what must happen counts as never happening. Not a bound of anything: only a hang takes as long,
+# also on a machine with much else to do.
+PATIENCE = 240.0
+
 # vLLM on its own, to compare with. Its engine core runs in the process that asked, which saves the start of a
 # process and its imports; every core computes, as behind the server.
 BARE_ENVIRONMENT = {
@@ -34,8 +38,8 @@ def serving(model: str, *flags: str, killed: bool = False) -> Iterator[str]:
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
         process.kill() if killed else process.terminate()
-        process.communicate(timeout=60)
-        _, alive = psutil.wait_procs(family, timeout=30)
+        process.communicate(timeout=PATIENCE)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         for child in alive:
             child.kill()
     assert alive == [], "processes outlived the server"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from serving import PATIENCE
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "tests" / "data"
@@ -22,7 +23,7 @@ def scores():
         "--vllm", str(DATA / "configs" / "vllm_kv_truth.tsv"), "--reports", str(DATA / "field_reports.jsonl"),
         "--sections", *SECTIONS, "--json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -65,7 +66,7 @@ def test_model_load(scores):
 def test_the_shipped_coefficients_are_the_fit_of_the_data(tmp_path):
     """planner/runtime/fitted.json is what benchmarks/fit_runtime.py writes from tests/data."""
     script = str(ROOT / "benchmarks" / "fit_runtime.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])["coefficients"]
     shipped = json.loads((ROOT / "planner" / "runtime" / "fitted.json").read_text())["coefficients"]

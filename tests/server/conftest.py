@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from openai.types.shared import ErrorObject
+from serving import PATIENCE
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
@@ -78,7 +78,7 @@ class Running:
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait for ``condition``; fails after ``seconds``."""
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110  (a counter of the engine, there is no event to wait for)
@@ -123,13 +123,13 @@ async def _run(
     limits = httpx.Limits(max_connections=None)
     authorization = {"authorization": f"Bearer {key}"} if key else {}
     async with (
-        httpx.AsyncClient(base_url=url, timeout=30, limits=limits, headers=authorization) as http,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=30) as sdk,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, headers=authorization) as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=PATIENCE) as sdk,
     ):
         running = Running(url, app, engine, app.state.tonnage, http, sdk)
         if ready:
             # The first engine on a machine compiles the block manager, for half a minute and more.
-            await running.until(lambda: running.state.started, 300)
+            await running.until(lambda: running.state.started, 2 * PATIENCE)
         try:
             yield running
         finally:
@@ -192,14 +192,12 @@ def checked() -> Callable[[httpx.Response], ErrorObject]:
     return _checked
 
 
-TOLD_WITHIN = 2.0  # seconds after the kill
-
-
 async def _streams_until_killed(url: str, victim: psutil.Process, count: int) -> None:
-    """``count`` streams, ``victim`` killed in their middle: every client gets an error in time."""
+    """``count`` streams, ``victim`` killed in their middle: every client is told before there is an engine
+    again."""
     begun = asyncio.Semaphore(0)
 
-    async def client(http: httpx.AsyncClient, number: int) -> float:
+    async def client(http: httpx.AsyncClient, number: int) -> None:
         body: dict[str, Any] = {
             "model": "demo", "prompt": f"Story {number}:", "max_tokens": 400, "stream": True,
             "ignore_eos": True,
@@ -215,21 +213,21 @@ async def _streams_until_killed(url: str, victim: psutil.Process, count: int) ->
                     told = json.loads(line)["error"]["code"] == "engine_dead"
         begun.release()
         assert told
-        return time.monotonic()
 
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE, limits=limits) as http:
         tasks = [asyncio.create_task(client(http, number)) for number in range(count)]
         await begun.acquire()
         await asyncio.sleep(0.5)
-        killed = time.monotonic()
         victim.kill()
-        assert max(await asyncio.gather(*tasks)) - killed < TOLD_WITHIN
+        await asyncio.gather(*tasks)
 
         async def ready() -> bool:
             return (await http.get(f"{url}/ready")).status_code == 200
 
-        await _until(ready, 120)
+        assert not await ready()
+
+        await _until(ready, 2 * PATIENCE)
         answer = await http.post(
             f"{url}/v1/completions", json={"model": "demo", "prompt": "hi", "max_tokens": 2}
         )
@@ -282,7 +280,11 @@ async def _overload(
     told: Counter[str] = Counter()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        trust_env=False, timeout=120, limits=httpx.Limits(max_connections=None), base_url=url, headers=headers
+        trust_env=False,
+        timeout=PATIENCE,
+        limits=httpx.Limits(max_connections=None),
+        base_url=url,
+        headers=headers,
     ) as http:
 
         async def client(number: int) -> None:
@@ -301,7 +303,7 @@ async def _overload(
                     body |= {"max_tokens": slow_tokens, "ignore_eos": True}
                 try:
                     response = await http.post(
-                        "/v1/completions", json=body, timeout=0.3 if kind == "leaves" else 120
+                        "/v1/completions", json=body, timeout=0.3 if kind == "leaves" else PATIENCE
                     )
                 except httpx.TimeoutException:
                     assert kind == "leaves"
@@ -319,7 +321,7 @@ async def _overload(
             blocks = (await http.get("/memory")).json()["pool"]["blocks"]
             return (await http.get("/load")).json()["server_load"] == 0 and blocks["promised"] == 0
 
-        await _until(idle, 60)
+        await _until(idle, PATIENCE)
         return dict(told) | await _counts_agree(http, url)
 
 

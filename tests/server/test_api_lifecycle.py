@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from serving import PATIENCE
 
 from tonnage.planner.errors import DoesNotFit
 from tonnage.server.app import create_app
@@ -80,7 +81,7 @@ async def test_a_failed_start_is_told_and_the_engine_stopped(small_plan, tokeniz
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 while not told:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
             assert told == [error]
@@ -93,7 +94,7 @@ async def test_a_failed_start_is_told_and_the_engine_stopped(small_plan, tokeniz
 
 async def test_stopping_while_loading(small_plan, tokenizer) -> None:
     app = create_app(Settings(model="demo"), FakeEngine(small_plan(), load_seconds=60), tokenizer)
-    async with asyncio.timeout(10), app.router.lifespan_context(app):
+    async with asyncio.timeout(PATIENCE), app.router.lifespan_context(app):
         await asyncio.sleep(0.01)
     assert app.state.tonnage.startup_error is None
 
@@ -341,6 +342,10 @@ def test_the_api_process_imports_no_torch(small_plan) -> None:
         asyncio.run(main())
     """
     out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert out.stdout.strip() == "[]", out.stderr

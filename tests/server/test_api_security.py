@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from serving import PATIENCE
 
 from tonnage.cache.replay.trace import read_trace
 from tonnage.planner.errors import DeploymentError
@@ -151,7 +152,7 @@ async def raw(url: str, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     try:
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), PATIENCE)
     finally:
         writer.close()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from serving import PATIENCE
 
 from tonnage.server.commands.comparison import Row, print_table
 from tonnage.server.demo.model import ensure_demo
@@ -30,7 +31,7 @@ SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024"]
 
 def tonnage(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, env=os.environ | environment, timeout=300
+        [*CLI, *arguments], capture_output=True, text=True, env=os.environ | environment, timeout=2 * PATIENCE
     )
 
 
@@ -151,8 +152,8 @@ def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         assert family, "the engine should be a process of its own"
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, err = process.communicate(timeout=PATIENCE)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert process.returncode == status
     assert alive == []
     assert "Traceback" not in err
@@ -160,14 +161,14 @@ def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
 
 def test_a_signal_while_loading_stops_everything() -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, url):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not (family := psutil.Process(process.pid).children(recursive=True)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
         process.terminate()
-        process.communicate(timeout=30)
-        _, alive = psutil.wait_procs(family, timeout=5)
+        process.communicate(timeout=PATIENCE)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert process.returncode == 0
     assert alive == []
 
@@ -176,10 +177,12 @@ def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:
     with serving("demo", "--port", "0", "--backend", "fake", *SMALL) as (process, url):
         line_of(process, "ready on ")
         body = {"model": "demo", "prompt": "on and on", "max_tokens": 900, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=60) as stream:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=PATIENCE
+        ) as stream:
             assert next(stream.iter_lines())
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
 
 
@@ -210,13 +213,13 @@ def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder:
 
 def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, _):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not (family := psutil.Process(process.pid).children(recursive=True)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         for child in family:
             child.kill()
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "engine process ended" in err.splitlines()[-1]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from serving import PATIENCE
 
 from tonnage.server.engines.fake import FakeEngine
 
@@ -115,7 +116,7 @@ async def test_litellm(server) -> None:
         [sys.executable, "-c", LITELLM, f"{server.url}/v1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "*"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

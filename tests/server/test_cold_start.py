@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from serving import PATIENCE
+
 from tonnage.server.demo.model import ensure_demo
 
 
@@ -18,7 +20,11 @@ def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
     cold = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     model = {"TONNAGE_CACHE": str(ensure_demo().parent.parent)}
     done = subprocess.run(
-        [*command, *settings], capture_output=True, text=True, timeout=500, env=os.environ | model | cold
+        [*command, *settings],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        env=os.environ | model | cold,
     )
     assert "compiling for this machine" in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr

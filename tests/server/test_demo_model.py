@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from serving import PATIENCE
 
 from tonnage.server.demo import model as demo_model
 from tonnage.server.demo.model import (
@@ -55,21 +56,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (folder / "config.json").write_text("{}")
 
     killed = start(cache)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not any(partial.rglob("*.safetensors") for partial in partials(cache)) or not _children(killed):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     children = _children(killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    gone, alive = psutil.wait_procs(children, timeout=10)
+    gone, alive = psutil.wait_procs(children, timeout=PATIENCE)
     assert gone
     assert not alive, "the converter outlived its parent"
     assert partials(cache), "killed too late to test anything"
     assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
 
     both = [start(cache), start(cache)]
-    outputs = [process.communicate(timeout=300) for process in both]
+    outputs = [process.communicate(timeout=2 * PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
     return cache, [err for _, err in outputs]
@@ -141,7 +142,7 @@ def test_a_changed_file_in_the_wheel_is_refused(tmp_path: Path) -> None:
     with (package / GGUF_NAME).open("wb") as gguf:
         gguf.truncate(demo_model.GGUF_BYTES)  # the right size, all zeros
     process = start(tmp_path / "cache", PYTHONPATH=str(tmp_path / "path"))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert demo_model.GGUF_SHA256 in err
     assert not (tmp_path / "cache" / "models" / NAME).exists()
@@ -168,7 +169,7 @@ def test_no_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_unwritable_cache_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = start(tmp_path / "file")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "DemoModelError" in err.splitlines()[-1]
     assert "TONNAGE_CACHE" in err.splitlines()[-1]
@@ -202,7 +203,10 @@ def _namespaces() -> bool:
 def test_a_full_disk_leaves_nothing(tmp_path: Path, size: str, when: str) -> None:
     shell = ["unshare", "--map-root-user", "--mount", "bash", "-c", DISK, "disk"]
     done = subprocess.run(
-        [*shell, size, str(tmp_path), when, sys.executable, MAKE], capture_output=True, text=True, timeout=300
+        [*shell, size, str(tmp_path), when, sys.executable, MAKE],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
@@ -263,7 +267,7 @@ def test_a_hub_that_answers_is_used(made: tuple[Path, list[str]], tmp_path: Path
     with hub(made[0] / "models" / NAME) as (endpoint, served):
         environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
         process = start(tmp_path / "cache", **environment)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "from the hub" in err
     assert "Converting" not in err

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import serving
+from serving import PATIENCE, serving
 from tokenizers import Tokenizer
 from toolcalls import ASK, CLOCK, WEATHER, function, joined, told
 
@@ -304,7 +304,7 @@ def priority(api: Api) -> None:
 
 
 def wait_until(api: Api, **wanted: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     for what, count in wanted.items():
         while metric(api.http, "tonnage_engine_requests", f'state="{what}"') < count:
             assert time.monotonic() < deadline, (what, count)
@@ -493,7 +493,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
 def hf(template: str) -> Iterator[httpx.Client]:
     with (
         serving("demo", "--backend", "hf", *FLAGS, "--chat-template", template) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=120) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http,
     ):
         yield http
 
@@ -503,7 +503,7 @@ def vllm(template: str) -> Iterator[httpx.Client]:
     """Killed at the end: vLLM 0.32 leaves its engine core and that core's memory behind, we do not."""
     with (
         serving("demo", "--backend", "vllm", *FLAGS, "--chat-template", template, killed=True) as url,
-        httpx.Client(base_url=url, trust_env=False, timeout=120) as http,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http,
     ):
         yield http
 
@@ -530,7 +530,7 @@ def test_honoured_by_vllm(vllm: httpx.Client, path: str, field: str) -> None:
 def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     http: httpx.Client = request.getfixturevalue(request.param)
     with (
-        httpx.Client(trust_env=False, timeout=120) as plain,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as plain,
         openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=plain) as made,
     ):
         yield made

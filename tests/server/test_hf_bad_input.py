@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from serving import PATIENCE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tonnage.planner.build import make_plan
@@ -111,7 +112,7 @@ def test_memory_that_runs_out_while_loading_ends_with_plan_against_available() -
         preexec_fn=limited,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
         check=False,
     )
     assert ended.returncode == 2

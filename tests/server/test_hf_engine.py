@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving import PATIENCE
 from transformers import AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
@@ -205,7 +206,7 @@ async def test_a_killed_engine_process_is_an_error_not_a_hang(prompts: list[list
         assert engine.pid
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDead):
-            await asyncio.wait_for(exhaust(stream), 2)
+            await asyncio.wait_for(exhaust(stream), PATIENCE)
         with pytest.raises(EngineDead):
             await ask(engine, "y", [5])
         assert not engine.stats().ready

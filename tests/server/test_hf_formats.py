@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from serving import PATIENCE
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from tonnage.planner.build import make_plan
@@ -78,18 +79,18 @@ def test_it_is_served_over_http_and_holds_the_planned_bytes_loaded_and_warm(what
     process = psutil.Popen([*command, *flags, "--served-model-name", "m"], stdout=subprocess.PIPE, text=True)
     try:
         url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))
-        report = httpx.get(f"{url}/memory", timeout=60).json()
+        report = httpx.get(f"{url}/memory", timeout=PATIENCE).json()
         planned, measured = report["plan"]["ranks"][0], report["measured"]
         assert measured["weights_bytes"] == planned["weights_bytes"] == plan.rank.weights_bytes
         extra = measured["warm_weights_bytes"] - warm_weights(plan, what)
         # LLM.int8 keeps the numbers of the outlier columns it met last: 8 bytes for each, as the tokens fall.
         assert extra == 0 or (what == "int8" and 0 < extra < 64 << 10 and extra % 8 == 0)
         body = {"model": "m", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-        said = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+        said = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()
         assert "Paris" in said["choices"][0]["text"]
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "hqq", "torchao"])

@@ -17,6 +17,7 @@ import openai
 import psutil
 import pytest
 from openai.types import Completion
+from serving import PATIENCE
 
 from tonnage.server.demo.model import ensure_demo
 
@@ -32,11 +33,11 @@ def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         assert process.stdout is not None
         url = next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200, 120)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200, PATIENCE)
         children = psutil.Process(process.pid).children(recursive=True)
         yield url, process
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
         assert not [child for child in children if child.is_running()]
     finally:
         if process.poll() is None:
@@ -109,7 +110,7 @@ def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) ->
 
 async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(url: str) -> None:
     async def leave(number: int) -> int:
-        async with httpx.AsyncClient(timeout=120) as http:
+        async with httpx.AsyncClient(timeout=PATIENCE) as http:
             body = {"model": "demo", "prompt": f"Story {number}: once", "max_tokens": 300, "stream": True}
             async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():
@@ -118,7 +119,7 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
         raise AssertionError("the stream ended by itself")
 
     assert set(await asyncio.gather(*(leave(number) for number in range(50)))) == {200}
-    await asyncio.to_thread(until, lambda: blocks_are_free(url), 20)
+    await asyncio.to_thread(until, lambda: blocks_are_free(url), PATIENCE)
 
 
 def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
@@ -135,13 +136,13 @@ def test_the_api_process_has_no_torch_and_survives_its_engine() -> None:
         assert not [path for path in maps if "libtorch" in path]
         (engine,) = psutil.Process(process.pid).children()
         body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 800, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
             lines = (line for line in response.iter_lines() if line.startswith("data:"))
             next(lines)
             os.kill(engine.pid, signal.SIGKILL)
             rest = list(lines)
         assert any('"error"' in line for line in rest)
-        until(lambda: httpx.get(f"{url}/ready").status_code == 503, 5)
+        until(lambda: httpx.get(f"{url}/ready").status_code == 503, PATIENCE)
         assert httpx.get(f"{url}/health").status_code == 200
         refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"})
         assert refused.status_code == 503

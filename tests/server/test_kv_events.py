@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 import zmq
+from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.cache.errors import CacheBusy, CacheConfigError
@@ -136,7 +137,7 @@ def test_a_subscriber_and_a_late_one_get_the_batches() -> None:
         subscriber.connect(publisher.endpoint)
         subscriber.subscribe("kv")
         received: list[list[bytes]] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not received and time.monotonic() < deadline:  # a PUB socket drops what comes before it is joined
             publisher.publish(EVENTS)
             if subscriber.poll(50):
@@ -145,7 +146,7 @@ def test_a_subscriber_and_a_late_one_get_the_batches() -> None:
         assert topic == b"kv"
         check_with_vllm(payload)
         dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.RCVTIMEO, 20_000)
+        dealer.setsockopt(zmq.RCVTIMEO, int(PATIENCE * 1000))
         assert publisher.replay_endpoint is not None
         dealer.connect(publisher.replay_endpoint)
         dealer.send_multipart((b"", (0).to_bytes(8, "big")))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from serving import PATIENCE
 
 from tonnage.server.engines.fake import FakeEngine
 
@@ -29,7 +30,7 @@ async def schemathesis(url: str, tmp_path: Path, *more: str) -> tuple[int, str]:
         cwd=tmp_path,
         env=os.environ | {"SCHEMATHESIS_HOOKS": str(here.with_name("schemathesis_checks.py"))},
     )
-    out, _ = await asyncio.wait_for(process.communicate(), 500)
+    out, _ = await asyncio.wait_for(process.communicate(), 2 * PATIENCE)
     return process.returncode or 0, out.decode()
 
 

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.planner.build import make_plan
@@ -194,7 +195,7 @@ def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_pat
             subscriber.connect(endpoint)
             subscriber.subscribe("kv")
             subscriber.setsockopt(zmq.RCVTIMEO, 500)
-            with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
                 cached = []
                 for salt in ("one tenant", "another"):
                     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
@@ -213,7 +214,7 @@ def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_pat
                         break
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(PATIENCE)
     stored, removed = seen[vllm_events.BlockStored][-1], seen[vllm_events.BlockRemoved][-1]
     assert isinstance(stored, vllm_events.BlockStored)
     assert isinstance(removed, vllm_events.BlockRemoved)

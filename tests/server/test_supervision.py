@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
+from serving import PATIENCE
 
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
@@ -70,7 +71,7 @@ async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
     engine = SupervisedEngine(make, max_restarts=3, back_off=(0.01,), on_give_up=told.append)
     await engine.start()
     engine.engine.die()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert "after 3 restarts" in str(told[0])
@@ -81,7 +82,7 @@ async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
 
 async def test_a_request_has_its_time(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(256, max_num_seqs=1), token_rate=20)
-    async with run_server(engine, request_timeout=0.4) as server:
+    async with run_server(engine, request_timeout=2) as server:
         both = [asyncio.create_task(server.complete(max_tokens=1000, stream=s)) for s in (False, False)]
         first, second = sorted([await task for task in both], key=lambda answer: answer.status_code)
         # One had begun: again would take as long. The other never got its turn: later it may.
@@ -119,7 +120,7 @@ def serving(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
         yield url, psutil.Process(process.pid)
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
 
 
 async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed, overload) -> None:
@@ -136,7 +137,7 @@ async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed
 async def test_sigterm_drains(grace: str) -> None:
     flags = ("--backend", "fake", "--drain-seconds", grace)
     with serving(*flags) as (url, process):
-        async with httpx.AsyncClient(trust_env=False, timeout=30, base_url=url) as http:
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE, base_url=url) as http:
             body = {"model": "demo", "prompt": "a", "max_tokens": 6000, "ignore_eos": True, "stream": True}
             body["n"] = 1 if grace != "0" else 32  # 32 x 6,000 tokens take the fake engine some seconds
             async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -144,7 +145,7 @@ async def test_sigterm_drains(grace: str) -> None:
                 await anext(lines)
                 process.terminate()
                 if grace != "0":
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(PATIENCE):
                         while "server_stopping" not in (await http.get("/ready")).text:
                             pass
                     refused = await http.post("/v1/completions", json=body)
@@ -152,4 +153,4 @@ async def test_sigterm_drains(grace: str) -> None:
                 rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert ("server_stopping" in rest[-2]) == (grace == "0")
-        process.wait(timeout=20)
+        process.wait(timeout=PATIENCE)

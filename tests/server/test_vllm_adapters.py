@@ -17,7 +17,7 @@ import openai
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving import BARE_ENVIRONMENT, serving
+from serving import BARE_ENVIRONMENT, PATIENCE, serving
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
@@ -86,7 +86,7 @@ def bare(adapters: dict[str, Path]) -> dict[str, Any]:
         [sys.executable, "-c", BARE, json.dumps([str(ensure_demo()), paths, flags, PROMPTS, MAX_TOKENS])],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=2 * PATIENCE,
         env=os.environ | BARE_ENVIRONMENT,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -105,7 +105,7 @@ def client(adapters: dict[str, Path], bare: dict[str, Any]) -> Iterator[openai.O
     ]
     with (
         serving("demo", "--backend", "vllm", *flags) as url,
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
     ):
         yield made

@@ -16,7 +16,7 @@ import openai
 import pytest
 import torch
 from openai.types import CreateEmbeddingResponse
-from serving import serving
+from serving import PATIENCE, serving
 from transformers import AutoModel, AutoTokenizer
 
 from tonnage.planner.build import make_plan
@@ -36,7 +36,7 @@ POOL = "256MiB"
 def served(model: str, *flags: str) -> Iterator[openai.OpenAI]:
     with (
         serving(model, "--backend", "vllm", "--dtype", "float32", "--max-num-seqs", "8", *flags) as url,
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http) as made,
     ):
         yield made

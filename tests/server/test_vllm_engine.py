@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from serving import BARE_ENVIRONMENT, serving
+from serving import BARE_ENVIRONMENT, PATIENCE, serving
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
@@ -88,7 +88,7 @@ def bare() -> dict[str, Any]:
         [sys.executable, "-c", BARE, json.dumps([folder, POOL, PROMPTS, MAX_TOKENS])],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=2 * PATIENCE,
         env=os.environ | BARE_ENVIRONMENT,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -107,7 +107,7 @@ def server(bare: dict[str, Any]) -> Iterator[str]:
 @pytest.fixture
 def client(server: str) -> Iterator[openai.OpenAI]:
     with (
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
         openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, http_client=http) as made,
     ):
         yield made
@@ -118,7 +118,7 @@ def memory(server: str) -> dict[str, Any]:
     return report
 
 
-def until(condition: Any, seconds: float = 20.0) -> None:
+def until(condition: Any, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -202,11 +202,11 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
         "seed": number,
     }
     with (
-        httpx.Client(trust_env=False, timeout=120) as http,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
         http.stream("POST", f"{server}/v1/completions", json=body) as response,
     ):
         next(response.iter_lines())
-        leave.wait(60)
+        leave.wait(PATIENCE)
 
 
 def waiting(server: str) -> float:
