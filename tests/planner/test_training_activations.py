@@ -1,12 +1,17 @@
-"""The activation model against ``saved_tensors_hooks`` on real models of ten families, within 2 %."""
+"""The activation model against ``saved_tensors_hooks`` on real models of ten families, within 2 %.
+
+What autograd keeps of them is stored (tests/data/oracles); `make test-oracles` trains them again.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from oracle import Oracle
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
@@ -23,6 +28,22 @@ models = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(models)
 
 BATCH, LENGTH = 2, 96
+ORACLE = Oracle("training_activations", "torch", "transformers", "peft")
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture
+def saved(request) -> Callable[..., int]:
+    """saved(real, family, batch=, length=, autocast=, **overrides) -> the bytes autograd keeps of what
+    ``real()`` makes of the family; the test's name says what else it is."""
+
+    def ask(real, family, *, batch=BATCH, length=LENGTH, autocast=False, **overrides) -> int:
+        inputs = [models.config_of(family, **overrides), batch, length, autocast]
+        return ORACLE.says(
+            request.node.name, inputs, lambda: models.saved_bytes(real(), batch, length, autocast=autocast)
+        )
+
+    return ask
 
 
 def planned(
@@ -45,9 +66,11 @@ def planned(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_full_training(family, precision, attention):
-    real = models.real_model(family, attention, "bfloat16" if precision == "bf16" else "float32")
-    measured = models.saved_bytes(real, BATCH, LENGTH, autocast=precision == "bf16-mixed")
+def test_full_training(family, precision, attention, saved):
+    def real():
+        return models.real_model(family, attention, "bfloat16" if precision == "bf16" else "float32")
+
+    measured = saved(real, family, autocast=precision == "bf16-mixed")
     setup = TrainingSetup(precision=precision, attention=attention)
     assert planned(family, setup, frozenset(), BATCH, LENGTH) == pytest.approx(measured, rel=0.0005)
 
@@ -55,16 +78,19 @@ def test_full_training(family, precision, attention):
 @pytest.mark.parametrize("method", ["lora", "ia3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_adapters(family, precision, method):
-    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
-    real = models.real_model(family, "sdpa", "float32" if precision == "fp32" else "bfloat16")
-    config = (
-        peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-        if method == "lora"
-        else peft.IA3Config(task_type="CAUSAL_LM")
-    )
-    real = peft.get_peft_model(real, config).train()
-    measured = models.saved_bytes(real, BATCH, LENGTH, autocast=precision == "bf16-mixed")
+def test_adapters(family, precision, method, saved):
+    def real():
+        import peft
+
+        model = models.real_model(family, "sdpa", "float32" if precision == "fp32" else "bfloat16")
+        config = (
+            peft.LoraConfig(r=4, task_type="CAUSAL_LM")
+            if method == "lora"
+            else peft.IA3Config(task_type="CAUSAL_LM")
+        )
+        return peft.get_peft_model(model, config).train()
+
+    measured = saved(real, family, autocast=precision == "bf16-mixed")
     setup = TrainingSetup(method=method, precision=precision, attention="sdpa", rank=4)
     targets = models.planner(family).trained(setup).targets
     assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
@@ -72,46 +98,53 @@ def test_adapters(family, precision, method):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 24), (3, 160)])
-def test_other_batches_and_lengths(family, batch, length):
+def test_other_batches_and_lengths(family, batch, length, saved):
     """The tape is symbolic: sizes it was not written against, windows both used and not."""
-    real = models.real_model(family)
-    measured = models.saved_bytes(real, batch, length, autocast=False)
+    measured = saved(lambda: models.real_model(family), family, batch=batch, length=length)
     setup = TrainingSetup(precision="fp32", attention="sdpa")
     assert planned(family, setup, frozenset(), batch, length) == pytest.approx(measured, rel=0.005)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_freeze_keeps_nothing_below_the_trained_layers(family):
-    real = models.real_model(family)
-    layers = real.model.layers if family == "llama" else real.gpt_neox.layers
-    for parameter in real.parameters():
-        parameter.requires_grad = False
-    for layer in layers[-2:]:
-        for parameter in layer.parameters():
-            parameter.requires_grad = True
-    measured = models.saved_bytes(real, BATCH, LENGTH, autocast=False)
+def test_freeze_keeps_nothing_below_the_trained_layers(family, saved):
+    def real():
+        model = models.real_model(family)
+        layers = model.model.layers if family == "llama" else model.gpt_neox.layers
+        for parameter in model.parameters():
+            parameter.requires_grad = False
+        for layer in layers[-2:]:
+            for parameter in layer.parameters():
+                parameter.requires_grad = True
+        return model
+
+    measured = saved(real, family)
     setup = TrainingSetup(method="freeze", precision="fp32", attention="sdpa", trainable_layers=2)
     assert planned(family, setup, frozenset(), BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
 
 
-def test_dropout_keeps_its_mask():
+def test_dropout_keeps_its_mask(saved):
     """Attention dropout, eager: the CPU keeps a full-width mask beside the dropped weights."""
-    real = models.real_model("gpt_bigcode", "eager", attn_pdrop=0.1)
-    measured = models.saved_bytes(real, BATCH, LENGTH, autocast=False)
+    measured = saved(
+        lambda: models.real_model("gpt_bigcode", "eager", attn_pdrop=0.1), "gpt_bigcode", attn_pdrop=0.1
+    )
     setup = TrainingSetup(precision="fp32", attention="eager")
     found = planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH, attn_pdrop=0.1)
     assert found == pytest.approx(measured, rel=0.005)
     assert found > planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH) * 1.2
 
 
-def test_checkpointing_keeps_the_layers_inputs():
+def test_checkpointing_keeps_the_layers_inputs(saved):
     """Non-reentrant checkpointing, as Trainer's: of each layer one residual stream is left."""
-    real = models.real_model("llama")
-    real.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def real():
+        model = models.real_model("llama")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
     setup = TrainingSetup(precision="fp32", attention="sdpa")
     acts = models.planner("llama").activations(setup)
     ends = (acts.embedding.total + acts.head.total + acts.loss).at(BATCH, LENGTH)
-    measured = models.saved_bytes(real, BATCH, LENGTH, autocast=False)
+    measured = saved(real, "llama")
     assert measured == pytest.approx(ends + 3 * acts.stream * BATCH * LENGTH, rel=0.005)
 
 

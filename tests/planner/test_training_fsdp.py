@@ -1,4 +1,7 @@
-"""torch.distributed.fsdp on gloo ranks: what the fullest rank holds equals the plan, 0 bytes apart."""
+"""torch.distributed.fsdp on gloo ranks: what the fullest rank holds equals the plan, 0 bytes apart.
+
+What the ranks hold is stored (tests/data/oracles); `make test-oracles` starts them again.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from oracle import Oracle
 
 from tonnage.planner.training.setup import TrainingSetup
 
-torch = pytest.importorskip("torch", reason="the real thing is torch")
+ORACLE = Oracle("training_fsdp", "torch", "transformers")
+pytestmark = pytest.mark.oracle
 
 _SPEC = importlib.util.spec_from_file_location(
     "training_models", Path(__file__).with_name("training_models.py")
@@ -33,6 +38,8 @@ def layers_of(model):
 def shard_sizes(family: str, version: int, group: int, world: int) -> tuple[int, int, int]:
     """Two steps of AdamW under FSDP, one unit per layer: bytes of (weights, gradients, states) of this rank.
     ``group``: ranks of one shard group, below ``world`` for hybrid sharding."""
+    import torch
+
     model = models.real_model(family)
     if version == 2:
         from torch.distributed.device_mesh import init_device_mesh
@@ -70,6 +77,7 @@ def shard_sizes(family: str, version: int, group: int, world: int) -> tuple[int,
 
 def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
     """All cases of one world size in the same processes: starting them is what takes time."""
+    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -81,7 +89,10 @@ def worker(rank: int, world: int, port: int, cases: tuple, queue) -> None:
         dist.destroy_process_group()
 
 
-def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
+def run(world: int, cases: tuple) -> list[list[tuple[int, ...]]]:
+    """Of each rank the sizes of each case."""
+    import torch
+
     context = torch.multiprocessing.get_context("spawn")
     queue, port = context.SimpleQueue(), free_port()
     processes = [
@@ -96,7 +107,8 @@ def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
         if process.is_alive():
             process.kill()
     assert codes == [0] * world
-    return dict(queue.get() for _ in range(world))
+    found = dict(queue.get() for _ in range(world))
+    return [found[rank] for rank in range(world)]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +122,14 @@ def run(world: int, cases: tuple) -> dict[int, list[tuple[int, ...]]]:
 def test_shards(world, cases):
     """FSDP2 gives the first rank the rows that are left over; FSDP1 pads each unit to equal shards. Hybrid
     sharding (the last case) divides by the group and replicates across groups."""
-    found = run(world, cases)
+    inputs = [world, *((*case, models.config_of(case[0])) for case in cases)]
+    found = ORACLE.says(f"{world} ranks", inputs, lambda: run(world, cases))
     for index, (family, version, group) in enumerate(cases):
         hybrid = {"strategy": "fsdp"} if group == world else {"strategy": "fsdp-hybrid", "shard_size": group}
         setup = TrainingSetup(precision="fp32", gpus=world, fsdp_version=version, **hybrid)
         model = models.planner(family)
         states = model.states(setup, 0)
-        ranks = [found[rank][index] for rank in range(world)]
+        ranks = [tuple(rank[index]) for rank in found]
         assert (states.weights, states.gradients, states.optimizer) == ranks[0], (family, version)
         assert all(sizes <= ranks[0] for sizes in ranks)
         whole = world // group * 4 * model.trained(setup).parameters

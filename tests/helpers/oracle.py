@@ -1,0 +1,58 @@
+"""What libraries of a fixed version say, stored: `make test` reads it, `make test-oracles` asks them again.
+
+tests/data/oracles/NAME.json holds the versions that were asked and for each case a digest of what was asked and
+the library's own answer, never ours. TONNAGE_ORACLES=compare asks the library and fails where the file says
+something else; TONNAGE_ORACLES=write (one worker) writes what it says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "data" / "oracles"
+AGAIN = "make test-oracles TONNAGE_ORACLES=write asks again"
+
+
+class Oracle:
+    """The stored answers of one test file, of the installed ``libraries``."""
+
+    def __init__(self, name: str, *libraries: str) -> None:
+        self._path = FOLDER / f"{name}.json"
+        self._libraries = libraries
+        self._mode = os.environ.get("TONNAGE_ORACLES", "read")
+        assert self._mode in ("read", "compare", "write"), self._mode
+
+    def says(self, case: str, inputs: Any, ask: Callable[[], Any]) -> Any:
+        """The library's answer to ``case``, as JSON gives it back. ``inputs``: all that it follows from;
+        ``ask`` calls the library."""
+        asked = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+        if self._mode == "write":
+            self._write(case, {"inputs": asked, "says": ask()})
+        stored = self._stored()
+        found = stored["cases"].get(case)
+        assert found is not None, f"{self._path.name} has no {case!r}: {AGAIN}"
+        assert found["inputs"] == asked, f"{case!r} of {self._path.name} was asked of other inputs: {AGAIN}"
+        if self._mode == "compare":
+            assert stored["libraries"] == self._versions(), AGAIN
+            assert json.loads(json.dumps(ask())) == found["says"], AGAIN
+        return found["says"]
+
+    def _stored(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {"cases": {}}
+        return found
+
+    def _versions(self) -> dict[str, str]:
+        return {name: version(name).partition("+")[0] for name in self._libraries}
+
+    def _write(self, case: str, answer: dict[str, Any]) -> None:
+        stored = {"libraries": self._versions(), "cases": {**self._stored()["cases"], case: answer}}
+        FOLDER.mkdir(exist_ok=True)
+        cases = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(stored["cases"].items()))
+        libraries = json.dumps(stored["libraries"])
+        self._path.write_text(f'{{"libraries": {libraries},\n "cases": {{\n{cases}\n }}}}\n')
