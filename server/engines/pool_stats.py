@@ -1,4 +1,4 @@
-"""The block manager's state as the PoolStats of an engine that has one (hf, fake)."""
+"""The block manager and the scheduler of an engine that has them (hf, fake): from a plan, and as stats."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.admission import AdmissionMode
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.admission.peak import growth_of, peak_of
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.manager import KVCacheManager
+from tonnage.cache.scheduler import S, Scheduler
 from tonnage.planner.errors import DeploymentError
-from tonnage.server.engines.base import PoolStats
+from tonnage.planner.plan import Plan
+from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.stats import EngineStats, PoolStats
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -23,6 +26,22 @@ log = logging.getLogger("tonnage.server")
 
 # Steps between two looks at the laws. One takes 2 ms where all of 262,144 blocks are cached (test machine).
 LAWS_EVERY = 1024
+
+
+def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -> KVCacheManager:
+    """The block manager of the plan's pool. ``policy`` None: guaranteed mode. Raises DeploymentError where the
+    plan leaves a limit open."""
+    limits = limits_of(plan)
+    return KVCacheManager(
+        limits.layout,
+        plan.kv_cache.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        enable_prefix_caching=plan.deployment.enable_prefix_caching,
+        policy=policy or Policy(),
+        kv_events=kv_events,
+    )
 
 
 def sample_laws(manager: KVCacheManager, step: int) -> None:
@@ -49,6 +68,26 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
                 field="kv_events_config",
             ) from None
         manager.subscribe(publisher.publish)
+
+
+def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True) -> EngineStats:
+    """Without measured memory; costs tens of microseconds."""
+    counters = scheduler.counters
+    return EngineStats(
+        ready=ready,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        pool=pool_stats(scheduler.manager),
+        admissions=tuple((*key, count) for key, count in counters.admissions.items()),
+        refused_blocks=tuple((*key, count) for key, count in counters.missing_blocks.items()),
+        preemptions=counters.preemptions,
+        preempted_tokens=counters.preempted_tokens,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=generation_tokens,
+        prefix_hit_tokens=counters.prefix_hit_tokens,
+        shared_hit_tokens=counters.shared_hit_tokens,
+        invariant_violations=scheduler.manager.stats().violations,
+    )
 
 
 def pool_stats(manager: KVCacheManager) -> PoolStats:

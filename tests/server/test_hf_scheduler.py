@@ -151,7 +151,7 @@ def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) ->
     refs[block] += 1
     sample_laws(scheduler.manager, LAWS_EVERY - 1)
     assert scheduler.stats().invariant_violations == 0
-    scheduler._steps = LAWS_EVERY - 1
+    scheduler.core.steps = LAWS_EVERY - 1
     scheduler.schedule()
     assert scheduler.stats().invariant_violations == 1
     assert "reference counts" in caplog.text
@@ -190,8 +190,8 @@ def test_one_of_n_that_was_preempted_ends_alone() -> None:
         scheduler.add(GenerationRequest(name, tuple(range(50, 80)), params, n=2, cache_salt=name))
     while not scheduler.counters.preemptions:
         step(scheduler)
-    waiting = next(entry for entry in scheduler.entries.values() if entry.resumed)
-    name, index = waiting.request.request_id, waiting.resumed.index
+    waiting = next(entry for entry in scheduler.entries.values() if entry.generated)
+    name, index = waiting.request.request_id, waiting.index
     assert [(c.request_id, c.index) for c in scheduler.abort(name, index)] == [(name, index)]
     ended = {(name, index)}
     while not scheduler.idle:

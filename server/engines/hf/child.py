@@ -27,7 +27,8 @@ from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
-from tonnage.server.engines.hf.scheduler import Scheduler, Sequence
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.text.gguf_tokenizer import model_files
 

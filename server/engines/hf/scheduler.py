@@ -1,56 +1,37 @@
-"""Decides what each step computes: decodes first, then prefill chunks, under one token budget. No torch.
+"""Requests in, batches out, chunks back: the API's and the model's side of the one step loop. No torch.
 
-A sequence is "computed up to" some position and has some tokens; a step catches computed up to total. Decode,
-chunked prefill and the rest of a prompt after a prefix hit are all that one rule.
+What a step computes, who waits and who is preempted is decided by `tonnage.cache.scheduler`; here its decisions
+become arrays for the model runner, and drawn tokens become chunks.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from tonnage.cache.admission import Head, Never, Policy, Wait
-from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
+from tonnage.cache import scheduler
+from tonnage.cache.admission import Policy
+from tonnage.cache.manager import BlockCopy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import (
-    Chunk,
-    EngineStats,
-    GenerationRequest,
-    Grammar,
-    TokenLogprobs,
-    limits_of,
-)
+from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.sampling.adjust import Matcher
-from tonnage.server.engines.hf.sequence import Entry, Sequence, generator
-from tonnage.server.engines.pool_stats import pool_stats, sample_laws, share
+from tonnage.server.engines.hf.sequence import Sequence, first_sequence, forked
+from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws, share
+from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.stats import EngineStats
+from tonnage.server.text.grammar import Grammar
 
 # Makes the matcher of a grammar for the stop tokens of a request; raises TonnageError.
 MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
-@dataclass(slots=True)
-class Counters:
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    shared_hit_tokens: int = 0
-    preemptions: int = 0
-    preempted_tokens: int = 0
-    admissions: dict[tuple[str, str], int] = field(default_factory=dict)
-    refused_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
-
-
 class Scheduler:
-    """State of all requests on this rank. One step: ``schedule`` -> forward -> ``finish``."""
+    """State of all requests on this rank. A step: ``schedule`` -> forward -> ``fork`` -> draw -> ``finish``."""
 
     def __init__(
         self,
@@ -59,208 +40,67 @@ class Scheduler:
         policy: Policy | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        limits = limits_of(plan)
         self.plan = plan
-        self.budget = limits.max_num_batched_tokens
-        self.most_logits = limits.max_num_seqs
-        policy = policy or Policy()
-        self.manager = KVCacheManager(
-            plan.kv_cache.layout,
-            plan.kv_cache.num_blocks,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            enable_prefix_caching=plan.deployment.enable_prefix_caching,
-            policy=policy,
-            kv_events=sharing is not None and sharing.events is not None,
-        )
+        self.manager = new_manager(plan, policy, kv_events=sharing is not None and sharing.events is not None)
         if sharing is not None:
             share(self.manager, sharing)
-        self.queue = WaitingQueue(lookahead=policy.lookahead)
-        self.entries: dict[int, Entry] = {}  # of the queue, by the id their sequence will have
-        self.running: dict[int, Sequence] = {}
-        self._ids = itertools.count()
+        self.core: scheduler.Scheduler[Sequence] = scheduler.Scheduler(
+            self.manager, budget=self.manager.limits.max_num_batched_tokens
+        )
+        self.counters = self.core.counters
+        self.generation_tokens = 0
         self._matcher = matcher
-        self.counters = Counters()
-        self._steps = 0
-        self._waited: set[int] = set()  # entries whose wait was already counted
+
+    @property
+    def entries(self) -> dict[int, Sequence]:
+        """Those that wait, by id."""
+        return self.core.waiting
+
+    @property
+    def running(self) -> dict[int, Sequence]:
+        return self.core.running
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.entries
+        return self.core.idle
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request; the API process has already refused what can never fit.
+    def add(self, request: GenerationRequest, arrival: float | None = None) -> None:
+        """Queue a request; the API process has already refused what can never fit. ``arrival`` None: now.
 
         Raises TonnageError for a grammar that is not understood, before anything is queued.
         """
-        self._match(request)
-        tokens = np.array(request.prompt_token_ids, dtype=np.int32)
-        self._queue(Entry(request, tokens, time.monotonic()))
-
-    def _queue(self, entry: Entry) -> None:
-        number = next(self._ids)
-        self.entries[number] = entry
-        self.queue.push(Waiting(number, entry.wish, entry.arrived))
+        arrival = time.monotonic() if arrival is None else arrival
+        self.core.add(first_sequence(request, arrival, self._match(request)))
 
     def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
         """Forget a request wherever it is, or one of its n sequences, and give back the blocks; chunks that say
         so, none if it is unknown. A sequence that is still to be forked goes with the whole request only."""
         ended: list[int] = []
-        for number, entry in list(self.entries.items()):
-            if entry.request.request_id == request_id and entry.includes(index):
-                self.queue.remove(number)
-                self._waited.discard(number)
-                del self.entries[number]
-                ended += entry.indices
-        for sequence in list(self.running.values()):
+        for sequence in [*self.entries.values(), *self.running.values()]:
             if sequence.request.request_id == request_id and sequence.includes(index):
-                self._release(sequence)
+                self.core.drop(sequence)
                 ended += sequence.indices
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
     def schedule(self) -> tuple[Batch | None, list[Sequence], list[Chunk]]:
-        """The next batch, its sequences in order, and refusals. None when there is nothing to compute."""
-        self._steps += 1
-        sample_laws(self.manager, self._steps)
-        copies: list[BlockCopy] = []
-        picked, budget = self._pick_running(copies)
-        while self.running and not picked:  # only where admission reserved more than there is
-            self._preempt()
-            picked, budget = self._pick_running(copies)
-        refused: list[Chunk] = []
-        while budget > 0 and self.entries and sum(s.rows for s in picked) < self.most_logits:
-            sequence = self._admit(refused)
-            if sequence is None:
-                break
-            more, _, budget = self._pick([sequence], budget, copies, picked)
-            picked += more
-        return (self._batch(picked, copies) if picked else None), picked, refused
+        """The next batch, its sequences in order, and refusals. None when there is nothing to compute.
 
-    def _pick_running(self, copies: list[BlockCopy]) -> tuple[list[Sequence], int]:
-        """The running sequences that compute in this step, and the budget left.
-
-        The budget of those that stall is offered to the next ones: the proof that a safe state always makes
-        progress (`tonnage.cache.admission.safety`) rests on it.
+        Raises InvariantViolation where a mode that never preempts would have to.
         """
-        waiting, picked, budget = list(self.running.values()), [], self.budget
-        while waiting and budget > 0:
-            more, asked, budget = self._pick(waiting, budget, copies, picked)
-            picked += more
-            waiting = [s for s in waiting if s.id not in asked]
-        return picked, budget
-
-    def _pick(
-        self, sequences: list[Sequence], budget: int, copies: list[BlockCopy], before: list[Sequence]
-    ) -> tuple[list[Sequence], set[int], int]:
-        """Those that compute in this step beside ``before``, their blocks allocated; the ids of all that were
-        asked; the budget left: decodes first, then prefills while the budget lasts. Who is granted no block
-        stalls until the next step."""
-        order = [s for s in sequences if s.decodes][:budget]
-        for sequence in order:
-            sequence.chunk = 1
-        left = budget - len(order)
-        # The plan has room for the logits of max_num_seqs tokens, and each sequence may want those of one.
-        spare = self.most_logits - sum(s.rows for s in before) - len(sequences)
-        for sequence in sequences:
-            if left and not sequence.decodes:
-                sequence.chunk = min(left, len(sequence.tokens) - sequence.computed)
-                if sequence.scores:
-                    sequence.chunk = min(sequence.chunk, 1 + max(0, spare))
-                    spare -= sequence.chunk - 1
-                left -= sequence.chunk
-                order.append(sequence)
-        if not order:
-            return [], {s.id for s in sequences}, budget
-        ends = self.manager.grant([s.id for s in order], [s.computed + s.chunk for s in order]).tolist()
-        for sequence, end in zip(order, ends, strict=True):
-            sequence.chunk = end - sequence.computed
-        picked = [s for s in order if s.chunk > 0]
-        if picked:
-            copies += self.manager.extend_many([s.id for s in picked], [s.computed + s.chunk for s in picked])
-        return picked, {s.id for s in order}, budget - sum(s.chunk for s in picked)
-
-    def _preempt(self) -> None:
-        """Give back the blocks of one request; its sequences wait, with what they have said, to be computed
-        again. Each comes back by itself."""
-        manager = self.manager
-        assert manager.admission is not None
-        victim = manager.admission.victim(manager.running())
-        places = manager.entries(list(self.running)).tolist()
-        for sequence in [s for s, place in zip(self.running.values(), places, strict=True) if place == victim]:
-            self.counters.preemptions += 1
-            self.counters.preempted_tokens += sequence.computed
-            self._release(sequence)
-            sequence.chunk = 0
-            resumed = sequence if sequence.generated else None
+        sample_laws(self.manager, self.core.steps + 1)
+        step = self.core.step()
+        for sequence in step.preempted:
             sequence.prompt_logprobs = [None]
-            tokens = np.array(sequence.tokens, dtype=np.int32)
-            self._queue(Entry(sequence.request, tokens, sequence.arrived, resumed, again=True))
-
-    def _admit(self, refused: list[Chunk]) -> Sequence | None:
-        """Admit the next of the queue; None when all have to wait."""
-        while (taken := self.queue.take(self._ask, self._start_of, self._steps)) is not None:
-            waiting, answer = taken
-            entry = self.entries.pop(waiting.id)
-            self._waited.discard(waiting.id)
-            request = entry.request
-            if isinstance(answer, Never):
-                self._count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
-                refused += [
-                    Chunk(request.request_id, index, (), "error", error=str(answer)) for index in entry.indices
-                ]
-                continue
-            self._count("admit", "resumed" if entry.again else "fits")
-            return self._start(waiting.id, entry, answer)
-        return None
-
-    def _ask(self, waiting: Waiting, head: Head | None) -> Admitted | Never | Wait:
-        entry, wish = self.entries[waiting.id], waiting.request
-        scored = entry.request.params.prompt_logprobs is not None and entry.resumed is None
-        answer = self.manager.admit(
-            waiting.id,
-            entry.tokens,
-            wish.max_tokens,
-            n=wish.n,
-            # A prompt whose log probabilities are wanted is computed whole: it may not hit the cache.
-            salt=secrets.token_bytes(16) if scored else entry.request.cache_salt,
-            tenant=wish.tenant,
-            produced=wish.produced,
-            head=head,
-        )
-        if isinstance(answer, Wait) and waiting.id not in self._waited:
-            self._waited.add(waiting.id)
-            self._count("wait", answer.reason, answer.blocks_short)
-        return answer
-
-    def _start_of(self, waiting: Waiting) -> Head:
-        return self.manager.start_of(waiting.request)
-
-    def _start(self, number: int, entry: Entry, answer: Admitted) -> Sequence:
-        """The sequence under its new id, new or resumed."""
-        request, cached = entry.request, answer.cached_tokens
-        sequence = entry.resumed
-        if sequence is not None:
-            sequence.id, sequence.computed = number, cached
-        else:
-            if not entry.again:
-                self.counters.prompt_tokens += len(request.prompt_token_ids)
-                self.counters.prefix_hit_tokens += cached
-                self.counters.shared_hit_tokens += answer.shared_tokens
-            sequence = Sequence(
-                number,
-                request,
-                0,
-                list(request.prompt_token_ids),
-                cached,
-                cached,
-                generator(request.params.seed, 0),
-                entry.arrived,
-                queued=time.monotonic() - entry.arrived,
-                matcher=self._match(request),
-            )
-        self.running[number] = sequence
-        return sequence
+        for sequence in step.admitted:
+            sequence.asked = None
+            if not sequence.generated:
+                sequence.queued = time.monotonic() - sequence.arrival
+        refused = [
+            Chunk(sequence.request.request_id, index, (), "error", error=str(never))
+            for sequence, never in step.refused
+            for index in sequence.indices
+        ]
+        return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
 
     def _match(self, request: GenerationRequest) -> Matcher | None:
         grammar = request.params.grammar
@@ -309,37 +149,16 @@ class Scheduler:
         Call after the forward. Also publishes what the step wrote in the prefix index.
         """
         reached = [sequence for sequence in picked if sequence.samples]
-        for sequence in picked:
-            sequence.computed += sequence.chunk
-            sequence.chunk = 0
-        self.manager.commit_many([s.id for s in picked], [s.computed for s in picked])
+        self.core.computed(picked)
         drawing = []
         for sequence in reached:
             drawing.append(sequence)
-            if sequence.unforked:
-                drawing.extend(self._fork(sequence))
+            if sequence.forks:
+                request = sequence.request
+                forks = [forked(sequence, index, self._match(request)) for index in range(1, request.n)]
+                self.core.fork(sequence, forks)
+                drawing += forks
         return drawing
-
-    def _fork(self, parent: Sequence) -> list[Sequence]:
-        request, parent.forked = parent.request, True
-        forks = []
-        for index in range(1, request.n):
-            sequence_id = next(self._ids)
-            self.manager.fork(parent.id, sequence_id)
-            fork = Sequence(
-                sequence_id,
-                request,
-                index,
-                list(parent.tokens),
-                parent.computed,
-                parent.cached_tokens,
-                generator(request.params.seed, index),
-                parent.arrived,
-                matcher=self._match(request),
-            )
-            self.running[fork.id] = fork
-            forks.append(fork)
-        return forks
 
     def finish(
         self,
@@ -353,7 +172,7 @@ class Scheduler:
         going: list[Sequence] = []
         for sequence, token in zip(drawing, token_ids, strict=True):
             params = sequence.request.params
-            self.counters.generation_tokens += 1
+            self.generation_tokens += 1
             one = (scored[sequence.id],) if scored and sequence.id in scored else ()
             try:
                 complete = sequence.matcher is not None and sequence.matcher.accept(token)
@@ -371,16 +190,16 @@ class Scheduler:
                 sequence.tokens.append(token)
                 going.append(sequence)
         if going:
-            self.manager.append_many([s.id for s in going], [s.tokens[-1] for s in going])
+            self.core.append(going, [s.tokens[-1] for s in going])
         return chunks
 
     def fail(self, picked: list[Sequence], error: str) -> list[Chunk]:
         """End these sequences with an error; the others go on."""
         chunks = []
         for sequence in picked:
-            self._release(sequence)
+            self.core.drop(sequence)
             chunks += [
-                Chunk(sequence.request.request_id, index, (), "error", sequence.cached_tokens, error)
+                Chunk(sequence.request.request_id, index, (), "error", sequence.cached, error)
                 for index in sequence.indices
             ]
         return chunks
@@ -389,15 +208,15 @@ class Scheduler:
         self,
         sequence: Sequence,
         token_ids: tuple[int, ...],
-        reason: str | None,
+        reason: FinishReason | None,
         scored: tuple[TokenLogprobs, ...] = (),
     ) -> Chunk:
         return Chunk(
             sequence.request.request_id,
             sequence.index,
             token_ids,
-            reason,  # type: ignore[arg-type]
-            sequence.cached_tokens,
+            reason,
+            sequence.cached,
             logprobs=scored,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.scores else (),
             queued_seconds=sequence.queued,
@@ -407,39 +226,11 @@ class Scheduler:
         self,
         sequence: Sequence,
         token_ids: tuple[int, ...],
-        reason: str,
+        reason: FinishReason,
         scored: tuple[TokenLogprobs, ...] = (),
     ) -> Chunk:
-        """It ended by itself: what it needed teaches the forecast of those to come."""
-        if self.manager.admission is not None:
-            self.manager.admission.ended(sequence.generated + 1, sequence.request.tenant)
-        self._release(sequence)
+        self.core.end(sequence, sequence.generated + 1)
         return self._said(sequence, token_ids, reason, scored)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.manager.free(sequence.id)
-        del self.running[sequence.id]
-
-    def _count(self, outcome: str, reason: str, missing_blocks: int = 0) -> None:
-        key, counters = (outcome, str(reason)), self.counters
-        counters.admissions[key] = counters.admissions.get(key, 0) + 1
-        if missing_blocks > 0:
-            counters.refused_blocks[key] = counters.refused_blocks.get(key, 0) + missing_blocks
-
     def stats(self) -> EngineStats:
-        counters = self.counters
-        return EngineStats(
-            ready=True,
-            running=len(self.running),
-            waiting=len(self.entries),
-            pool=pool_stats(self.manager),
-            admissions=tuple((*key, count) for key, count in counters.admissions.items()),
-            prompt_tokens=counters.prompt_tokens,
-            refused_blocks=tuple((*key, count) for key, count in counters.refused_blocks.items()),
-            preemptions=counters.preemptions,
-            preempted_tokens=counters.preempted_tokens,
-            generation_tokens=counters.generation_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            shared_hit_tokens=counters.shared_hit_tokens,
-            invariant_violations=self.manager.stats().violations,
-        )
+        return engine_stats(self.core, self.generation_tokens)

@@ -1,51 +1,51 @@
-"""What the scheduler keeps of requests: sequences that run, entries that wait. No torch."""
+"""One of the n sequences of a request, with what the model and the API need of it. No torch."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from tonnage.cache.admission import AdmissionRequest
-from tonnage.server.engines.base import GenerationRequest, SamplingParams, TokenLogprobs
+from tonnage.cache import scheduler
+from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.engines.hf.sampling.adjust import Matcher
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 
-@dataclass(slots=True)
-class Sequence:
-    """One of the n sequences of a request. ``tokens`` is prompt plus output; ``computed`` of them have K/V."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(scheduler.Sequence):
+    """``tokens`` is prompt plus output. Index 0 stands for all n until the others are forked from it."""
 
-    id: int
     request: GenerationRequest
-    index: int
     tokens: list[int]
-    computed: int
-    cached_tokens: int
     random: np.random.Generator
-    arrived: float  # time.monotonic()
-    chunk: int = 0  # tokens computed in the step under way
-    queued: float | None = None  # seconds from its arrival here to admission
+    index: int = 0
+    queued: float | None = None  # seconds from its arrival to admission
     matcher: Matcher | None = None  # of its grammar
-    forked: bool = False  # its siblings are sequences of their own
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    asked: npt.NDArray[np.int32] | None = None  # ``tokens``, while it waits
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Converted once however often admission is asked."""
+        if self.asked is None:
+            self.asked = np.array(self.tokens, np.int32)
+        return self.asked
 
     @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+    def salt(self) -> str | bytes:
+        """A prompt whose log probabilities are wanted is computed whole: it may not hit the cache."""
+        return secrets.token_bytes(16) if self.scores else self.request.cache_salt
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
 
     @property
-    def scores(self) -> bool:
-        """The logits of every token of the step are wanted: the prompt's log probabilities are."""
-        return self.params.prompt_logprobs is not None and self.index == 0 and not self.generated
-
-    @property
     def decodes(self) -> bool:
         """All but the token drawn last is computed."""
-        return self.generated > 0 and len(self.tokens) - self.computed == 1
+        return self.generated > 0 and self.length - self.computed == 1
 
     @property
     def rows(self) -> int:
@@ -53,23 +53,46 @@ class Sequence:
         return self.chunk if self.scores else int(self.samples)
 
     @property
-    def unforked(self) -> bool:
-        """It still stands for all n sequences of its request."""
-        return self.index == 0 and not self.generated and not self.forked
-
-    @property
     def indices(self) -> range:
         """The sequences of the request that end when this one does."""
-        return range(self.request.n) if self.unforked else range(self.index, self.index + 1)
+        return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
         """It can end for sequence ``index`` of its request, or for all (None)."""
         return index is None or self.indices == range(index, index + 1)
 
-    @property
-    def samples(self) -> bool:
-        """The step under way reaches the last token, so a next one is drawn."""
-        return self.computed + self.chunk == len(self.tokens)
+
+def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> Sequence:
+    """The one that stands for all n of a request that has come in."""
+    return Sequence(
+        prompt=len(request.prompt_token_ids),
+        max_tokens=request.params.max_tokens,
+        arrival=arrival,
+        forks=request.n - 1,
+        tenant=request.tenant,
+        priority=request.priority,
+        scored=request.params.prompt_logprobs is not None,
+        request=request,
+        tokens=list(request.prompt_token_ids),
+        random=generator(request.params.seed, 0),
+        matcher=matcher,
+    )
+
+
+def forked(parent: Sequence, index: int, matcher: Matcher | None) -> Sequence:
+    """Sequence ``index`` of the request, with what ``parent``, its first, knows."""
+    return Sequence(
+        prompt=parent.prompt,
+        max_tokens=parent.max_tokens,
+        arrival=parent.arrival,
+        tenant=parent.tenant,
+        priority=parent.priority,
+        request=parent.request,
+        tokens=list(parent.tokens),
+        random=generator(parent.params.seed, index),
+        index=index,
+        matcher=matcher,
+    )
 
 
 def generator(seed: int | None, index: int) -> np.random.Generator:
@@ -78,39 +101,3 @@ def generator(seed: int | None, index: int) -> np.random.Generator:
     if seed is None:
         return np.random.Generator(np.random.Philox())
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), index])))
-
-
-@dataclass(slots=True)
-class Entry:
-    """What waits: a request, or one of its sequences that was preempted (``resumed``)."""
-
-    request: GenerationRequest
-    tokens: np.ndarray  # int32, prompt and what was produced; converted once however often admission is asked
-    arrived: float
-    resumed: Sequence | None = None
-    again: bool = False  # it was admitted once and preempted: its prompt is counted already
-
-    @property
-    def sequences(self) -> int:
-        return self.request.n if self.resumed is None else 1
-
-    @property
-    def indices(self) -> range:
-        """The sequences of the request that wait with it."""
-        return range(self.request.n) if self.resumed is None else self.resumed.indices
-
-    def includes(self, index: int | None) -> bool:
-        """It can end for sequence ``index`` of its request, or for all (None)."""
-        return index is None or self.indices == range(index, index + 1)
-
-    @property
-    def wish(self) -> AdmissionRequest:
-        request, produced = self.request, self.resumed.generated if self.resumed else 0
-        return AdmissionRequest(
-            len(self.tokens),
-            request.params.max_tokens - produced,
-            self.sequences,
-            request.tenant,
-            request.priority,
-            produced=produced,
-        )
