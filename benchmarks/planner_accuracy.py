@@ -19,8 +19,8 @@ from importlib import import_module
 from pathlib import Path
 
 SECTIONS = (
-    "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "inference",
-    "llama_cpp", "sglang",
+    "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "llama_cpp",
+    "sglang",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.dtypes import KV_SCALE_BYTES, config_dtype
 from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
-from tonnage.planner.engines.pool import Pool
+from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -172,7 +172,7 @@ def _with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architec
     return draft.architecture, draft.weights, draft.notes
 
 
-def _stage_block_bytes(pool: Pool, architecture: Architecture, flags: Deployment) -> list[int]:
+def _stage_block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
     """Bytes of one block on each pipeline stage, which stores its own layers only."""
     stages = flags.pipeline_parallel_size
     if stages == 1:
@@ -224,7 +224,7 @@ def auto_dtype(source: ModelSource) -> str:
     return found or "float32"
 
 
-def num_blocks_of(chosen: Resolved, pool: Pool, size: int, fixed: int, weights: int) -> int:
+def num_blocks_of(chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
     """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed`` leaves.
 
     The hf engine on a CPU takes no more than max_num_seqs full-length sequences (and the null block) can
@@ -285,7 +285,7 @@ def _intervals(loaded: Weights, rank: RankPlan, runtime: Runtime) -> dict[str, t
     return bounds
 
 
-def _kv_terms(pool: Pool, num_blocks: int, chosen: Resolved) -> list[Term]:
+def _kv_terms(pool: PoolSpec, num_blocks: int, chosen: Resolved) -> list[Term]:
     if not pool.demands:
         from tonnage.planner.engines.encoder import terms as encoder_terms
 

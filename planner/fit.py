@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from tonnage.planner.deployment import Resolved
-from tonnage.planner.engines.pool import Capacity, Pool
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.plan import RankPlan
 from tonnage.planner.units import gib
 
 
-def judge(chosen: Resolved, rank: RankPlan, pool: Pool, capacity: Capacity, *, asked: bool) -> tuple[str, ...]:
+def judge(
+    chosen: Resolved, rank: RankPlan, pool: PoolSpec, capacity: PoolCapacity, *, asked: bool
+) -> tuple[str, ...]:
     """Reasons why it does not fit, empty when it does: all terms within the limit, and a pool that holds
     one sequence of max_model_len tokens. ``asked``: max_model_len was a flag, not the model's own."""
     limit = chosen.limit

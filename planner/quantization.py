@@ -19,7 +19,6 @@ from tonnage.planner.quantization_formats import LinearFormat
 from tonnage.planner.quantization_rules import Patterns, spelling
 from tonnage.planner.records import dataclass, field
 
-Scheme = str  # one of FLAG_VALUES, or what a checkpoint's method is printed as
 _ROW_SCALE = (1, 0)
 
 # --quantization for an unquantized checkpoint -> the format the engine makes of it

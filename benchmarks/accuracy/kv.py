@@ -1,11 +1,12 @@
-"""``kv``: bytes one sequence of 32,768 tokens keeps (16-bit), for every real config of the folder, against the
-oracle of kv_oracle.py, and layer kinds and page bytes against vLLM's own specs where they are given."""
+"""``kv``: bytes that one sequence of 32,768 tokens keeps (16-bit), as vLLM's plan of every real config of the
+folder says, against the oracle of kv_oracle.py. ``layers``: the same of the layers the plans are made from,
+recurrent states included. ``vllm_specs``: layer kinds against vLLM's own specs where they are given."""
 
 from __future__ import annotations
 
 import json
 
-from accuracy import kv_oracle
+from accuracy import kv_kept, kv_oracle
 from accuracy.common import Inputs, Section, read_tsv
 
 NAME = "kv"
@@ -19,14 +20,20 @@ _SPECS = {
 
 
 def score(inputs: Inputs) -> Section | None:
-    from tonnage.planner.cache_bytes import sequence_bytes
+    from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.plan import Deployment
+    from tonnage.planner.source import ModelSource
 
     if inputs.configs is None:
         return None
+    # Room for any model; the length only decides how many blocks a sequence is given, not what they hold.
+    flags = Deployment(
+        engine="vllm", dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=1 << 33, device_memory=1 << 44
+    )  # fmt: skip
     section = Section()
-    unknown = []
+    unknown, elsewhere, layers = [], [], []
     for name in inputs.names():
         if name.startswith("transformers-default"):
             continue
@@ -34,19 +41,31 @@ def score(inputs: Inputs) -> Section | None:
         if config is None:
             continue
         try:
-            planned = sequence_bytes(build_architecture(config), TOKENS, "bfloat16")
+            architecture = build_architecture(config)
+            plain = {key: value for key, value in config.items() if key != "quantization_config"}
+            plan = plan_source(ModelSource(name, name, plain, "folder"), flags)
         except TonnageError as error:
             section.refuse(name, error)
             continue
         try:
             truth = kv_oracle.expected(config, TOKENS)
+            growing = kv_oracle.expected(config, TOKENS, kv_oracle.vllm_index_bytes)
         except (KeyError, TypeError):  # a field that the oracle, unlike the planner, wants in the file
-            truth = None
-        if truth is None:
+            truth = growing = None
+        if truth is None or growing is None:
             unknown.append(name)
             continue
-        section.add(name, planned.growing + planned.fixed, sum(truth))
+        found = kv_kept.by_layers(architecture, TOKENS)
+        if found != truth:
+            layers.append(f"{name}: {found} truth {truth}")
+        if architecture.model_type in kv_kept.OWN_LAYOUT:
+            elsewhere.append(name)
+        else:
+            section.add(name, kv_kept.by_plan(plan, TOKENS), growing[0])
+    compared = len(section.errors) + len(elsewhere)
     section.extra["not_in_the_oracle"] = unknown
+    section.extra["held_against_vllm_itself"] = elsewhere
+    section.extra["layers"] = {"rows": compared, "equal": compared - len(layers), "differ": layers}
     if inputs.vllm is not None:
         section.extra["vllm_specs"] = _against_vllm(inputs)
     return section

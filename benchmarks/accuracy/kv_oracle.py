@@ -1,13 +1,25 @@
 """A second, small implementation of KV and state bytes, straight from config.json: the oracle of section ``kv``
-and of tests/planner/test_cache_bytes.py. It shares no code with the planner.
+and of tests/planner/test_kv_oracle.py. It shares no code with the planner.
 
 ``expected(config, tokens)`` -> (bytes that grow with the sequence, bytes of state) for 16-bit caches and 16-bit
-states (fp32 where the model says so), or None for a model it does not know.
+states (fp32 where the model says so), or None for a model it does not know. ``index_bytes``: of the key that a
+sparse indexer keeps of a token, by its elements (16 bits each, or as vLLM: :func:`vllm_index_bytes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+
+def sixteen_bits(elements: int) -> int:
+    return 2 * elements
+
+
+def vllm_index_bytes(elements: int) -> int:
+    """FP8 and one fp32 scale for 128 elements (vLLM 0.32, v1/attention/backends/mla/indexer.py)."""
+    return elements + 4 * (elements // 128)
+
 
 MLA = {
     "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "mistral4",
@@ -58,7 +70,9 @@ def windows(kinds: list[bool], window: int | None, tokens: int) -> int:
     return sum(min(tokens, window) if slides and window else tokens for slides in kinds)
 
 
-def expected(config: dict[str, Any], tokens: int) -> tuple[int, int] | None:
+def expected(
+    config: dict[str, Any], tokens: int, index_bytes: Callable[[int], int] = sixteen_bits
+) -> tuple[int, int] | None:
     c = text_of(config)
     kind = c["model_type"]
     if "block_configs" in c:  # pruned Llama: heads per layer
@@ -83,8 +97,8 @@ def expected(config: dict[str, Any], tokens: int) -> tuple[int, int] | None:
         return c["n_layers"] * kv * (c["d_model"] // c["n_heads"]) * 2 * tokens * 2, 0
     if kind in MLA or (kind == "deepseek_v2" and c.get("kv_lora_rank")):
         entry = c["kv_lora_rank"] + c["qk_rope_head_dim"]
-        entry += c.get("index_head_dim", 128) if kind in ("deepseek_v32", "glm_moe_dsa") else 0
-        return c["num_hidden_layers"] * entry * tokens * 2, 0
+        key = index_bytes(c.get("index_head_dim", 128)) if kind in ("deepseek_v32", "glm_moe_dsa") else 0
+        return c["num_hidden_layers"] * (entry * 2 + key) * tokens, 0
     if kind in ("deepseek_v4", "deepseek_ref"):
         return deepseek_v4(c, tokens)
     if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
@@ -94,7 +108,7 @@ def expected(config: dict[str, Any], tokens: int) -> tuple[int, int] | None:
     if kind == "lfm2" and c.get("full_attn_idxs"):
         full, (layers, kv, size) = len(c["full_attn_idxs"]), geometry(c)
         return full * kv * size * 4 * tokens, (layers - full) * (c["conv_L_cache"] - 1) * c["hidden_size"] * 2
-    hybrid = sliding(c, kind, tokens)
+    hybrid = sliding(c, kind, tokens, index_bytes)
     if hybrid is not None:
         return hybrid, 0
     if kind in DENSE:
@@ -110,7 +124,7 @@ def expected(config: dict[str, Any], tokens: int) -> tuple[int, int] | None:
     return None
 
 
-def sliding(c: dict[str, Any], kind: str, tokens: int) -> int | None:
+def sliding(c: dict[str, Any], kind: str, tokens: int, index_bytes: Callable[[int], int]) -> int | None:
     """Models with windows, by each model's own rule."""
     listed = c.get("layer_types")
     layers, kv, size = (0, 0, 0) if kind == "step3p7" and not listed else geometry_or_zero(c)
@@ -141,8 +155,8 @@ def sliding(c: dict[str, Any], kind: str, tokens: int) -> int | None:
         return windows([(i + 1) % 4 != 0 for i in range(layers)], chunk, tokens) * kv * size * 4
     if kind in ("minimax_m3", "minimax_m3_vl"):
         sparse = c["sparse_attention_config"]
-        keys = sum(sparse["sparse_attention_freq"]) * sparse["sparse_index_dim"]
-        return (layers * kv * size * 2 + keys) * tokens * 2
+        keys = sum(sparse["sparse_attention_freq"]) * index_bytes(sparse["sparse_index_dim"])
+        return (layers * kv * size * 4 + keys) * tokens
     if kind == "mllama_text_model":  # cross-attention layers hold the image, not the text
         return (layers - len(c["cross_attention_layers"])) * kv * size * tokens * 4
     return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
-from tonnage.planner.engines.pool import Capacity, Pool
-from tonnage.planner.engines.vllm import Request
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.vllm import VLLMDeployment
 from tonnage.planner.host import cpu_features_of
 
-__all__ = ["Capacity", "Pool", "build_pool", "capacity"]
+__all__ = ["PoolCapacity", "PoolSpec", "build_pool", "capacity"]
 
 
-def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
+def build_pool(architecture: Architecture, chosen: Resolved) -> PoolSpec:
     """The pool of one rank under the engine of ``chosen``. Raises UnsupportedArchitecture."""
     flags = chosen.flags
     if architecture.kind == "encoder":
@@ -22,7 +22,7 @@ def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
     if flags.engine == "vllm":
         from tonnage.planner.engines import vllm
 
-        return vllm.build_pool(architecture, _vllm_request(chosen))
+        return vllm.build_pool(architecture, _of_vllm(chosen))
     if flags.engine == "hf":
         from tonnage.planner.engines import hf
 
@@ -34,7 +34,7 @@ def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
     return tokens.build_pool(architecture, chosen)
 
 
-def capacity(pool: Pool, chosen: Resolved, num_blocks: int) -> Capacity:
+def capacity(pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
     """What ``num_blocks`` hold, counted as the engine prints it."""
     if not pool.demands:
         from tonnage.planner.engines import encoder
@@ -48,13 +48,13 @@ def capacity(pool: Pool, chosen: Resolved, num_blocks: int) -> Capacity:
     usable = max(0, num_blocks - 1) if chosen.flags.engine == "hf" else num_blocks
     per_sequence = pool.sequence_blocks(chosen.max_model_len)
     tokens = usable * chosen.max_model_len // per_sequence
-    return Capacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
+    return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
 
 
-def _vllm_request(chosen: Resolved) -> Request:
+def _of_vllm(chosen: Resolved) -> VLLMDeployment:
     flags = chosen.flags
     here = cpu_features_of(flags.device, flags.gpu)
-    return Request(
+    return VLLMDeployment(
         device=flags.device,
         version=chosen.version,
         dtype_bytes=DTYPE_BYTES[flags.dtype],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
-from tonnage.planner.engines.pool import Capacity, Pool
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVLayout
 from tonnage.planner.plan import Deployment, Term
@@ -28,7 +28,7 @@ NOTE = (
 _UNUSED = "--kv-cache-memory-bytes has no effect: there is no pool to size"
 
 
-def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -> Pool:
+def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -> PoolSpec:
     """The pool of nothing. Raises UnsupportedArchitecture for a class that the engine does not have."""
     if flags.engine == "vllm" and architecture.class_name not in VLLM_CLASSES:
         raise UnsupportedArchitecture(
@@ -46,12 +46,12 @@ def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -
         head_size=architecture.head_size, dtype=dtype, dtype_bytes=KV_DTYPE_BYTES.get(dtype, 0),
     )  # fmt: skip
     notes = (NOTE,) if flags.kv_cache_memory_bytes is None else (NOTE, _UNUSED)
-    return Pool(layout, (), notes)
+    return PoolSpec(layout, (), notes)
 
 
-def capacity(max_num_seqs: int) -> Capacity:
+def capacity(max_num_seqs: int) -> PoolCapacity:
     """The null block; as many texts at once as the scheduler takes."""
-    return Capacity(1, 0, 0, 0, float(max_num_seqs))
+    return PoolCapacity(1, 0, 0, 0, float(max_num_seqs))
 
 
 def whole_texts(deployment: Deployment, max_model_len: int, tokens: int) -> tuple[Deployment, int]:

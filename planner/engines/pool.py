@@ -1,4 +1,4 @@
-"""Pool: a KVLayout and what one sequence of so many tokens takes from it, whichever engine owns it."""
+"""The pool of a plan: a KVLayout, and what one sequence of so many tokens takes from it under its engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolSpec:
     """``demands`` go with ``layout.groups``. ``pages``: bytes of each layer's page, group by group (empty: a
     layer slot each)."""
 
@@ -67,7 +67,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class PoolCapacity:
     """What a pool holds. ``tokens`` and ``max_concurrency`` for sequences of max_model_len tokens, as the
     engine prints them."""
 

@@ -6,12 +6,12 @@ from tonnage.planner.architecture import Architecture
 from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines import llama_cpp, sglang
-from tonnage.planner.engines.pool import Demand, Pool
+from tonnage.planner.engines.pool import Demand, PoolSpec
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.units import ceil_div
 
 
-def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
+def build_pool(architecture: Architecture, chosen: Resolved) -> PoolSpec:
     """One token slot of all layers is a block. Raises UnsupportedArchitecture."""
     flags = chosen.flags
     if flags.engine == "sglang":
@@ -38,4 +38,4 @@ def build_pool(architecture: Architecture, chosen: Resolved) -> Pool:
         dtype_bytes=width,
         page_bytes=size,
     )
-    return Pool(layout, (Demand(1),))
+    return PoolSpec(layout, (Demand(1),))

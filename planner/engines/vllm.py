@@ -12,15 +12,12 @@ from math import prod
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
-from tonnage.planner.engines.pool import Capacity, Demand, Pool
+from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
-
-CURRENT: Version = (0, 32, 0)
-"""The vLLM whose rules are followed when no version is given and none is installed."""
 
 # Smallest kernel block and default block size: CPU attention (v1/attention/backends/cpu_attn.py,
 # platforms/cpu.py) and FlashAttention on GPUs (config/cache.py DEFAULT_BLOCK_SIZE).
@@ -57,24 +54,22 @@ class Rules:
     in_flight_batches: int  # batches whose tokens a sliding layer still holds, on a GPU
     hybrid_groups: bool  # False: sliding layers keep every token beside full ones
     hybrid_prefix_caching: bool  # prefix caching of hybrids with recurrent state is on by default
-    graphs_subtracted: bool  # the CUDA-graph estimate is taken off the KV budget
 
 
 def rules(version: Version) -> Rules:
     """Token line: logs up to 0.19.1 and from 0.25.1 (pull request 38364). In-flight batches: pull request
     47728 (July 2026; not yet in 0.25.1's logs). Hybrid groups: V1's hybrid manager. Prefix caching of
-    hybrids: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0). Graph estimate: 0.21."""
+    hybrids: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)."""
     return Rules(
         token_line="concurrency" if version >= (0, 20, 0) else "blocks",
         in_flight_batches=2 if version >= (0, 26, 0) else 1,
         hybrid_groups=version >= (0, 9, 2),
         hybrid_prefix_caching=version >= (0, 28, 0),
-        graphs_subtracted=version >= (0, 21, 0),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VLLMDeployment:
     """What of a deployment decides the pool. ``block_size`` None: the engine's default."""
 
     device: str
@@ -92,14 +87,14 @@ class Request:
     float32_states: bool = False  # --mamba-ssm-cache-dtype float32, or where that is the default
 
 
-def build_pool(architecture: Architecture, request: Request) -> Pool:
-    """Pool of one rank. Raises UnsupportedArchitecture for a cache vLLM (or this planner) cannot lay out."""
+def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
+    """For one rank. Raises UnsupportedArchitecture for a cache that vLLM (or this planner) cannot lay out."""
     if not architecture.cache_layers:
         raise UnsupportedArchitecture(
             f"{architecture.class_name} keeps no KV cache: there is no pool to size", field="model_type"
         )
     if any(layer.compression > 1 for layer in architecture.cache_layers):
-        return _compressed_pool(architecture, request)
+        return _compressed_pool(architecture, flags)
     if architecture.model_type in ALTERNATING and any(
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
@@ -108,48 +103,48 @@ def build_pool(architecture: Architecture, request: Request) -> Pool:
             field="layer_types",
         )
     if architecture.model_type in FLOAT32_STATES:
-        request = replace(request, float32_states=True)
+        flags = replace(flags, float32_states=True)
     if architecture.model_type in EXPANDED_MLA:
         architecture = _expanded(architecture)
-    if request.draft_layers:
-        architecture = _with_draft(architecture, request.draft_layers)
-    block, notes = _block_size(architecture, request)
-    pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
+    if flags.draft_layers:
+        architecture = _with_draft(architecture, flags.draft_layers)
+    block, notes = _block_size(architecture, flags)
+    pages = [page for layer in architecture.cache_layers for page in _pages(layer, flags, block)]
     states = {page.page_bytes for page in pages if page.kind == "state"}
-    token = _attention_token_bytes(architecture, request)
+    token = _attention_token_bytes(architecture, flags)
     if states and token:
-        block = _aligned_block(architecture, request, block, max(states), token)
-        pages = [page for layer in architecture.cache_layers for page in _pages(layer, request, block)]
+        block = _aligned_block(architecture, flags, block, max(states), token)
+        pages = [page for layer in architecture.cache_layers for page in _pages(layer, flags, block)]
         pages = [_padded(page, block * token) if page.kind == "state" else page for page in pages]
-    version = rules(request.version)
+    version = rules(flags.version)
     if not version.hybrid_groups:
         pages = [_promoted(page) for page in pages]
     groups = group_pages(pages)
     sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
-    return Pool(_layout(groups, block, request), _demands(groups, request, version), notes, sizes)
+    return PoolSpec(_layout(groups, block, flags), _demands(groups, flags, version), notes, sizes)
 
 
-def _compressed_pool(architecture: Architecture, request: Request) -> Pool:
+def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
     from tonnage.planner.engines.vllm_compressed import BLOCK, compressed_groups
 
-    if request.draft_layers:
+    if flags.draft_layers:
         raise UnsupportedArchitecture(
             "the draft of a model that compresses tokens is not planned",
             field="--speculative-model",
             hint="leave it out",
         )
-    groups = compressed_groups(architecture, request.version, request.kv_dtype)
+    groups = compressed_groups(architecture, flags.version, flags.kv_dtype)
     notes: tuple[str, ...] = ("vLLM keeps this model's cache in its fp8_ds_mla format, whatever the dtype",)
-    if request.device == "cpu" and not request.amx:
+    if flags.device == "cpu" and not flags.amx:
         notes += (_WHOLE_PROMPTS,)
-    if request.block_size not in (None, BLOCK):
+    if flags.block_size not in (None, BLOCK):
         notes += (f"vLLM has blocks of {BLOCK} tokens for this model only",)
-    layout = _layout(groups, BLOCK, replace(request, kv_dtype="fp8"))
+    layout = _layout(groups, BLOCK, replace(flags, kv_dtype="fp8"))
     sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
-    return Pool(layout, _demands(groups, request, rules(request.version)), notes, sizes)
+    return PoolSpec(layout, _demands(groups, flags, rules(flags.version)), notes, sizes)
 
 
-def capacity(pool: Pool, num_blocks: int, max_model_len: int, version: Version) -> Capacity:
+def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Version) -> PoolCapacity:
     """The start-up lines. vLLM counts the null block (block 0) among the blocks."""
     per_sequence = pool.sequence_blocks(max_model_len)
     concurrency = num_blocks / per_sequence
@@ -159,7 +154,7 @@ def capacity(pool: Pool, num_blocks: int, max_model_len: int, version: Version) 
         smallest = min(demand.block_size for demand in pool.demands)
         shards = max(demand.shards for demand in pool.demands)
         tokens = num_blocks // len(pool.demands) * smallest * shards
-    return Capacity(num_blocks, max(0, num_blocks - 1), per_sequence, tokens, concurrency)
+    return PoolCapacity(num_blocks, max(0, num_blocks - 1), per_sequence, tokens, concurrency)
 
 
 def heads_per_rank(heads: int, ranks: int) -> int:
@@ -197,58 +192,60 @@ def _expanded(architecture: Architecture) -> Architecture:
     return replace(architecture, cache_layers=layers)
 
 
-def _block_size(architecture: Architecture, request: Request) -> tuple[int, tuple[str, ...]]:
+def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int, tuple[str, ...]]:
     """Tokens per block before hybrids are aligned."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
-    if mla and request.device == "cpu" and not request.amx:
+    if mla and flags.device == "cpu" and not flags.amx:
         notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
-        if request.block_size not in (None, CPU_MLA_BLOCK):
+        if flags.block_size not in (None, CPU_MLA_BLOCK):
             notes += (f"vLLM's MLA kernel on a CPU without AMX has blocks of {CPU_MLA_BLOCK} tokens only",)
         return CPU_MLA_BLOCK, notes
-    if request.block_size is not None:
-        return request.block_size, ()
-    if mla and request.device == "cuda":
+    if flags.block_size is not None:
+        return flags.block_size, ()
+    if mla and flags.device == "cuda":
         # FlashMLA's block (platforms/cuda.py; v1/attention/backends/mla/flashmla.py)
         return 64, ()
-    return DEFAULT_BLOCK[request.device], ()
+    return DEFAULT_BLOCK[flags.device], ()
 
 
-def _attention_token_bytes(architecture: Architecture, request: Request) -> int:
+def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) -> int:
     """Bytes per token of one attention layer, by which hybrids with state are aligned; 0 without one."""
     for layer in architecture.cache_layers:
         if layer.kind in ("full", "sliding", "mla"):
-            return _entry_bytes(layer, request)
+            return _entry_bytes(layer, flags)
     return 0
 
 
-def _aligned_block(architecture: Architecture, request: Request, block: int, state: int, token: int) -> int:
+def _aligned_block(
+    architecture: Architecture, flags: VLLMDeployment, block: int, state: int, token: int
+) -> int:
     """The smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
-    step = KERNEL_BLOCK[request.device]
-    if request.device == "cpu" or request.block_size is not None:
+    step = KERNEL_BLOCK[flags.device]
+    if flags.device == "cpu" or flags.block_size is not None:
         step = max(step, block)
     if any(layer.kind == "mla" for layer in architecture.cache_layers):
         step = max(step, HYBRID_MLA_BLOCK)
     return max(block, step * ceil_div(state, step * token))
 
 
-def _entry_bytes(layer: CacheLayer, request: Request) -> int:
+def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
     """Bytes of one token in one layer on one rank."""
-    size = KV_DTYPE_BYTES[request.kv_dtype]
+    size = KV_DTYPE_BYTES[flags.kv_dtype]
     if layer.kind == "mla":
         return layer.head_size * size  # the latent is the same on every rank
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
-    return heads_per_rank(layer.kv_heads, request.tensor_parallel) * (layer.head_size + value) * size
+    return heads_per_rank(layer.kv_heads, flags.tensor_parallel) * (layer.head_size + value) * size
 
 
-def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
+def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPages]:
     """The specs one layer registers: none when it reads another layer's cache."""
     if layer.shares is not None:
         return []
     if layer.kind == "state":
-        size = sum(_state_bytes(state, request) for state in layer.states)
+        size = sum(_state_bytes(state, flags) for state in layer.states)
         shapes = tuple(state.shape for state in layer.states)
-        return [LayerPages(layer.layer, "state", block, size, shapes, None, _state_blocks(layer, request))]
-    entry = _entry_bytes(layer, request)
+        return [LayerPages(layer.layer, "state", block, size, shapes, None, _state_blocks(layer, flags))]
+    entry = _entry_bytes(layer, flags)
     shape = (layer.kv_heads, layer.head_size, layer.value_head_size)
     fixed = None
     if layer.kind == "cross":
@@ -260,31 +257,31 @@ def _pages(layer: CacheLayer, request: Request, block: int) -> list[LayerPages]:
     return pages
 
 
-def _state_bytes(state: StateTensor, request: Request) -> int:
+def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
     """A recurrent state on one rank. The convolution keeps one more column per speculative token
     (mamba_utils.py: conv_kernel - 1 + num_spec)."""
     shape = list(state.shape)
     if state.name.startswith("conv"):
-        shape[0] += request.speculative_tokens
+        shape[0] += flags.speculative_tokens
     elements = prod(shape)
     if state.shard_dim is not None:
-        elements = ceil_div(elements, request.tensor_parallel)
+        elements = ceil_div(elements, flags.tensor_parallel)
     if state.dtype is not None:
         return elements * KV_DTYPE_BYTES[state.dtype]
     temporal = not state.name.startswith("conv")
-    return elements * (4 if temporal and request.float32_states else request.dtype_bytes)
+    return elements * (4 if temporal and flags.float32_states else flags.dtype_bytes)
 
 
-def _state_blocks(layer: CacheLayer, request: Request) -> int:
+def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int:
     """State blocks of one sequence: one, or with prefix caching ("align" mode) the running one and the
     last whole block's, and for Mamba-2 a checkpoint of the prefill; one more per speculative token."""
-    wanted = request.prefix_caching
+    wanted = flags.prefix_caching
     if wanted is None:
-        wanted = rules(request.version).hybrid_prefix_caching
+        wanted = rules(flags.version).hybrid_prefix_caching
     if not wanted:
-        return 1 + request.speculative_tokens
+        return 1 + flags.speculative_tokens
     checkpoint = any(state.name == "ssm" and len(state.shape) == 3 for state in layer.states)
-    return 2 + request.speculative_tokens + int(checkpoint and request.version >= (0, 28, 0))
+    return 2 + flags.speculative_tokens + int(checkpoint and flags.version >= (0, 28, 0))
 
 
 def _padded(page: LayerPages, size: int) -> LayerPages:
@@ -300,7 +297,7 @@ def _promoted(page: LayerPages) -> LayerPages:
     return LayerPages(page.layer, "full", page.block_size, page.page_bytes, page.shape)
 
 
-def _layout(groups: Groups, block: int, request: Request) -> KVLayout:
+def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
     """Pages of one size lie slot by slot; one group of layers of different bytes is a single slot."""
     sizes = {page.page_bytes for group in groups for page in group}
     slots, size = max(len(group) for group in groups), max(sizes)
@@ -325,15 +322,15 @@ def _layout(groups: Groups, block: int, request: Request) -> KVLayout:
         layer_slots=slots,
         kv_heads=heads if isinstance(heads, int) else 0,
         head_size=head if isinstance(head, int) else 0,
-        dtype=request.kv_dtype,
-        dtype_bytes=KV_DTYPE_BYTES[request.kv_dtype],
+        dtype=flags.kv_dtype,
+        dtype_bytes=KV_DTYPE_BYTES[flags.kv_dtype],
         page_bytes=size,
     )
 
 
-def _demands(groups: Groups, request: Request, version: Rules) -> tuple[Demand, ...]:
-    batches = version.in_flight_batches if request.device != "cpu" else 1
-    in_flight = request.max_num_batched_tokens * batches
+def _demands(groups: Groups, flags: VLLMDeployment, version: Rules) -> tuple[Demand, ...]:
+    batches = version.in_flight_batches if flags.device != "cpu" else 1
+    in_flight = flags.max_num_batched_tokens * batches
     out = []
     for group in groups:
         page = group[0]
@@ -345,5 +342,5 @@ def _demands(groups: Groups, request: Request, version: Rules) -> tuple[Demand, 
         elif page.kind == "chunked":
             out.append(Demand(page.block_size, most=(page.window or 1) + in_flight))
         else:
-            out.append(Demand(page.block_size, shards=request.context_parallel))
+            out.append(Demand(page.block_size, shards=flags.context_parallel))
     return tuple(out)

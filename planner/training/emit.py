@@ -10,7 +10,7 @@ from typing import Any
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.training.methods import IA3_TARGETS, LORA_TARGETS
 from tonnage.planner.training.plan import TrainingPlan
-from tonnage.planner.training.setup import TrainingSetup, hybrid_group
+from tonnage.planner.training.setup import TrainingSetup
 
 KINDS = ("deepspeed", "accelerate", "trainer", "peft")
 
@@ -182,11 +182,6 @@ def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
             else {"load_in_8bit": True}
         )  # fmt: skip
     return out
-
-
-def hybrid_note(setup: TrainingSetup) -> str:
-    """What accelerate's file cannot say: the groups of hybrid sharding come from the device mesh."""
-    return f"device mesh: ({setup.shard_ranks // hybrid_group(setup)} replicas, {hybrid_group(setup)} shards)"
 
 
 def _yaml(value: dict[str, Any], indent: int = 0) -> str:

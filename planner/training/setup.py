@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.records import dataclass
 
-Method = Literal["full", "lora", "qlora", "ia3", "freeze"]
 METHODS = ("full", "lora", "qlora", "ia3", "freeze")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8")
 OPTIMIZERS = (

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.cache_bytes import sequence_bytes
+from tonnage.planner.engines.vllm import VLLMDeployment, build_pool
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.quantization import read_quantization
 
 FOLDER = Path(__file__).parents[1] / "data" / "configs"
+VLLM = VLLMDeployment(
+    device="cuda", version=(0, 32, 0), dtype_bytes=2, kv_dtype="bfloat16", block_size=None,
+    max_num_batched_tokens=2048, prefix_caching=None,
+)  # fmt: skip
 VALUES = [None, -1, 0, "x", [], {}, True, 1.5, 10**30, 3, [1], ["a"], {"a": 1}, "", 7]
 
 
@@ -39,7 +43,9 @@ def test_one_broken_field(seed):
                 architecture = build_architecture(broken)
                 quantization = read_quantization(broken, None)
                 held = sum(quantization.bytes_after_load(t, "bfloat16") for t in architecture.tensors)
-                cached = sequence_bytes(architecture, 1000, "bfloat16").total
+                cached = (
+                    build_pool(architecture, VLLM).sequence_blocks(1000) if architecture.cache_layers else 0
+                )
             except TonnageError:
                 refused += 1
                 continue

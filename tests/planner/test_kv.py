@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tonnage.planner import kv
 from tonnage.planner.architecture import CacheLayer
 from tonnage.planner.build import plan_source
+from tonnage.planner.engines import hf
+from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.layout import KVGroup
 from tonnage.planner.plan import Deployment
 from tonnage.planner.source import ModelSource
 
@@ -63,6 +64,12 @@ def test_llama_7b_worked_number(config_of):
     assert 64 * 2048 * cache.layout.bytes_per_token == 68_719_476_736
 
 
+def pool(cache_layers, block_size: int = 16, max_num_batched_tokens: int = 64) -> PoolSpec:
+    """Of the hf engine, for a model with these layers."""
+    architecture = replace(build_architecture(SMALL), cache_layers=cache_layers)
+    return hf.build_pool(architecture, "bfloat16", block_size, max_num_batched_tokens)
+
+
 def layers(pattern: str, window: int = 8) -> tuple[CacheLayer, ...]:
     return tuple(
         CacheLayer(i, "sliding" if c == "s" else "full", window if c == "s" else None, 2, 16)
@@ -78,32 +85,26 @@ def layers(pattern: str, window: int = 8) -> tuple[CacheLayer, ...]:
         ("sfsf", [2, 2]),
         ("sssssf" * 2, [2, 2, 2, 2, 2, 2]),
         ("sssssfs", [1] * 7),
-        ("sssff", [3, 2]),  # 3 / 2 is not below 1.5: split by 2
+        ("sssff", [2, 1, 2]),  # 3 / 2 is not below 1.5: split by 2
         ("ssssfff", [4, 3]),  # 4 / 3 is: padded to 4
     ],
 )
 def test_grouping(pattern, sizes):
-    groups = kv.group_layers(layers(pattern))
-    if pattern == "sssff":
-        sizes = [2, 1, 2]
+    groups = pool(layers(pattern)).layout.groups
     assert [len(g.layers) for g in groups] == sizes
     assert sorted(i for g in groups for i in g.layers) == list(range(len(pattern)))
 
 
 def test_sliding_blocks_saturate_at_the_window():
-    group = KVGroup("sliding", (0,), 512)
-    assert kv.group_blocks(group, 100, 16, 64) == 7 + 1
-    assert kv.group_blocks(group, 100_000, 16, 64) == -(-(511 + 64) // 16) + 1
-    assert kv.group_blocks(KVGroup("full", (0,)), 100_000, 16, 64) == 6250
+    sliding = pool(layers("s", window=512))
+    assert sliding.sequence_blocks(100) == 7 + 1
+    assert sliding.sequence_blocks(100_000) == -(-(511 + 64) // 16) + 1
+    assert pool(layers("f")).sequence_blocks(100_000) == 6250
 
 
 def test_layers_of_different_shape_are_refused_by_name():
-    mixed = (*layers("f"), CacheLayer(1, "full", None, 4, 16))
-    architecture = build_architecture({**SMALL})
-    from dataclasses import replace
-
     with pytest.raises(UnsupportedArchitecture) as caught:
-        kv.build_layout(replace(architecture, cache_layers=mixed), "hf", "bfloat16", 16)
+        pool((*layers("f"), CacheLayer(1, "full", None, 4, 16)))
     assert caught.value.field == "num_key_value_heads"
 
 
@@ -133,18 +134,18 @@ def test_which_layers_slide():
     assert kinds(model_type="gemma3_text", **gemma, sliding_window_pattern=2) == "sfsf"
 
 
-def test_largest_fitting_is_the_boundary():
-    layout = kv.build_layout(build_architecture(SMALL), "hf", "bfloat16", 16)
+def test_the_longest_that_fits_is_the_boundary():
+    found = pool(build_architecture(SMALL).cache_layers, max_num_batched_tokens=512)
     for blocks in range(40):
-        largest = kv.largest_fitting(layout, blocks, 256, 512)
-        assert largest == 0 or kv.sequence_blocks(layout, largest, 512) <= blocks
-        assert largest == 256 or kv.sequence_blocks(layout, largest + 1, 512) > blocks
+        longest = found.longest(blocks, 256)
+        assert longest == 0 or found.sequence_blocks(longest) <= blocks
+        assert longest == 256 or found.sequence_blocks(longest + 1) > blocks
 
 
 def test_the_hf_engine_keeps_expanded_latents(config_of):
     """DeepSeek-V3: 128 heads of 192 + 128 elements instead of one latent of 576: 71 times as much."""
     architecture = build_architecture(config_of("deepseek-ai/DeepSeek-V3"))
-    layout = kv.build_layout(architecture, "hf", "bfloat16", 16)
+    layout = hf.build_pool(architecture, "bfloat16", 16, 64).layout
     assert layout.bytes_per_token == 61 * 128 * (192 + 128) * 2
     assert [group.kind for group in layout.groups] == ["full"]
     assert layout.bytes_per_token / (61 * 576 * 2) == pytest.approx(71.1, abs=0.05)
@@ -161,4 +162,4 @@ def test_the_hf_engine_keeps_expanded_latents(config_of):
 )
 def test_what_the_hf_engine_cannot_store_is_refused_by_name(name, match, config_of):
     with pytest.raises(UnsupportedArchitecture, match=match):
-        kv.build_layout(build_architecture(config_of(name)), "hf", "bfloat16", 16)
+        hf.build_pool(build_architecture(config_of(name)), "bfloat16", 16, 64)

@@ -1,4 +1,4 @@
-"""Grouping and concurrency against vLLM's own functions, for random hybrids of full and sliding layers."""
+"""The plan against vLLM's own functions, for random hybrids of full and sliding layers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from tonnage.planner import kv
-from tonnage.planner.architecture import CacheLayer
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.build import plan_source
+from tonnage.planner.plan import Deployment
+from tonnage.planner.source import ModelSource
 
-BLOCK, HEADS, SIZE = 32, 2, 64
+BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,17 @@ def vllm_config(tmp_path_factory):
     # the CPU backend's only layout (v1/attention/backends/cpu_attn.py); the engine sets it at start
     config.cache_config.kv_cache_layout = "LBHNC"
     return config
+
+
+def config_of(pattern: str, window: int) -> dict[str, object]:
+    """A model whose layers are full (f) or slide (s) as the pattern says."""
+    return {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 128, "hidden_size": 128,
+        "intermediate_size": 64, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "max_position_embeddings": 1 << 20, "num_hidden_layers": len(pattern), "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": ["full_attention" if c == "f" else "sliding_attention" for c in pattern],
+    }  # fmt: skip
 
 
 def cases():
@@ -58,19 +69,16 @@ def test_groups_and_concurrency(pattern, window, length, budget, vllm_config):
         for i, c in enumerate(pattern)
     }
     groups = theirs.get_kv_cache_groups(vllm_config, specs)
-    config = theirs.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    config = theirs.get_kv_cache_config_from_groups(vllm_config, groups, POOL)
     tokens, concurrency = theirs.get_kv_cache_capacity(vllm_config, config)
 
-    layers = tuple(
-        CacheLayer(i, "full" if c == "f" else "sliding", None if c == "f" else window, HEADS, SIZE)
-        for i, c in enumerate(pattern)
-    )
-    ours = kv.group_layers(layers)
-    assert [g.layers for g in ours] == [tuple(map(int, g.layer_names)) for g in groups]
-    layout = KVLayout(ours, BLOCK, max(len(g.layers) for g in ours), HEADS, SIZE, "bfloat16", 2)
-    num_blocks = (1 << 30) // layout.bytes_per_block
-    assert num_blocks == config.num_blocks
-    in_flight = kv.in_flight_tokens("vllm", "cpu", budget)
-    assert in_flight == vllm_config.max_in_flight_tokens
-    capacity = kv.capacity(layout, num_blocks, length, "vllm", in_flight)
-    assert (capacity.tokens, capacity.max_concurrency) == (tokens, concurrency)
+    planned = plan_source(
+        ModelSource("m", "m", config_of(pattern, window), "folder"),
+        Deployment(
+            engine="vllm", engine_version="0.32.0", dtype="bfloat16", block_size=BLOCK, max_model_len=length,
+            max_num_batched_tokens=budget, max_num_seqs=1, kv_cache_memory_bytes=POOL, device_memory=1 << 40,
+        ),
+    ).kv_cache  # fmt: skip
+    assert [g.layers for g in planned.layout.groups] == [tuple(map(int, g.layer_names)) for g in groups]
+    assert planned.num_blocks == config.num_blocks
+    assert (planned.tokens, planned.max_concurrency) == (tokens, concurrency)

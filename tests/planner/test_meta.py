@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from benchmark_modules import module
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.cache_bytes import sequence_bytes
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import architecture_of, build_architecture
 from tonnage.planner.meta import meta_architecture
@@ -80,7 +80,7 @@ def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
     for layer in cache.layers:
         tokens = layer.keys.shape[2]  # of a sliding layer one less than the window, which counts the query
         kept += (layer.keys.nbytes + layer.values.nbytes) // tokens * (tokens + (tokens < 40))
-    assert sequence_bytes(architecture, 40, "bfloat16").growing == kept
+    assert module("kv_kept").by_plan(plan, 40) == kept
 
 
 @pytest.mark.parametrize("model_type", SHARED)

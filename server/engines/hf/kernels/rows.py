@@ -94,7 +94,7 @@ def _bytes(builder: Any, index: Any, shift: int) -> Any:
     return builder.shl(index, ir.Constant(I64, shift))
 
 
-def _fold(builder: Any, name: str, value: Any, start: float) -> Any:
+def _fold(builder: Any, name: str, value: Any) -> Any:
     """Reduce 16 lanes to one by a tree (order fixed)."""
     width = 8
     while width:
@@ -117,7 +117,7 @@ def square_sum(_typing: Any, x: Any, n: Any) -> Any:
             return [fma(builder, value, value, sums[0])]
 
         (total,) = _loop(builder, args[1], [constant(V16F, 0.0)], step)
-        return _fold(builder, "add", total, 0.0)
+        return _fold(builder, "add", total)
 
     return types.float32(types.int64, types.int64), generate
 
@@ -243,7 +243,7 @@ def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
             return [builder.select(builder.fcmp_ordered(">", value, best[0]), value, best[0])]
 
         (best,) = _loop(builder, n, [constant(V16F, float("-inf"))], step)
-        return _fold(builder, "max", best, 0.0)
+        return _fold(builder, "max", best)
 
     return types.float32(types.int64, types.int64, types.float32, types.float32), generate
 
@@ -263,7 +263,7 @@ def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
             return [builder.fadd(sums[0], value)]
 
         (total,) = _loop(builder, n, [constant(V16F, 0.0)], step)
-        return _fold(builder, "add", total, 0.0)
+        return _fold(builder, "add", total)
 
     return types.float32(types.int64, types.int64, types.float32), generate
 

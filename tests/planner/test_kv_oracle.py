@@ -1,0 +1,160 @@
+"""What a plan says one sequence keeps, against a second implementation over all real configs, and its laws."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmark_modules import module
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tonnage.planner.build import plan_source
+from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.source import ModelSource
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(
+    path.stem for path in (ROOT / "tests/data/configs").glob("*__*.json") if ".quant" not in path.name
+)
+REFUSED = {"deepseek-ai__Janus-1.3B", "deepseek-ai__deepseek-vl2-tiny", "moonshotai__Kimi-K3"}
+NOT_PLANNED = {"transformers-default__dots1"}
+# Room for any model: what is compared is what a sequence takes.
+FLAGS = Deployment(
+    engine="vllm", dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=1 << 33, device_memory=1 << 44
+)
+
+
+oracle, kept = module("kv_oracle"), module("kv_kept")
+
+
+def _config(name: str):
+    return json.loads((ROOT / "tests/data/configs" / (name.replace("/", "__", 1) + ".json")).read_text())
+
+
+def plan(config, **changes) -> Plan:
+    """The config's plan, its weight quantization dropped."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    return plan_source(ModelSource("m", "m", plain, "folder"), replace(FLAGS, **changes))
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 40_000])
+def test_every_real_config_equals_the_oracle(tokens, config_of):
+    """The plan, and the layers it is made from: these also say the bytes of states, which blocks pad."""
+    planned = by_layers = 0
+    for name in CONFIGS:
+        if name.startswith("transformers-default") or name in REFUSED:
+            continue
+        config = config_of(name)
+        truth = oracle.expected(config, tokens)
+        assert truth is not None, name
+        architecture = build_architecture(config)
+        assert kept.by_layers(architecture, tokens) == truth, name
+        by_layers += 1
+        if architecture.model_type not in kept.OWN_LAYOUT:
+            growing, _ = oracle.expected(config, tokens, oracle.vllm_index_bytes)
+            found = kept.by_plan(plan(config), tokens)
+            assert found == growing, name
+            planned += 1
+    assert by_layers > 150
+    assert planned > 145
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED | NOT_PLANNED))
+def test_what_is_not_planned_is_refused_by_name(name, config_of):
+    with pytest.raises(TonnageError) as caught:
+        build_architecture(config_of(name))
+    assert caught.value.field
+
+
+@pytest.mark.parametrize("name", [c for c in CONFIGS if c not in REFUSED | NOT_PLANNED])
+def test_laws(name, config_of):
+    """Longer never costs less; a rank never more than the whole, all ranks never less; fp8 never more."""
+    config = config_of(name)
+    longest = build_architecture(config).max_model_len
+    before = 0
+    for tokens in sorted({15, 16, longest // 2, longest}):
+        now = plan(config, max_model_len=tokens).kv_cache.bytes_per_sequence
+        assert now >= before
+        before = now
+    assert plan(config, max_model_len=longest, kv_cache_dtype="fp8").kv_cache.bytes_per_sequence <= before
+    for ranks in (2, 8):
+        try:
+            share = plan(config, max_model_len=longest, tensor_parallel_size=ranks)
+        except DeploymentError as error:  # it does not divide the heads
+            if error.field != "--tensor-parallel-size":
+                raise
+            continue
+        assert share.kv_cache.bytes_per_sequence <= before <= ranks * share.kv_cache.bytes_per_sequence
+
+
+def test_worked_numbers(config_of):
+    """DeepSeek-V3 8,192 tokens: 549 MiB; Gemma-3-27B: 1,056; gpt-oss-20b: 195; Llama-2-7B: 4,096."""
+    for name, mib in (
+        ("deepseek-ai/DeepSeek-V3", 549), ("google/gemma-3-27b-it", 1056), ("openai/gpt-oss-20b", 195),
+        ("meta-llama/Llama-2-7b-hf", 4096), ("Qwen/Qwen2.5-72B", 2560),
+    ):  # fmt: skip
+        assert round(kept.by_plan(plan(config_of(name)), 8192) / 2**20) == mib, name
+
+
+def test_bytes_of_a_token_count_layers_that_still_grow(config_of):
+    """Of long sequences, behind every window."""
+    for name, per_token in (
+        ("Qwen/Qwen3.5-27B", 65_536), ("google/gemma-3-27b-it", 10 * 16 * 128 * 4),
+        ("transformers-default/mamba2", 0),
+    ):  # fmt: skip
+        found = plan(config_of(name))
+        assert kept.by_plan(found, 2 << 20) - kept.by_plan(found, 1 << 20) == per_token << 20, name
+
+
+def test_scales_of_narrow_caches(config_of):
+    """A byte an element and 4 of scale for a token's K and its V of one head; 2 KV heads of 64, 24 layers."""
+    config = config_of("Qwen/Qwen2.5-0.5B")
+    for dtype, per_head in (("int8_per_token_head", 64 + 4), ("fp8_per_token_head", 64 + 4), ("bfloat16", 128)):
+        assert dtype in HF_KV_DTYPE_BYTES
+        found = plan(config, engine="hf", kv_cache_dtype=dtype).kv_cache
+        assert found.layout.bytes_per_token == 24 * 2 * 2 * per_head
+    with pytest.raises(DeploymentError, match="int3"):
+        plan(config, kv_cache_dtype="int3")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(
+        ["Qwen/Qwen3.5-27B", "google/gemma-3-27b-it", "LiquidAI/LFM2-1.2B", "deepseek-ai/DeepSeek-V3"]
+    ),
+    st.integers(1 << 28, 1 << 36), st.sampled_from(["bfloat16", "fp8"]),
+)  # fmt: skip
+def test_the_longest_sequence_stands_on_the_boundary(name, pool, dtype):
+    """It fits alone into the usable blocks, and one token more does not."""
+    config = _config(name)
+    flags = {"kv_cache_memory_bytes": pool, "kv_cache_dtype": dtype}
+    cache = plan(config, **flags).kv_cache
+    room = cache.usable_blocks * cache.layout.bytes_per_block
+
+    def takes(tokens):
+        return plan(config, max_model_len=tokens, **flags).kv_cache.bytes_per_sequence
+
+    assert cache.longest is not None
+    if cache.longest:
+        assert takes(cache.longest) <= room
+    if cache.longest < build_architecture(config).max_model_len:
+        assert takes(cache.longest + 1) > room
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 32_768), st.sampled_from([32, 64, 128]), st.sampled_from(["vllm", "hf"]))
+def test_block_rounding_never_loses_a_token(tokens, block, engine):
+    """A sequence takes whole blocks, and the concurrency is what they leave room for."""
+    found = plan(_config("Qwen/Qwen2.5-0.5B"), max_model_len=tokens, block_size=block, engine=engine).kv_cache
+    assert found.layout.bytes_per_block == block * found.layout.bytes_per_token
+    assert found.bytes_per_sequence == -(-tokens // block) * found.layout.bytes_per_block
+    counted = found.num_blocks if engine == "vllm" else found.usable_blocks
+    whole = int(found.max_concurrency)
+    assert whole * found.bytes_per_sequence <= counted * found.layout.bytes_per_block
+    assert (whole + 1) * found.bytes_per_sequence > counted * found.layout.bytes_per_block
