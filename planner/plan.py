@@ -1,4 +1,4 @@
-"""The Plan: computed once before anything loads, then what the pool is sized by, what admission promises
+"""The Plan: computed once before anything loads, then what the pool is sized by, what admission reserves
 from, and what the metrics compare reality with. Built by :func:`tonnage.planner.build.make_plan`."""
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def _kinds(
     return common.kinds_of(fields, "qwen", layers)
 
 
-# When the file lists no layer_types: every so-manieth layer is full (the config classes' own rule), and the
+# When the file lists no layer_types: every n-th layer is full (n, as in the config classes), and the
 # window when the file has none.
 _PATTERNS = {"exaone4": (4, 4096), "olmo3": (4, 4096), "cohere2": (4, 4096)}
 

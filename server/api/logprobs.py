@@ -43,7 +43,7 @@ class CompletionLogprobs:
 
     def take(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int] = ()) -> dict[str, list[Any]]:
         """The lists for ``tokens``, which follow the ones taken before. None: the first token of an echoed
-        prompt, which nothing forecasts; its id is in ``ids``."""
+        prompt, which nothing predicts; its id is in ``ids``."""
         lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],

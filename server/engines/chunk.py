@@ -23,7 +23,7 @@ class Chunk:
     """New tokens of one of the n sequences, not to be changed. A stop token that ended it is not among them.
 
     ``logprobs``: one for each of ``token_ids``, when they were asked for. ``prompt_logprobs``: in the first
-    chunk, one for each prompt token, the first (which nothing forecasts) None.
+    chunk, one for each prompt token, the first (which nothing predicts) None.
     """
 
     request_id: str

@@ -2,7 +2,7 @@
 
 RssAnon + RssShmem (proc_pid_status(5)) leave out file-backed pages: libraries, and files that are mapped
 rather than read. Those are shared by all processes and given back by the kernel under pressure, so they are
-no part of what a plan reservations. Linux only.
+no part of what a plan counts. Linux only.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def fleet() -> dashboard.Dashboard:
         ),
         instances(
             "Headroom by server",
-            "tonnage_headroom_bytes: what admission can still promise there.",
+            "tonnage_headroom_bytes: what admission can still reserve there.",
             "bytes",
             f"tonnage_headroom_bytes{{{ONE}}}",
             LEGEND,

@@ -83,7 +83,7 @@ def memory() -> dashboard.Dashboard:
                 "KV pool by state",
                 "tonnage_pool_bytes, stacked: used by running requests, cached (reusable prefixes, evicted "
                 "when needed), free, reserved (never given out). The line is "
-                "tonnage_pool_promised_unused_bytes: promised to admitted requests, not yet held. When it "
+                "tonnage_pool_promised_unused_bytes: reserved to admitted requests, not yet held. When it "
                 "fills what is not used, new requests wait.",
                 "bytes",
                 query(f"tonnage_pool_bytes{{{ONE}}}", "{{state}}"),
