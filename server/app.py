@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tonnage.server.api.router import engine_router
 from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import lora_modules
+from tonnage.server.engines.vllm.tool_parser import load_tool_parser
 from tonnage.server.http.turns import Turns
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
@@ -108,15 +110,7 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
             "--enable-auto-tool-choice and --tool-call-parser NAME belong together",
             field="tool_call_parser" if name is None else "enable_auto_tool_choice",
         )
-    if name is None:
-        return None
-
-    def load() -> ToolParser:
-        from tonnage.server.engines.vllm.tool_parser import load_tool_parser
-
-        return load_tool_parser(name, folder)
-
-    return load
+    return None if name is None else partial(load_tool_parser, name, folder)
 
 
 def settle_heap() -> None:

@@ -144,7 +144,7 @@ def _is_ready(url: str) -> bool:
 
 async def _ask(url: str) -> list[str]:
     """The answers, in the order of the questions; all asked at once."""
-    import openai
+    import openai  # of the extra demo
 
     # No proxy of the environment between us and loopback, no retry that would hide an error.
     async with openai.AsyncOpenAI(

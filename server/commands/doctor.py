@@ -107,12 +107,12 @@ def devices() -> list[dict[str, Any]]:
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By device: the attention that the hf backend would try, in order, and why not others."""
-    from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
+    from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not  # imports torch
 
     found: dict[str, dict[str, Any]] = {}
     for device in devices:
         if device["device"] == "cpu":
-            reasons = {"in place": None if find_spec("numba") else "numba is not installed"}
+            reasons: dict[str, str | None] = {"in place": None}
         else:
             wanted = Wanted(*_KV_CACHE)
             reasons = {name: why_not(name, wanted, device["compute_capability"]) for name in KERNELS}

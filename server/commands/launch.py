@@ -18,11 +18,15 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.host import host_memory
 from tonnage.planner.plan import Plan
 from tonnage.planner.render import print_plan
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
+from tonnage.server.engines.hf.engine import HFEngine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.settings import Settings, load_settings
+from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
 
 
@@ -81,8 +85,6 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     _check_host(settings)
     plan = make_plan(settings.model, settings.deployment())
     if plan.fits and settings.model == "demo":
-        from tonnage.server.demo.model import ensure_demo
-
         ensure_demo()
         plan = make_plan(settings.model, settings.deployment())
     print_plan(plan, False, file)
@@ -106,7 +108,7 @@ def _check_host(settings: Settings) -> None:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """The engine of ``--backend``; each is imported only when it is the one.
+    """The engine of ``--backend``.
 
     Raises DeploymentError for an admission mode that the backend does not have.
     """
@@ -143,17 +145,13 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
                 f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
             )
     if settings.backend == "vllm":
-        from tonnage.server.engines.vllm.engine import VLLMEngine
-
         loras = lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
         return VLLMEngine(plan, loras=paths, embeds=embeds)
     if settings.backend == "fake":
-        from tonnage.server.engines.fake import FakeEngine
+        from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 
         return FakeEngine(plan)
-    from tonnage.server.engines.hf import HFEngine
-
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
 
@@ -166,8 +164,6 @@ def _is_embedding_model(plan: Plan) -> bool:
 def _sharing(settings: Settings, plan: Plan) -> Sharing:
     if not settings.shared_system_prompt:
         return Sharing(settings.kv_events_config)
-    from tonnage.server.text.gguf_tokenizer import model_files
-
     folder, size = model_files(plan.model.path), plan.kv_cache.layout.block_size
     prefixes = tuple(
         shared_prefix(Path(file), folder, size, settings.chat_template)
@@ -199,7 +195,7 @@ class Waiting:
         self._next = 2.0
         self._status: Any = None
         if sys.stderr.isatty():
-            from rich.console import Console
+            from rich.console import Console  # only on a terminal
 
             self._status = Console(stderr=True).status(what)
 

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Dequantize ``gguf`` and save it as bf16 safetensors with tokenizer and configs into ``folder``."""
-    import torch
+    import torch  # here, so that what is missing becomes the answer
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
@@ -62,7 +62,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def fetch(folder: Path, answers: TextIO) -> None:
     """Copy the files of the model from the hub, after a short knock at its door."""
-    import urllib.request
+    import urllib.request  # converting needs neither
 
     from huggingface_hub import hf_hub_download, hf_hub_url
 

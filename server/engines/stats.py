@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome admit|wait|never, reason, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ class EngineStats:
     waiting: int
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
-    admissions: tuple[tuple[str, str, int], ...] = ()  # (outcome admit|wait|never, reason, count)
-    refused_blocks: tuple[tuple[str, str, int], ...] = ()  # (wait|never, reason, blocks that were missing)
+    admissions: ReasonCounts = ()
+    refused_blocks: ReasonCounts = ()  # wait and never; the count is of blocks that were missing
     preemptions: int = 0
     preempted_tokens: int = 0  # computed tokens that preemptions threw away
     prompt_tokens: int = 0
@@ -81,3 +85,12 @@ class EngineStats:
     shared_hit_tokens: int = 0  # the part of them from blocks that requests with any salt, or none, may read
     restarts: int = 0
     invariant_violations: int = 0
+
+
+def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
+    """The counts of several engines by outcome and reason."""
+    sums: dict[tuple[str, str], int] = {}
+    for outcome, reason, count in itertools.chain.from_iterable(parts):
+        key = (str(outcome), str(reason))
+        sums[key] = sums.get(key, 0) + count
+    return tuple((*key, count) for key, count in sums.items())

@@ -22,7 +22,7 @@ from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats
+from tonnage.server.engines.stats import EngineStats, merged
 
 log = logging.getLogger("tonnage.server")
 
@@ -176,16 +176,7 @@ def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
     return dataclasses.replace(
         stats,
         pool=pool,
-        admissions=_merged(before.admissions, stats.admissions),
-        refused_blocks=_merged(before.refused_blocks, stats.refused_blocks),
+        admissions=merged((before.admissions, stats.admissions)),
+        refused_blocks=merged((before.refused_blocks, stats.refused_blocks)),
         **counters,
     )
-
-
-def _merged(*parts: tuple[tuple[str, str, int], ...]) -> tuple[tuple[str, str, int], ...]:
-    """(outcome, reason, sum of the counts)."""
-    sums: dict[tuple[str, str], int] = {}
-    for outcome, reason, count in itertools.chain(*parts):
-        key = (str(outcome), str(reason))
-        sums[key] = sums.get(key, 0) + count
-    return tuple((*key, count) for key, count in sums.items())

@@ -77,7 +77,7 @@ class Tracing:
         self._provider.shutdown()
 
     def _finished(self, ticket: Ticket) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode  # of the extra otel
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         operation = OPERATIONS.get(ticket.endpoint, "text_completion")

@@ -21,6 +21,7 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.plan import Plan
 from tonnage.server.app import create_app
+from tonnage.server.demo.model import ensure_demo
 from tonnage.server.ray.engine import RayEngine
 from tonnage.server.ray.replica import EngineReplica
 from tonnage.server.ray.router import PrefixHeadroomRouter
@@ -126,8 +127,6 @@ def _scaling(options: ClusterOptions) -> dict[str, Any]:
 def _planned(settings: Settings) -> Plan:
     plan = make_plan(settings.model, settings.deployment())
     if settings.model == "demo":
-        from tonnage.server.demo.model import ensure_demo
-
         ensure_demo()
         plan = make_plan(settings.model, settings.deployment())
     if not plan.fits:

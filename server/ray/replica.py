@@ -23,7 +23,7 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats
+from tonnage.server.engines.stats import EngineStats, merged
 from tonnage.server.settings import Settings
 
 
@@ -129,8 +129,8 @@ def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStat
     return EngineStats(
         ready=any(report.stats.ready for report in reports),
         pool=pool,
-        admissions=_merged([report.stats.admissions for report in reports]),
-        refused_blocks=_merged([report.stats.refused_blocks for report in reports]),
+        admissions=merged(report.stats.admissions for report in reports),
+        refused_blocks=merged(report.stats.refused_blocks for report in reports),
         **{name: sum(getattr(report.stats, name) for report in reports) for name in counters},
     )
 
@@ -138,11 +138,3 @@ def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStat
 def _sum_or_none(values: list[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _merged(parts: list[tuple[tuple[str, str, int], ...]]) -> tuple[tuple[str, str, int], ...]:
-    counts: dict[tuple[str, str], int] = {}
-    for part in parts:
-        for outcome, reason, count in part:
-            counts[outcome, reason] = counts.get((outcome, reason), 0) + count
-    return tuple((*key, count) for key, count in counts.items())

@@ -53,7 +53,7 @@ def model_files(path: str) -> Path:
 
 
 def main(gguf: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # only in the process that makes one
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(folder)

@@ -109,7 +109,7 @@ class VLLMEngine(Engine):
 
     def own_metrics(self) -> bytes:
         """vLLM's metrics under its own names (they do not pass promtool: a colon is for recording rules)."""
-        from prometheus_client import REGISTRY, generate_latest
+        from prometheus_client import REGISTRY, generate_latest  # vLLM's; this server writes its own pages
 
         return generate_latest(REGISTRY)
 
@@ -147,7 +147,7 @@ class VLLMEngine(Engine):
 
     async def _load_adapters(self) -> None:
         """Each is read and put into a slot once: what does not suit the model is refused now."""
-        from vllm.lora.request import LoRARequest
+        from vllm.lora.request import LoRARequest  # vLLM is there once it has started
 
         for number, (name, path) in enumerate(self._lora_paths.items(), 1):
             self._loras[name] = LoRARequest(name, number, path)
@@ -225,7 +225,7 @@ class VLLMEngine(Engine):
             self._ledger.leave(request.request_id)
 
     def _submit(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
-        from vllm.inputs.engine import tokens_input
+        from vllm.inputs.engine import tokens_input  # vLLM is there once it has started
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
@@ -251,7 +251,7 @@ class VLLMEngine(Engine):
         )
 
     async def _chunks(self, request: GenerationRequest, queued: float) -> AsyncGenerator[Chunk, None]:
-        from vllm.exceptions import VLLMClientError
+        from vllm.exceptions import VLLMClientError  # vLLM is there once it has started
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         params = request.params

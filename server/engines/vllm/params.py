@@ -28,7 +28,7 @@ HONOURED = BASIC_PARAMS | {
 
 def sampling_params(request: GenerationRequest) -> Any:
     """vLLM's SamplingParams for ``request``; a new chunk for each step, token ids only."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # vLLM is optional
 
     params = request.params
     return SamplingParams(
@@ -56,14 +56,14 @@ def sampling_params(request: GenerationRequest) -> Any:
 
 def pooling_params(request: GenerationRequest) -> Any:
     """vLLM's PoolingParams for a request of an embedding."""
-    from vllm.pooling_params import PoolingParams
+    from vllm.pooling_params import PoolingParams  # vLLM is optional
 
     pooling = request.params.pooling
     return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
 
 
 def _structured(grammar: Grammar | None) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import StructuredOutputsParams  # vLLM is optional
 
     if grammar is None:
         return None

@@ -90,6 +90,7 @@ class VLLMToolParser:
         )
 
     def _request(self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], parallel: bool) -> Any:
+        # vLLM is there once a parser is
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         return ChatCompletionRequest.model_validate(

@@ -75,7 +75,7 @@ def _missing(name: str) -> str | None:
 
 def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
     """What makes a step's attention of its batch. Raises what a broken installation raises."""
-    from tonnage.server.engines.hf.attention import flash, flash_infer, flex
+    from tonnage.server.engines.hf.attention import flash, flash_infer, flex  # flex brings torch's compiler
 
     if name == FLASHINFER:
         wrappers = flash_infer.load(pool)

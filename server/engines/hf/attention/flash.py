@@ -20,7 +20,7 @@ Kernel = Callable[..., torch.Tensor]
 
 def load_flash_attn() -> Kernel:
     """``flash_attn_varlen_func`` of flash_attn 2.5 and later. It takes lengths as a running sum."""
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # optional, for GPUs
 
     def kernel(*, seqused_k: torch.Tensor, **arguments: Any) -> torch.Tensor:
         summed = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
@@ -33,7 +33,7 @@ def load_flash_attn() -> Kernel:
 def load_vllm() -> Kernel:
     """The same function of vLLM 0.32's build (vllm_flash_attn/flash_attn_interface.py): version 3 where the
     device has it, which is Hopper, else 2."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported  # optional, for GPUs
 
     version = 3 if is_fa_version_supported(3) else 2
 

@@ -20,7 +20,7 @@ from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 def load(pool: PagedPool) -> list[Any]:
     """A wrapper a group, each with its own plan; all on one workspace, for layers run one after the other."""
-    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # optional, for GPUs
 
     workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensor.device)
     return [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in pool.layout.groups]

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tonnage.cache.admission import Limits
-from tonnage.server.engines.hf.attention import cuda
+from tonnage.server.engines.hf.attention import cuda, in_place
 from tonnage.server.engines.hf.attention.gather import Attention, Backend, GatherAttention
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.pool import PagedPool
@@ -40,16 +39,13 @@ def candidates(
     if pool.tensor.device.type == "cuda":
         for name in cuda.usable(pool, dtype):
             found.append(Candidate(name, partial(cuda.load, name, pool, limits)))
-    elif dtype == torch.bfloat16 and find_spec("numba"):
-        from tonnage.server.engines.hf.attention import in_place
+    elif dtype == torch.bfloat16 and in_place.serves(pool):
+        scratch = in_place.Scratch(pool, threads)
 
-        if in_place.serves(pool):
-            scratch = in_place.Scratch(pool, threads)
+        def attention_in_place(batch: Batch) -> Attention:
+            return in_place.InPlaceAttention(batch, pool, query_heads, scratch)
 
-            def attention_in_place(batch: Batch) -> Attention:
-                return in_place.InPlaceAttention(batch, pool, query_heads, scratch)
-
-            found.append(Candidate("in place", lambda: attention_in_place))
+        found.append(Candidate("in place", lambda: attention_in_place))
     return [*found, Candidate("gather", lambda: lambda batch: GatherAttention(batch, pool, query_heads))]
 
 

@@ -106,7 +106,7 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Arguments of from_pretrained: where the weights are, what becomes of them. ``dtype``: a torch.dtype."""
     path = plan.model.path
     if path.endswith(".gguf"):
-        from transformers import GgufConfig
+        from transformers import GgufConfig  # the API process reads this module
 
         require_gguf(path)
         # Packed, transformers needs the `kernels` package and has no kernel for CPUs (integrations/gguf).
@@ -128,7 +128,7 @@ def _stored(path: str) -> bool:
 
 
 def _bitsandbytes(quantization: str, dtype: Any) -> Any:
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig  # the API process reads this module
 
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]

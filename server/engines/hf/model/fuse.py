@@ -12,11 +12,12 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from tonnage.server.engines.hf.kernels import linear, small
 
 
 class GatedMLP(nn.Module):
@@ -44,13 +45,9 @@ _SAME_NORM = 2**-8  # a norm rounds its result once; some families round between
 def fuse(model: nn.Module) -> Counter[str]:
     """Replace what can be; returns how many modules of each kind were."""
     done: Counter[str] = Counter()
-    try:
-        from tonnage.server.engines.hf.kernels import linear, small
-    except ImportError:  # numba is not installed
-        return done
     for module in list(model.modules()):
         if _is_gated_mlp(module):
-            mlps = [functools.partial(gated_mlp, module, act, linear) for act in ACTIVATIONS.values()]
+            mlps = [functools.partial(gated_mlp, module, act) for act in ACTIVATIONS.values()]
             done["gated mlp"] += _try(module, mlps, _SAME, module.gate_proj.in_features)
         elif _is_rms_norm(module):
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
@@ -77,10 +74,8 @@ ACTIVATIONS = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 
 
 def _is_gated_mlp(module: nn.Module) -> TypeGuard[GatedMLP]:
-    from tonnage.server.engines.hf.kernels.linear import serves
-
     projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(type(p) is nn.Linear and p.bias is None and serves(p.weight) for p in projections)
+    return all(type(p) is nn.Linear and p.bias is None and linear.serves(p.weight) for p in projections)
 
 
 def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
@@ -96,13 +91,9 @@ def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
     )
 
 
-def gated_mlp(
-    module: GatedMLP, activation: tuple[float, float], linear: ModuleType, x: torch.Tensor
-) -> torch.Tensor:
-    """``linear``: :mod:`..kernels.linear`, which only a fused model needs."""
+def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor) -> torch.Tensor:
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
-    answer: torch.Tensor = linear.linear(inner, module.down_proj.weight)
-    return answer
+    return linear.linear(inner, module.down_proj.weight)
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from tonnage.server.engines.hf.attention.interface import PagedBatch
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.kernels import layer as kernel
 from tonnage.server.engines.hf.kernels import linear, small
+from tonnage.server.engines.hf.model.fuse import gated_mlp
 from tonnage.server.engines.hf.pool import PagedPool
 
 
@@ -49,8 +50,6 @@ def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[A
 
 def _parts(module: nn.Module) -> _Parts | None:
     """The weights of a layer all of whose modules run as kernels, under the names of the Llama family."""
-    from tonnage.server.engines.hf.model.fuse import gated_mlp
-
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     gated = _kernel_of(mlp, gated_mlp)
     if attention is None or gated is None:

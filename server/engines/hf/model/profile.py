@@ -7,9 +7,9 @@ tokens are drawn; what the process holds at its highest beside what it held befo
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.batch import Batch
@@ -17,9 +17,6 @@ from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 # Seconds between two looks at /proc; a step of the demo model takes half a second.
 _INTERVAL = 0.005
@@ -40,8 +37,6 @@ def profile(runner: ModelRunner) -> int:
 
 
 def _profile_cuda(runner: ModelRunner) -> int:
-    import torch
-
     torch.cuda.synchronize(runner.device)
     torch.cuda.reset_peak_memory_stats(runner.device)
     _step(runner)
@@ -53,8 +48,6 @@ def _profile_cuda(runner: ModelRunner) -> int:
 def device_bytes(device: torch.device) -> int | None:
     """Bytes of a GPU that are taken, by whomever: the CUDA context and what torch's allocator keeps beside its
     tensors are in no other figure. None on a CPU, where the process itself is measured."""
-    import torch
-
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -12,6 +12,7 @@ from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import fuse
+from tonnage.server.engines.hf.model.layers import fuse_layers
 from tonnage.server.engines.hf.model.loading import DTYPES, load_model, storage_bytes
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 
@@ -36,8 +37,6 @@ class ModelRunner:
             self.pool, query_heads, threads, DTYPES[plan.deployment.dtype], limits_of(plan)
         )
         if self._candidates[0].name == "in place":
-            from tonnage.server.engines.hf.model.layers import fuse_layers
-
             self.fused["layer"] = fuse_layers(self.model, layout, query_heads, threads)
         self.next_attention()
 

@@ -5,12 +5,12 @@ A row's token depends on its own logits, parameters and draw alone, never on wha
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from tonnage.server.engines.hf.kernels.small import peaks
 from tonnage.server.engines.request import SamplingParams
 
 ROWS = 16  # drawn at a time, so that the copies of [rows, vocabulary] stay small beside the activations
@@ -22,11 +22,8 @@ def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     """The first maximum of each row of ``logits`` [L, vocabulary], as generate takes it at temperature 0, and
     whether the row can be drawn from: no NaN in it, its maximum finite. bfloat16 on a CPU in one pass."""
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
-        with contextlib.suppress(ImportError):  # numba is not installed
-            from tonnage.server.engines.hf.kernels.small import peaks
-
-            first, good = peaks(logits)
-            return first.tolist(), good.tolist()
+        first, good = peaks(logits)
+        return first.tolist(), good.tolist()
     finite = logits.amax(dim=-1).isfinite()  # amax hands NaN on
     return logits.argmax(dim=-1).tolist(), finite.tolist()
 

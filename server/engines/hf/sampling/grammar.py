@@ -39,7 +39,7 @@ class Grammars:
             raise DeploymentError(
                 "a grammar needs xgrammar", field="grammar", hint="pip install 'tonnage[grammar]'"
             ) from None
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer  # only where somebody asks for a grammar
 
         tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
@@ -79,7 +79,7 @@ class GrammarMatcher:
     ends when it is complete."""
 
     def __init__(self, compiled: Any, stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
-        import xgrammar
+        import xgrammar  # of the extra grammar
 
         stops = list(stop_token_ids)
         self._matcher = xgrammar.GrammarMatcher(
