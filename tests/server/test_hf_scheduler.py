@@ -13,11 +13,13 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
-from tonnage.server.engines.base import Chunk, GenerationRequest, Grammar, SamplingParams
+from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.hf.sampling.grammar import GrammarError
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.text.grammar import Grammar
 
 
 def plan_for(blocks: int, **changes: int) -> Plan:

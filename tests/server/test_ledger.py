@@ -8,7 +8,7 @@ import pytest
 
 from tonnage.cache.admission import AdmissionRequest, Limits
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.server.engines.base import EngineDead, NeverFits
+from tonnage.server.engines.errors import EngineDead, NeverFits
 from tonnage.server.engines.vllm.ledger import ReservationLedger
 
 LAYOUT = KVLayout(

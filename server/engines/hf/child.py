@@ -15,12 +15,13 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
+import numba
 import torch
 
 from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import Chunk, GenerationRequest
+from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
@@ -29,6 +30,7 @@ from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_ad
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
+from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.text.gguf_tokenizer import model_files
 
@@ -67,10 +69,7 @@ def main(descriptor: int, threads: int) -> None:
 def set_threads(count: int) -> None:
     """Compute threads of torch and of the kernels: one number, both or the second pool would sit idle."""
     torch.set_num_threads(count)
-    with contextlib.suppress(ImportError):
-        import numba
-
-        numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
 
 
 class EngineLoop:
@@ -84,12 +83,13 @@ class EngineLoop:
         policy: Policy | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        import transformers
+        import transformers  # here, so that a broken installation is told as any failure of the load is
 
         set_threads(threads)
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
+        # They import transformers too.
         from tonnage.server.engines.hf.model.loading import storage_bytes
         from tonnage.server.engines.hf.model.profile import device_bytes, profile
         from tonnage.server.engines.hf.model.runner import ModelRunner
