@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.simulator import Simulator
     from tonnage.cache.replay.trace import read_trace
 
-    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
+    limit = positive(arguments.limit, "--limit")
     trace = read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=arguments.skip_bad_lines)
     plan = _plan(arguments)
     setup = setup_of(arguments, plan, trace)
@@ -160,11 +160,7 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=limits.max_num_batched_tokens,
-        max_tokens=(
-            trace.longest_output
-            if arguments.max_tokens is None
-            else parse_count(arguments.max_tokens, "--max-tokens")
-        ),
+        max_tokens=positive(arguments.max_tokens, "--max-tokens") or trace.longest_output,
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
@@ -188,10 +184,11 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
         name = find_gpu(arguments.gpu).name
         known = [key for key in DEVICES if name == key or name.startswith(key + "-")]
         device = DEVICES[max(known, key=len)] if known else None
-    bandwidth = None if arguments.memory_bandwidth is None else arguments.memory_bandwidth * 1e9
-    flops = None if arguments.flops is None else arguments.flops * 1e12
+    bandwidth = _speed(arguments.memory_bandwidth, 1e9, "--memory-bandwidth")
+    flops = _speed(arguments.flops, 1e12, "--flops")
     if device is not None:
-        bandwidth, flops = bandwidth or device.bandwidth, flops or device.flops
+        bandwidth = device.bandwidth if bandwidth is None else bandwidth
+        flops = device.flops if flops is None else flops
     if bandwidth is None or flops is None:
         raise DeploymentError(
             "the speed of the device is not known",
@@ -207,6 +204,20 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
         bandwidth=bandwidth,
         flops=flops,
     )
+
+
+def positive(text: str | None, field: str) -> int | None:
+    """A count of at least one; None stays None. Raises DeploymentError naming ``field``."""
+    value = None if text is None else parse_count(text, field)
+    if value == 0:
+        raise DeploymentError("0 is not a positive integer", field=field)
+    return value
+
+
+def _speed(value: float | None, unit: float, field: str) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise DeploymentError(f"{value} is not a speed", field=field, hint="leave it out for the GPU's own")
+    return None if value is None else value * unit
 
 
 def parse_seconds(text: str) -> float:

@@ -14,7 +14,6 @@ from pathlib import Path
 from tonnage.planner.command import deployment_from
 from tonnage.planner.command import parser as plan_parser
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.units import parse_count
 
 ENOUGH, NOT_ENOUGH = 0, 1
 
@@ -44,13 +43,12 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace
     from tonnage.planner.build import make_plan
-    from tonnage.server.commands.replay import parse_seconds, setup_of
+    from tonnage.server.commands.replay import parse_seconds, positive, setup_of
 
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
-    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
-    trace = read_trace(arguments.trace, limit=limit)
+    trace = read_trace(arguments.trace, limit=positive(arguments.limit, "--limit"))
     span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
     if len(trace.requests) < 2 or span <= 0:
         raise DeploymentError(

@@ -36,6 +36,11 @@ class PoolStats:
         """Blocks that admission can still reserve: a request that needs no more is admitted at once."""
         return max(0, self.usable - (self.reserved if self.committed is None else self.committed))
 
+    @property
+    def reserved_share(self) -> float:
+        """Reserved blocks over usable ones; 0 where there are none (an encoder keeps no cache)."""
+        return self.reserved / self.usable if self.usable else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:

@@ -86,7 +86,7 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaler: the same figures as /metrics has."""
         stats = self._engine.stats()
-        return {"waiting": stats.waiting, "promised_share": stats.pool.reserved / stats.pool.usable}
+        return {"waiting": stats.waiting, "promised_share": stats.pool.reserved_share}
 
     async def check_health(self) -> None:
         """Raises EngineDead; Ray then replaces this replica."""

@@ -145,6 +145,12 @@ def crowded() -> PoolStats:
     return pool
 
 
+def test_an_encoder_has_neither_headroom_nor_a_share() -> None:
+    pool = PoolStats(1, 0, 0, 0, 0, 0)
+    assert (pool.headroom, pool.reserved_share) == (0, 0.0)
+    assert crowded().reserved_share > 1
+
+
 async def test_memory_and_metrics_say_the_same(run_server, small_plan) -> None:
     """In guaranteed mode, with more reserved than there is and room left."""
 

@@ -48,6 +48,12 @@ def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.Cap
         (["--gpu", "h100-80g", "--scale", "0"], "--scale"),
         (["--kv-cache-memory-bytes", "1GiB"], "--memory-bandwidth"),
         (["--gpu", "h100-80g", "--watermark", "2"], "watermark"),
+        (["--gpu", "h100-80g", "--limit", "0"], "--limit"),
+        (["--gpu", "h100-80g", "--max-tokens", "0"], "--max-tokens"),
+        (["--gpu", "h100-80g", "--memory-bandwidth", "0"], "--memory-bandwidth"),
+        (["--gpu", "h100-80g", "--memory-bandwidth", "nan"], "--memory-bandwidth"),
+        (["--gpu", "h100-80g", "--flops", "0"], "--flops"),
+        (["--gpu", "h100-80g", "--flops", "inf"], "--flops"),
     ],
 )
 def test_bad_flags_are_named(
