@@ -21,6 +21,7 @@ help:
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
 	@echo "make test       lint, types, layers and all tests of this environment"
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
+	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
@@ -39,13 +40,17 @@ serve: $(VENV)/.demo
 
 test: lint
 	bash .ci/prometheus
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 --ignore=tests/long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long
 
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
 TONNAGE_ORACLES ?= compare
 test-oracles: $(VENV)/.test
 	TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner
+
+.PHONY: test-fuzz
+test-fuzz: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(WORKERS) -m fuzz tests/server/test_schema_generated.py
 
 # Prompts of 3,000 tokens against generate, twice: five minutes on 2 cores, too long for each change.
 .PHONY: test-equality

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,53 +14,60 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # vLLM would bind each engine's only thread to the same core (platforms/cpu.py, 0.32).
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-# A file is one worker's, with its servers. These are handed out first, the longest before the others; a row of
-# several is one worker's too.
-UNITS: tuple[tuple[str, ...], ...] = (
-    ("tests/server/test_fields_honoured.py",),
-    ("tests/server/test_both_engines.py",),
-    ("tests/server/test_cold_start.py",),
-    ("tests/server/test_cli.py",),
-    ("tests/server/test_hf_engine.py",),
-    ("tests/server/test_demo_model.py",),
+# A file is one worker's, with its servers. First the one that compiles what later ones load, beside it those
+# that need nothing of it, then the longest.
+FIRST = "tests/server/test_cold_start.py"
+MEANWHILE = "tests/planner/"
+LONGEST = (
+    "tests/server/test_fields_honoured.py",
+    "tests/server/test_vllm_engine.py",
+    "tests/server/test_both_engines.py",
+    "tests/server/test_vllm_embeddings.py",
+    "tests/server/test_vllm_adapters.py",
+    "tests/server/test_hf_engine.py",
+    "tests/server/test_cli.py",
+    "tests/server/test_hf_formats.py",
+    "tests/server/test_demo_model.py",
+    "tests/deploy/test_queries_live.py",
+    "tests/server/test_hf_adjust.py",
+    "tests/server/test_schema_generated.py",
+    "tests/server/test_hf_families.py",
+    "tests/cache/test_cache_random_operations.py",
+    "tests/server/test_hf_http.py",
+    "tests/server/test_supervision.py",
 )
-_UNIT_OF = {file: unit for unit in UNITS for file in unit}
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {file: place for place, file in enumerate(_UNIT_OF)}
-    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+    places = {file: place for place, file in enumerate(LONGEST, start=2)}
+
+    def place(item: pytest.Item) -> int:
+        file = _file(item.nodeid)
+        return 0 if file == FIRST else 1 if file.startswith(MEANWHILE) else places.get(file, len(places) + 2)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Before the workers start: the demo model, and the code that both would compile."""
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in (_MODEL, _MANAGER, _KERNELS)]
-    if any(process.wait() for process in processes):
-        raise pytest.UsageError("the demo model or the compiled code could not be made (see above)")
+    """Before the workers start: the model that both would convert."""
+    from tonnage.server.demo.model import ensure_demo
 
-
-_MODEL = "from tonnage.server.demo.model import ensure_demo; ensure_demo()"
-_KERNELS = "from tonnage.server.engines.hf.kernels.warm import compile_all; compile_all()"
-_MANAGER = """
-from tonnage.cache.warm import compile_manager
-from tonnage.planner.layout import KVGroup, KVLayout
-full, sliding = KVGroup("full", (0,)), KVGroup("sliding", (1,), window=32)
-for groups in ((full,), (full, sliding)):
-    compile_manager(KVLayout(groups, 16, 1, 1, 8, "float32", 4))
-"""
+    ensure_demo()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadscope`` by the units above."""
+    """``--dist loadscope`` by files, in the order above."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class Units(LoadScopeScheduling):  # type: ignore[misc]
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            unit: Sequence[str] = _UNIT_OF.get(file, (file,))
-            return unit[0]
+            return _file(nodeid)
 
     config.option.loadscopereorder = False
-    return Units(config, log)
+    return Files(config, log)

@@ -8,7 +8,7 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,17 @@ from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Compute threads as in a server on two cores; elsewhere the tests have one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

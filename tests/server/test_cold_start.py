@@ -13,20 +13,26 @@ from serving import PATIENCE
 from tonnage.server.demo.model import ensure_demo
 
 
-def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
-    ensure_demo()
+def verify(**environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tonnage.server.cli", "verify", "demo", "--json"]
     settings = ["--kv-cache-memory-bytes", "128MiB", "--max-model-len", "1024", "--max-num-seqs", "16"]
-    cold = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    model = {"TONNAGE_CACHE": str(ensure_demo().parent.parent)}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *settings],
         capture_output=True,
         text=True,
         timeout=4 * PATIENCE,
-        env=os.environ | model | cold,
+        env=os.environ | environment,
     )
+
+
+def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
+    """In a fresh checkout this is the first start, and what it compiles serves the tests after it."""
+    model = {"TONNAGE_CACHE": str(ensure_demo().parent.parent)}
+    done = verify()
+    if "compiling for this machine" not in done.stderr:
+        cold = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = verify(**model, **cold)
+        assert list(tmp_path.rglob("*.nbc"))
     assert "compiling for this machine" in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["within"] is True
-    assert list(tmp_path.rglob("*.nbc"))

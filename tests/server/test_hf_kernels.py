@@ -24,6 +24,8 @@ from tonnage.server.engines.hf.model.fuse import fuse
 from tonnage.server.engines.hf.model.layers import fuse_layers
 from tonnage.server.engines.hf.pool import PagedPool
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 # (context after the step, queries of the step): decodes, whole prompts, chunks, chunks longer than the rows of
 # one walk (32), contexts at and around block borders.
 LENGTHS = [(1, 1), (16, 1), (33, 1), (129, 1), (5, 5), (40, 40), (100, 37), (130, 64), (128, 128)]

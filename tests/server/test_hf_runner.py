@@ -30,6 +30,8 @@ from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 SMALL: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
