@@ -46,7 +46,7 @@ class Deployment:
     speculative_model: str | None = None  # a model, or "mtp" for the checkpoint's own draft layers
     num_speculative_tokens: int = 0
     mem_fraction_static: float | None = None  # SGLang
-    swa_full_tokens_ratio: float = 0.8  # SGLang: tokens of the sliding pool for each one of the full pool
+    swa_full_tokens_ratio: float = 0.8  # SGLang (server_args.py): sliding tokens for each one of the full pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,19 +32,29 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> bool:
-    from tonnage.planner.engines.sglang import DEFAULT_SWA_RATIO, size_pools, token_bytes
+    from tonnage.planner.build import plan_source
+    from tonnage.planner.engines.sglang import token_bytes
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.plan import Deployment
+    from tonnage.planner.source import ModelSource
 
     seen, ranks = row["observed"], row["tensor_parallel"] or 1
     said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)
-    ratio = float(said.get("swa_full_tokens_ratio", DEFAULT_SWA_RATIO))
     dtype = "fp8" if "float8" in (row["kv_cache_dtype"] or "") else "bfloat16"
     try:
         architecture = build_architecture(config)
         full, sliding = token_bytes(architecture, dtype, ranks)
-        size = _pool_bytes(seen, 2 if full and sliding else 1)
-        tokens = size_pools(architecture, size, dtype, ranks, ratio).tokens
+        flags = Deployment(
+            engine="sglang",
+            device="cuda",
+            device_memory=1 << 50,  # the pool is given; whether the weights fit beside it is not asked
+            kv_cache_memory_bytes=_pool_bytes(seen, 2 if full and sliding else 1),
+            kv_cache_dtype=dtype,
+            tensor_parallel_size=ranks,
+            swa_full_tokens_ratio=float(said.get("swa_full_tokens_ratio", Deployment().swa_full_tokens_ratio)),
+        )
+        tokens = plan_source(ModelSource(name, name, config, "folder"), flags).kv_cache.tokens
     except TonnageError as error:
         section.refuse(name, error)
         return False

@@ -11,23 +11,6 @@ from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.vllm import heads_per_rank
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.records import dataclass
-
-DEFAULT_SWA_RATIO = 0.8  # server_args.py: swa_full_tokens_ratio
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPools:
-    """Bytes one token costs in the full and in the sliding pool of one rank, and the tokens of each."""
-
-    full_bytes: int
-    sliding_bytes: int
-    tokens: int
-    sliding_tokens: int
-
-    @property
-    def bytes(self) -> int:
-        return self.tokens * self.full_bytes + self.sliding_tokens * self.sliding_bytes
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
@@ -46,17 +29,6 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
         else:
             full += size
     return full, sliding
-
-
-def size_pools(
-    architecture: Architecture, pool_bytes: int, kv_dtype: str, ranks: int, swa_ratio: float
-) -> TokenPools:
-    """Tokens a pool of ``pool_bytes`` holds. A model of sliding layers only has one pool."""
-    full, sliding = token_bytes(architecture, kv_dtype, ranks)
-    if not full or not sliding:
-        return TokenPools(full or sliding, 0, pool_bytes // (full or sliding), 0)
-    tokens = int(pool_bytes / (full + swa_ratio * sliding))
-    return TokenPools(full, sliding, tokens, int(tokens * swa_ratio))
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int) -> int:

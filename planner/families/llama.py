@@ -40,7 +40,6 @@ class Variant:
     tied: bool = False  # tie_word_embeddings when the file does not say
     rotary_share: float = 1.0  # partial_rotary_factor when the file does not say
     window: str = "none"  # none | always | layer_types | qwen
-    position_default: int | None = None
     ignored: tuple[str, ...] = ()
     extra: Callable[[Tensors, str, Heads, int], None] | None = None
 

@@ -41,7 +41,6 @@ class Peak(NamedTuple):
     temporary: int
     rounding: int
     cpu: int
-    all_moments: tuple[int, ...]  # totals in the order of MOMENTS
 
     @property
     def total(self) -> int:
@@ -186,4 +185,4 @@ def peak_of(
     )[worst]  # fmt: skip
     if worst >= 4:
         rounding = 0
-    return Peak(MOMENTS[worst], *parts, rounding, cpu, moments)
+    return Peak(MOMENTS[worst], *parts, rounding, cpu)
