@@ -11,7 +11,7 @@ import difflib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
@@ -36,10 +36,10 @@ _repr = _short.repr
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(Generic[Model]):
     """A protocol model with the table of its fields; ``expected`` says what a field of several types takes."""
 
-    model: type[BaseModel]
+    model: type[Model]
     table: FieldTable
     expected: Mapping[str, str] = field(default_factory=dict)
 
@@ -87,8 +87,8 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def parse_body(
-    body: bytes, fields: Fields, honours: frozenset[str] = BASIC_PARAMS, *, lenient: bool = False
-) -> tuple[Any, tuple[str, ...]]:
+    body: bytes, fields: Fields[Model], honours: frozenset[str] = BASIC_PARAMS, *, lenient: bool = False
+) -> tuple[Model, tuple[str, ...]]:
     """A validated instance of ``fields.model``, and the names of the fields that had no effect.
 
     ``honours``: what the engine acts on. Raises ApiError naming the field and what is right.
@@ -190,7 +190,7 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any]) -> list[str]
     return dropped
 
 
-def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields) -> ApiError:
+def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Model]) -> ApiError:
     """The first error of pydantic in one sentence."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
@@ -230,7 +230,7 @@ def _json_type(value: Any) -> str:
     return names[type(value)]
 
 
-def inline_schema(fields: Fields) -> dict[str, Any]:
+def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
     """JSON schema of a body without ``$defs``, for the part of the OpenAPI document FastAPI does not fill.
 
     Fields that are accepted without effect are in it, with any value.

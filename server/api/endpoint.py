@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
+from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.errors import ApiError, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
@@ -25,17 +26,20 @@ from tonnage.server.state import ServerState
 CLIENT_CLOSED_REQUEST = 499
 
 
-class Service(Protocol):
+Body = TypeVar("Body", bound=EngineBody)
+
+
+class Service(Protocol[Body]):
     """An endpoint without HTTP. Both methods raise ApiError or the engine's TonnageErrors."""
 
     @property
-    def fields(self) -> Fields: ...
+    def fields(self) -> Fields[Body]: ...
 
-    async def complete(self, body: Any, ticket: Ticket) -> bytes:
+    async def complete(self, body: Body, ticket: Ticket) -> bytes:
         """The whole answer as JSON. Cancelling the call aborts the request."""
         ...
 
-    def stream(self, body: Any, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+    def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Whole events; closing the iterator aborts the request."""
         ...
 
@@ -58,10 +62,10 @@ class OpenAIEvents:
         return error_event(error)
 
 
-class Endpoint:
+class Endpoint(Generic[Body]):
     """POST ``path``."""
 
-    def __init__(self, path: str, state: ServerState, service: Service) -> None:
+    def __init__(self, path: str, state: ServerState, service: Service[Body]) -> None:
         self._path = path
         self._state = state
         self._service = service
@@ -100,7 +104,7 @@ class Endpoint:
             request.scope["tonnage.request_id"] = body.request_id
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         timeout = settings.request_timeout
-        if body.stream:
+        if body.streams:
             return EventStream(
                 service.stream(body, ticket),
                 ticket,

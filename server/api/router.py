@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ class Route:
     """``POST path``. ``name`` and ``description``: of the operation in the OpenAPI document."""
 
     path: str
-    service: Callable[[ServerState, Generator], Service]
+    service: Callable[[ServerState, Generator], Service[Any]]  # each of its own body
     answer: type[BaseModel]
     name: str
     description: str

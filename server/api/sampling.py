@@ -67,12 +67,25 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
-class SamplingFields(BaseModel):
-    """Base of the request bodies."""
+class EngineBody(BaseModel):
+    """What every body has that goes to the engine."""
 
     model_config = STRICT
 
     model: str
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-1000, le=1000, description="lower runs first")
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+
+class SamplingFields(EngineBody):
+    """Base of the bodies that ask for text."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
@@ -89,10 +102,10 @@ class SamplingFields(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     structured_outputs: StructuredOutputs | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-1000, le=1000, description="lower runs first")
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
         """What the answer must match; subclasses add ``response_format``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -17,12 +17,15 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 
 
-class TokenizeRequest(BaseModel):
-    """A text, or a conversation as the chat template writes it."""
-
+class _Named(BaseModel):
     model_config = STRICT
 
     model: str | None = None
+
+
+class TokenizeRequest(_Named):
+    """A text, or a conversation as the chat template writes it."""
+
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
@@ -30,11 +33,11 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = STRICT
-
-    model: str | None = None
+class DetokenizeRequest(_Named):
     tokens: list[TokenId]
+
+
+Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokens(BaseModel):
@@ -48,14 +51,14 @@ class Text(BaseModel):
     prompt: str
 
 
-def _fields(model: type[BaseModel]) -> Fields:
+def _fields(model: type[Body]) -> Fields[Body]:
     return Fields(model, {name: FieldRule(Standing.HONOURED) for name in model.model_fields})
 
 
 _TOKENIZE, _DETOKENIZE = _fields(TokenizeRequest), _fields(DetokenizeRequest)
 
 
-def _openapi(fields: Fields) -> dict[str, Any]:
+def _openapi(fields: Fields[Body]) -> dict[str, Any]:
     schema = inline_schema(fields)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -63,7 +66,7 @@ def _openapi(fields: Fields) -> dict[str, Any]:
 def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     router = APIRouter()
 
-    async def parse(request: Request, fields: Fields) -> Any:
+    async def parse(request: Request, fields: Fields[Body]) -> Body:
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout)
         body, _ = parse_body(raw, fields, lenient=settings.lenient)
@@ -74,7 +77,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model_exclude_none=True)
     async def tokenize(request: Request) -> Tokens:
         """Token ids of a prompt or a conversation, as the generating endpoints would see them."""
-        body: TokenizeRequest = await parse(request, _TOKENIZE)
+        body = await parse(request, _TOKENIZE)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(ErrorCode.MISSING_PARAMETER, "you must provide prompt or messages", param="prompt")
         if body.messages is not None:
@@ -95,7 +98,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
         """The text of token ids."""
-        body: DetokenizeRequest = await parse(request, _DETOKENIZE)
+        body = await parse(request, _DETOKENIZE)
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")
         return Text(prompt=state.tokenizer.decode(body.tokens))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.fields import EMBEDDING
-from tonnage.server.api.sampling import STRICT, TokenId
+from tonnage.server.api.sampling import EngineBody, TokenId
 
 MAX_INPUTS = 2048  # OpenAI's limit (its API reference, "input")
 
@@ -18,23 +18,12 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
 Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(EngineBody):
     """POST /v1/embeddings."""
 
-    model_config = STRICT
-
-    model: str
     input: Text | Texts | TokenIds | Lists
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
-    add_special_tokens: bool | None = None
-    priority: int | None = Field(None, ge=-1000, le=1000, description="lower runs first")
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]{1,128}$")
-
-    @property
-    def stream(self) -> bool:
-        return False
 
     def inputs(self) -> list[str] | list[list[int]]:
         """The four forms of ``input`` as a list of texts or of token id lists."""
