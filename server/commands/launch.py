@@ -21,7 +21,6 @@ from tonnage.planner.render import print_plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
-from tonnage.server.engines.hf.engine import HFEngine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
@@ -152,6 +151,8 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 
         return FakeEngine(plan)
+    from tonnage.server.engines.hf.engine import HFEngine  # numba, 0.2 s that --help need not wait
+
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
 
