@@ -58,7 +58,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
     flags = chosen.flags
     ranks, runtimes, loads, paddings, unsplit = [], [], [], [], []
-    pooled, draft_weights, draft_notes = _with_draft(architecture, flags)
+    pooled, draft_weights, draft_notes = with_draft(architecture, flags)
     pool = build_pool(pooled, chosen)
     if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
         flags = replace(flags, block_size=pool.layout.block_size)
@@ -162,7 +162,7 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     )
 
 
-def _with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
+def with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
     """What the pool is built from, the draft's weights, notes."""
     if flags.speculative_model is None:
         return architecture, 0, ()

@@ -55,14 +55,21 @@ def write_sweep_page(path: str, model: str, rows: Sequence[SweepRow]) -> None:
         total = max(1, row.total_bytes)
         bar = "".join(
             f"<i class={kind} style='width:{_percent(size, total)}%'></i>"
-            for kind, size in (("w", row.weights_bytes), ("r", row.runtime_bytes), ("k", row.kv_pool_bytes))
+            for kind, size in (
+                ("w", row.weights_bytes),
+                ("r", row.runtime_bytes + row.added_bytes),
+                ("k", row.kv_pool_bytes),
+            )
         )
         verdict = f"{row.max_concurrency:.1f}" if row.fits else "<span class=no>does not fit</span>"
         lines.append(
             f"<tr>{head}<td><div class=bar>{bar}</div></td><td>{gib(row.weights_bytes)}</td>"
             f"<td>{row.tokens:,}</td><td>{verdict}</td></tr>"
         )
-    legend = "<p><small>blue: weights, yellow: runtime, green: KV cache pool, grey: left over</small></p>"
+    legend = (
+        "<p><small>blue: weights, yellow: runtime, LoRA slots and draft, green: KV cache pool, "
+        "grey: left over</small></p>"
+    )
     heads = "GPUs", "quantization", "KV", "memory of one GPU", "weights", "tokens", "sequences"
     table = f"<table><tr><th>{'<th>'.join(heads)}</tr>"
     _write(path, f"Sweep of {model}", f"<h2>{escape(model)}</h2>{legend}{table}{''.join(lines)}</table>")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.build import auto_dtype, num_blocks_of
+from tonnage.planner.build import auto_dtype, num_blocks_of, with_draft
 from tonnage.planner.deployment import Resolved, complete
 from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
@@ -48,6 +48,7 @@ class SweepRow:
     max_concurrency: float = 0.0
     usd_per_hour: float | None = None
     refused: str = ""
+    added_bytes: int = 0  # LoRA slots and the draft's weights
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -105,7 +106,8 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     architecture = architecture_of(source.config)
     dtype = auto_dtype(source)
 
-    def weights(key: _WeightsKey) -> int:
+    def weights(key: _WeightsKey) -> tuple[int, int]:
+        """Bytes of the weights on the device, and of LoRA slots and draft."""
         scheme, ranks, device, kind, kernel = key
         asked = None if scheme == "as is" else scheme
         flags = replace(
@@ -114,8 +116,11 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
         mine = part_of(ranks)
-        held = sum_weights(mine, quantization, flags).total + allocator_rounding(mine, quantization, flags)
-        return held + kernel_padding(mine, quantization.scheme, flags) + lora_bytes(architecture, flags)
+        loaded = sum_weights(mine, quantization, flags).total
+        held = loaded + allocator_rounding(mine, quantization, flags)
+        held += kernel_padding(mine, quantization.scheme, flags) - min(flags.cpu_offload_bytes, loaded)
+        _, draft, _ = with_draft(architecture, flags)
+        return held, lora_bytes(architecture, flags) + draft
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
         place, kv_dtype, ranks = key
@@ -127,7 +132,9 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         return complete(replace(flags, gpu=gpu.name), architecture, dtype)
 
     def pool(key: _PoolKey) -> PoolSpec:
-        return build_pool(architecture, resolved_for[key])
+        chosen = resolved_for[key]
+        pooled, _, _ = with_draft(architecture, chosen.flags)
+        return build_pool(pooled, chosen)
 
     def runtime(key: tuple[int, int]) -> Runtime:
         place, ranks = key
@@ -169,17 +176,17 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
 
 
 def _row(
-    gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: PoolSpec, weights: int,
-    terms: int, price: float | None,
+    gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: PoolSpec,
+    loaded: tuple[int, int], terms: int, price: float | None,
 ) -> SweepRow:  # fmt: skip
-    size = pool.layout.bytes_per_block
-    blocks = num_blocks_of(chosen, pool, size, weights + terms, weights)
+    size, (weights, added) = pool.layout.bytes_per_block, loaded
+    blocks = num_blocks_of(chosen, pool, size, weights + added + terms, weights)
     held = capacity(pool, chosen, blocks)
-    taken = weights + terms + blocks * size
+    taken = weights + added + terms + blocks * size
     fits = taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return SweepRow(
         gpu.name, ranks, scheme, kv_dtype, fits, weights, blocks * size, terms, gpu.memory_bytes - taken,
-        gpu.memory_bytes, held.tokens, held.max_concurrency, price,
+        gpu.memory_bytes, held.tokens, held.max_concurrency, price, added_bytes=added,
     )  # fmt: skip
 
 

@@ -48,6 +48,29 @@ def test_a_row_is_the_plan_of_its_flags(llama):
 
 
 @pytest.mark.parametrize(
+    "added",
+    [
+        {"enable_lora": True, "max_loras": 4},
+        {"speculative_model": "DRAFT", "num_speculative_tokens": 4},
+        {"speculative_model": "DRAFT", "enable_lora": True},
+        {"cpu_offload_bytes": 4 << 30},
+    ],
+    ids=["LoRA", "draft", "both", "offload"],
+)
+def test_a_row_is_the_plan_of_what_a_deployment_adds(added, llama, tmp_path):
+    if "speculative_model" in added:
+        shutil.copy(CONFIGS / "meta-llama__Llama-3.2-1B.json", tmp_path / "config.json")
+        added = added | {"speculative_model": str(tmp_path)}
+    source, wanted = resolve_model(llama), replace(FLAGS, **added)
+    for row in sweep(source, wanted, Grid((find_gpu("h100"),), ("as is",), ("auto",), (1, 2))):
+        plan = plan_source(source, replace(wanted, gpu=row.gpu, tensor_parallel_size=row.gpus))
+        rank = plan.rank
+        assert (row.weights_bytes, row.kv_pool_bytes) == (rank.weights_bytes, rank.kv_pool_bytes)
+        assert row.added_bytes == rank.lora_bytes + rank.draft_bytes
+        assert (row.tokens, row.free_bytes) == (plan.kv_cache.tokens, rank.free_bytes)
+
+
+@pytest.mark.parametrize(
     "name", ["openai__gpt-oss-20b", "google__gemma-2-2b", "deepseek-ai__DeepSeek-V4-Flash"]
 )
 def test_a_row_is_the_plan_for_formats_and_kernels_of_a_gpu(name, tmp_path):
