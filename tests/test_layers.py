@@ -90,6 +90,10 @@ def test_the_api_process_imports_no_torch() -> None:
     assert not loaded_by(imports) & {"torch", "transformers", "vllm"}
 
 
+def test_the_api_imports_no_compiler_before_an_engine() -> None:
+    assert not loaded_by("import tonnage.server.commands.serve") & {"numba", "llvmlite"}
+
+
 @pytest.mark.parametrize("command", ["--help", "--version", "plan"])
 def test_the_command_line_starts_light(command: str) -> None:
     arguments = [command, "demo", "--json"] if command == "plan" else [command]

@@ -21,14 +21,13 @@ Then the engine performs the copies, computes, and says so (`computed`, `fork`, 
 =============== =====================================================================================
 """
 
-from tonnage.cache.scheduler.queue import DrainEstimate, Waiting, WaitingQueue
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.scheduler import Scheduler
 from tonnage.cache.scheduler.sequence import Counters, Decisions, S, Sequence, Step
 
 __all__ = [
     "Counters",
     "Decisions",
-    "DrainEstimate",
     "S",
     "Scheduler",
     "Sequence",

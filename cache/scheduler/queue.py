@@ -1,4 +1,4 @@
-"""The waiting queue: who is asked next, who may pass, and how long a newcomer would wait.
+"""The waiting queue: who is asked next, and who may pass.
 
 **Order.** ``arrival + priority * ageing``, smallest first: a lower ``priority`` goes first (as in vLLM), and
 one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so an entry is overtaken
@@ -13,7 +13,6 @@ nobody.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -117,28 +116,3 @@ class WaitingQueue:
         if step >= due:
             return None
         return head if step + head.start <= due else replace(head, start=due - step)
-
-
-class DrainEstimate:
-    """Seconds until so many blocks (or tokens) are given back, from the last ``window`` ends.
-
-    For ``Retry-After``: the reservations of the requests that ended are what made room, so their rate is the
-    rate at which a queue of reservations drains.
-    """
-
-    def __init__(self, window: int = 64) -> None:
-        self._ended: deque[tuple[float, int]] = deque(maxlen=max(2, window))
-
-    def ended(self, blocks: int, now: float) -> None:
-        """A request ended at ``now`` (seconds) and gave back its reservation."""
-        self._ended.append((now, blocks))
-
-    def seconds(self, blocks: int, now: float) -> float | None:
-        """Seconds until ``blocks`` more have been given back; None while too little has ended to tell."""
-        if len(self._ended) < 2:
-            return None
-        first = self._ended[0][0]
-        given = sum(given for _, given in list(self._ended)[1:])
-        if now <= first or given == 0:
-            return None
-        return blocks * (now - first) / given

@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal
 
-from tonnage.cache.scheduler.queue import DrainEstimate
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.drain import DrainEstimate
 from tonnage.server.requests.histogram import (
     INTER_TOKEN_LATENCY_BUCKETS,
     REQUEST_DURATION_BUCKETS,

@@ -6,7 +6,7 @@ import pytest
 
 from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
 from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
-from tonnage.cache.scheduler.queue import DrainEstimate, Waiting, WaitingQueue
+from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 
 
 def entry(id: int, arrival: float, priority: int = 0, tenant: str = "") -> Waiting:
@@ -90,13 +90,3 @@ def test_without_a_free_sequence_nobody_is_asked_further() -> None:
     queue.push(entry(0, 0.0))
     queue.push(entry(1, 1.0))
     assert answers(queue, {0: Wait(WaitReason.SEQUENCES, 0, 1)}, start=1, step=0) == (None, [])
-
-
-def test_the_drain_estimate_is_the_rate_of_what_was_given_back() -> None:
-    drain = DrainEstimate(window=4)
-    assert drain.seconds(10, 0.0) is None
-    for second in range(6):
-        drain.ended(20, float(second))
-    # The window has four ends, seconds 2 to 5: 60 blocks in three seconds after the first of them.
-    assert drain.seconds(100, 5.0) == pytest.approx(5.0)
-    assert drain.seconds(100, 8.0) == pytest.approx(10.0)

@@ -1,0 +1,17 @@
+"""Requests counted: how soon there is room again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.server.requests.drain import DrainEstimate
+
+
+def test_the_drain_estimate_is_the_rate_of_what_was_given_back() -> None:
+    drain = DrainEstimate(window=4)
+    assert drain.seconds(10, 0.0) is None
+    for second in range(6):
+        drain.ended(20, float(second))
+    # The window has four ends, seconds 2 to 5: 60 blocks in three seconds after the first of them.
+    assert drain.seconds(100, 5.0) == pytest.approx(5.0)
+    assert drain.seconds(100, 8.0) == pytest.approx(10.0)
