@@ -11,17 +11,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.gpus import find_gpu
+from tonnage.planner.plan import Deployment, Plan
 from tonnage.planner.units import parse_count, parse_size
 from tonnage.server.commands.launch import Parser
+from tonnage.server.engines.capacity import limits_of
 
 if TYPE_CHECKING:
-    from tonnage.cache.admission import Policy
     from tonnage.cache.replay.result import Replay
     from tonnage.cache.replay.simulator import Setup
     from tonnage.cache.replay.step_time import StepTime
     from tonnage.cache.replay.trace import Trace
-    from tonnage.planner.plan import Plan
 
 DONE, TARGET_MISSED = 0, 1
 
@@ -123,9 +126,6 @@ def run(argv: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    from tonnage.planner.build import make_plan
-    from tonnage.planner.plan import Deployment
-
     def count(name: str) -> int | None:
         text = getattr(arguments, name)
         return None if text is None else parse_count(text, "--" + name.replace("_", "-"))
@@ -150,8 +150,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
-    from tonnage.cache.replay.simulator import Setup
-    from tonnage.server.engines.base import limits_of
+    from tonnage.cache.replay.simulator import Setup  # numba: --help need not wait
 
     limits = limits_of(plan)
     return Setup(
@@ -169,18 +168,14 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
 
 
 def _policy(arguments: argparse.Namespace) -> Policy:
-    from tonnage.cache.admission import AdmissionMode, Policy
-
     return Policy(AdmissionMode(arguments.policy), arguments.length_quantile, arguments.watermark)
 
 
 def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
-    from tonnage.cache.replay.step_time import DEVICES, StepTime
+    from tonnage.cache.replay.step_time import DEVICES, StepTime  # numba: --help need not wait
 
     device = None
     if arguments.gpu is not None:
-        from tonnage.planner.gpus import find_gpu
-
         name = find_gpu(arguments.gpu).name
         known = [key for key in DEVICES if name == key or name.startswith(key + "-")]
         device = DEVICES[max(known, key=len)] if known else None
@@ -233,7 +228,7 @@ def parse_seconds(text: str) -> float:
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:
-    from tonnage.cache.replay.result import quantiles
+    from tonnage.cache.replay.result import quantiles  # numba: --help need not wait
 
     def times(values: list[float]) -> str:
         return ", ".join(f"{name} {value:,.3f} s" for name, value in quantiles(values).items()) or "-"
@@ -284,7 +279,7 @@ def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console
+    from rich.console import Console  # only for the bar
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -38,7 +38,7 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        enable_prefix_caching=plan.deployment.enable_prefix_caching,
+        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has filled it in
         policy=policy or Policy(),
         kv_events=kv_events,
     )
@@ -56,8 +56,9 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
     for prefix in sharing.prefixes:
         manager.allow_prefix(prefix)
     if sharing.events is not None:
-        import zmq  # of the server's extra, and only where somebody listens
+        import zmq  # of the extra events, and only where somebody listens
 
+        # The same.
         from tonnage.server.engines.kv_events import KVEventPublisher
 
         try:
