@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tonnage.cache.blocks.tables import token_array
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.sequences.tables import token_array
 from tonnage.planner.layout import KVGroup, KVLayout
 
 BLOCK_SIZE = 16

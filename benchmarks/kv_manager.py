@@ -39,10 +39,15 @@ import traces
 from adapters import BLOCK_SIZE, Tonnage, Vllm
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.blocks.tables import token_array
 from tonnage.cache.prefix.index import hash_row
+from tonnage.cache.sequences.tables import token_array
 
 clock = time.thread_time
+# Fields of the manager's state with an entry for each block.
+BY_BLOCK = (
+    *("refs", "next", "prev", "stamp", "node_of", "parent", "salt", "kind", "chain"),
+    *("node_hash", "node_tokens", "node_blocks", "heads"),
+)
 
 
 def _overhead() -> float:
@@ -178,15 +183,15 @@ def hash_cost(blocks: int = 8192, rounds: int = 50) -> float:
     """Microseconds per block to turn a list of ints into tokens and hash it, best of ``rounds`` halves."""
     tokens = [(at * 104_729) % traces.VOCABULARY for at in range(blocks * BLOCK_SIZE)]
     cache = Tonnage(blocks + 2, 1)
-    state, core = cache.manager.state, cache.manager.core
+    core = cache.manager.core
     times = []
     for _ in range(rounds):
         start = clock()
         row = token_array(tokens)
-        state.rows.tokens[0, : len(row)] = row
+        core.tokens[0, : len(row)] = row
         hash_row(core, 0, blocks)
         times.append(clock() - start)
-        state.rows.hashed[0] = 0
+        core.rows["hashed"][0] = 0
     return 1e6 * statistics.median(times) / blocks
 
 
@@ -217,7 +222,7 @@ def memory(blocks: int) -> dict[str, float]:
     cached = cache.manager.stats().cached
     grown = _resident() - before
     core = cache.manager.core
-    arrays = sum(array.nbytes for array in (core.blocks, core.node_tokens, core.node_hash, core.heads))
+    arrays = sum(getattr(core, name).nbytes for name in BY_BLOCK)
     return {
         "cached": cached,
         "bytes_per_cached_block": round(grown / cached, 1),

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 
-from tonnage.cache.blocks.state import CLASSES, RULE
+from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.layout import KVGroup, KVLayout
 
@@ -116,8 +116,8 @@ class Soak:
                 manager.free(i)
                 del self.live[i]
                 self.operations += 1
-        manager.core.counters[RULE] = pick.randrange(2)
-        manager.core.density[pick.randrange(CLASSES)] = pick.random()
+        manager.model.rule[0] = pick.randrange(2)
+        manager.model.density[0, pick.randrange(CLASSES)] = pick.random()
         self.check()
 
     def check(self) -> None:

@@ -2,13 +2,13 @@
 
 The order of calls, for one request::
 
-    admit -> [extend -> (engine writes K/V) -> commit]* -> free
-                    prefill chunks, then one token a step, each first given to append_tokens
+    admit -> [extend_many -> (engine writes K/V) -> commit_many]* -> free
+                    prefill chunks, then one token a step, each first given to append_many
 
-`extend` makes room before a step, `commit` says after it what has been written. A step that computes
-positions [computed, end) calls ``extend(id, end)`` first, performs the copies it returns in their order, and
-only then writes. Engines read `tables` and `slots`; rows are updated in place, so a table is read after the
-last `extend` of a step.
+`extend_many` makes room before a step, `commit_many` says after it what has been written. A step that computes
+positions [computed, end) calls ``extend_many(ids, ends)`` first, performs the copies it returns in their order,
+and only then writes. Engines read `tables` and `slots`; rows are updated in place, so a table is read after the
+`extend_many` of a step.
 
 Every error is raised before anything changes. Not thread-safe: one scheduler owns it.
 """
@@ -40,20 +40,9 @@ from tonnage.cache.admission import (
 )
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks import refusals, steps
-from tonnage.cache.blocks.groups import num_states, paged, reach
+from tonnage.cache.blocks.groups import FULL, in_order, kind_of, num_full, num_states, paged
 from tonnage.cache.blocks.pool import BlockPool, check_num_blocks
-from tonnage.cache.blocks.state import (
-    EVICTIONS,
-    HISTORY_ALIVE,
-    HISTORY_SPAN,
-    MERGED,
-    REMOVED,
-    Int32Array,
-    Int64Array,
-    new_state,
-)
-from tonnage.cache.blocks.tables import Sequences, TokenIds, token_array
+from tonnage.cache.blocks.state import Int32Array, Int64Array, columns, new_core
 from tonnage.cache.errors import (
     CacheBusy,
     CacheConfigError,
@@ -72,9 +61,14 @@ from tonnage.cache.prefix.hashing import HashBlock, hash_rows, seed_of
 from tonnage.cache.prefix.index import PrefixIndex
 from tonnage.cache.prefix.salts import Salts
 from tonnage.cache.results import Admitted, BlockCopy, CacheStats
+from tonnage.cache.sequences import steps
+from tonnage.cache.sequences.refusals import refused
+from tonnage.cache.sequences.tables import Sequences, TokenIds, token_array
 from tonnage.planner.layout import KVLayout
 
 __all__ = ["Admitted", "BlockCopy", "CacheStats", "KVCacheManager"]
+
+_NO_ENDS, _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
 class KVCacheManager:
@@ -105,31 +99,37 @@ class KVCacheManager:
         check_num_blocks(num_blocks)
         self.limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens)
         self.block_size = layout.block_size
-        self.windows = tuple(reach(group) for group in paged(layout))
         # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index. And a
         # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
-        self.prefix_caching = enable_prefix_caching and 0 in self.windows and num_states(layout) == 0
+        self.prefix_caching = enable_prefix_caching and num_full(layout) > 0 and num_states(layout) == 0
         key = secrets.randbits(64) if hash_seed is None else hash_seed
-        self.state = new_state(
-            self.limits,
+        self.core = new_core(  # all that compiled code knows
+            layout,
             num_blocks,
+            rows=max_num_seqs,
+            max_model_len=max_model_len,
+            max_step=max_num_batched_tokens,
             caching=self.prefix_caching,
             seed=seed_of(b"", key),
             logged=kv_events,
             learning=eviction != "lru",
         )
-        self.core = self.state.core  # the same arrays, for compiled code
-        self.pool = BlockPool(self.state)
-        self.index = PrefixIndex(self.state) if self.prefix_caching else None
-        self.rows = self.state.rows
-        self._events = EventLog(self.state, self.block_size) if kv_events else None
-        self.tables: tuple[Int32Array, ...] = tuple(self.rows.tables)  # of the paged groups
-        self.states: tuple[Int32Array, ...] = tuple(self.rows.states)  # of the state groups: [rows]
+        self.rows, self.requests = columns(self.core.rows), columns(self.core.requests)
+        self.counts, self.model = columns(self.core.pool), columns(self.core.model)
+        self.pool = BlockPool(self.core)
+        self.index = PrefixIndex(self.core) if self.prefix_caching else None
+        self._events = EventLog(self.core) if kv_events else None
+        groups = len(paged(layout))
+        self.tables: tuple[Int32Array, ...] = tuple(
+            self.core.tables[:groups]
+        )  # [rows, max_blocks] by paged group
+        self.states: tuple[Int32Array, ...] = tuple(self.core.tables[groups:, :, 0])  # [rows] by state group
+        self._full = [at for at, group in enumerate(in_order(layout)) if kind_of(group) == FULL]
         self.sequences = Sequences(max_num_seqs)
-        self.salts = Salts(key)
+        self.salts = Salts(self.core, key)
         self._hash_block = hash_block
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
-        self.reservations = Reservations(self.state, self.limits)
+        self.reservations = Reservations(self.core, self.limits)
         # Without a policy the sum of all reservations fits: no call of `grant` is needed then.
         self.admission = None if policy is None else Admission(policy, self.limits)
         self._query_tokens = 0
@@ -175,7 +175,7 @@ class KVCacheManager:
             raise SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
         # Straight into the row that it would get: an unused row is no state.
-        tokens = token_array(token_ids, out=self.rows.tokens[row] if row >= 0 else None)
+        tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
         request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else bytes(salt)
         early = self.decide(request) if self.admission is None else self._without_room(request)
@@ -209,7 +209,7 @@ class KVCacheManager:
         next. In guaranteed mode, whoever asks for all running sequences is never refused all of them; in the
         others `Admission.victim` says whom to preempt then.
         """
-        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
+        batch, ends, _ = self._batch(sequence_ids, num_tokens, "num_tokens")
         if self.admission is None or self.reservations.reserved <= self.pool.usable:
             return ends  # all that was ever reserved fits at once: nobody can be in another's way
         wanted = np.zeros(len(batch), np.int64)
@@ -222,8 +222,7 @@ class KVCacheManager:
         if not short.any():
             return ends
         rows, size = self.rows, self.block_size
-        full = self.windows.count(0)
-        reach = rows.room[batch] + granted // full * size
+        reach = rows.room[batch] + granted // len(self._full) * size
         # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
         reach[rows.shared_tail[batch] != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
@@ -265,37 +264,34 @@ class KVCacheManager:
         return self.reservations.of_tenant(tenant) if quota else 0
 
     def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
-        rows = self.rows
-        if not np.shares_memory(tokens, rows.tokens[row]):
-            rows.tokens[row, : len(tokens)] = tokens
-        rows.length[row] = len(tokens)
+        if not np.shares_memory(tokens, self.core.tokens[row]):
+            self.core.tokens[row, : len(tokens)] = tokens
+        self.rows.length[row] = len(tokens)
         if not self.prefix_caching:
             return 0
-        self.salts.enter(self.state, row, salt, tokens)
+        self.salts.enter(row, salt, tokens)
         self._hash((row,))
         return hits.find_hit(self.core, row)
 
     def _drop_hit(self, row: int, count: int) -> None:
         if self.prefix_caching:
-            self.salts.leave(self.state, row)
+            self.salts.leave(row)
         hits.drop_hit(self.core, row, count)
 
     def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
-        sequence_group = self.reservations.reservation(request, salt)
-        row = self.sequences.open(sequence_id, sequence_group)
+        row = self.sequences.open(sequence_id)
         self.rows.limit[row] = request.total_tokens
-        self.rows.request[row] = sequence_group.slot
+        self.rows.request[row] = self.reservations.reserve(request, salt).slot
 
     def leaving(self) -> Leaving:
         """In which order the running requests can finish, and what each gives back; walks all tables."""
         tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        place = {slot: entry for entry, slot in enumerate(self.reservations.sequence_groups)}
+        place = {slot: entry for entry, slot in enumerate(self.reservations.by_slot)}
         for row in self.sequences.row_of.values():
             held = int(self.rows.room[row]) // self.block_size
-            for table, window in zip(self.tables, self.windows, strict=True):
-                if window == 0:
-                    tables.append(table[row, :held])
-                    owners.append(np.full(held, place[int(self.rows.request[row])]))
+            for group in self._full:
+                tables.append(self.tables[group][row, :held])
+                owners.append(np.full(held, place[int(self.rows.request[row])]))
         return last_owners(self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks)
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
@@ -314,75 +310,29 @@ class KVCacheManager:
 
     # -- the step ----------------------------------------------------------------------------------------
 
-    def extend(self, sequence_id: int, num_tokens: int) -> tuple[BlockCopy, ...]:
-        """Make positions [computed, num_tokens) writable; returns the copies to perform first.
+    def extend_many(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
+        """Make positions [computed, num_tokens) of each sequence writable; returns the copies to perform first.
 
         Sliding blocks that no query at a position >= computed can read are dropped before new ones are taken.
+        Only sequences that cross a block border (or write into a shared block) cost more than a comparison.
         Raises ReservationExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is
         committed, NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
         """
-        return self.extend_many((sequence_id,), (num_tokens,))
-
-    def extend_many(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """`extend` for a whole step, all or nothing; only sequences that cross a block border (or write into a
-        shared block) cost more than a comparison."""
-        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
-        code, at = steps.extend(self.core, batch, ends, self._copies)
-        self._flush_events()
-        if code != steps.OK:
-            raise refusals.extend_error(self.state, code, sequence_ids[at], int(batch[at]), int(ends[at]))
-        return self._block_copies(at)
-
-    def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
-        """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
-        batch, ends = self._batch(sequence_ids, num_tokens, "num_tokens")
-        wanted = np.zeros(len(batch), np.int64)
-        steps.wanted_blocks(self.core, batch, ends, wanted)
-        return wanted
-
-    def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
-        """Index of each sequence's request in the arrays of `running`; int64."""
-        return self.reservations.entries(self.sequences.rows(sequence_ids))
-
-    def append_tokens(self, sequence_id: int, token_ids: TokenIds) -> None:
-        """Tokens the model produced. Raises ReservationExceeded beyond prompt + max_tokens."""
-        row = self.sequences.row(sequence_id)
-        tokens = token_array(token_ids)
-        start = int(self.rows.length[row])
-        if start + len(tokens) > self.rows.limit[row]:
-            raise refusals.too_long(self.state, sequence_id, row, start + len(tokens))
-        self.rows.tokens[row, start : start + len(tokens)] = tokens
-        self.rows.length[row] = start + len(tokens)
+        return self._step(steps.EXTEND, sequence_ids, *self._batch(sequence_ids, num_tokens, "num_tokens"))
 
     def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
-        """One token for each of the distinct sequences; as an array [sequences, count], so many for each."""
-        count = 1
-        if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
-            count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
-        batch, tokens = self._batch_tokens(sequence_ids, token_ids, count)
-        code, at = steps.append(self.core, batch, tokens.reshape(len(batch), count))
-        if code != steps.OK:
-            token = int(tokens[at * count : (at + 1) * count].min())
-            raise refusals.token_error(self.state, code, sequence_ids[at], int(batch[at]), token, count)
+        """A token that the model produced for each of the distinct sequences; as an array [sequences, count],
+        so many for each. Raises ReservationExceeded beyond prompt + max_tokens."""
+        self._step(steps.APPEND, sequence_ids, *self._batch_tokens(sequence_ids, token_ids))
 
-    def commit(self, sequence_id: int, num_computed: int) -> None:
+    def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
 
         A full block whose tokens another sequence has published meanwhile is replaced in the table by that one.
-        Raises OutOfOrder when it goes back, passes what `extend` has made writable, or passes the tokens known.
+        Raises OutOfOrder when it goes back, passes what `extend_many` has made writable, or passes the tokens
+        known.
         """
-        self.commit_many((sequence_id,), (num_computed,))
-
-    def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
-        """`commit` for a whole step; everything is checked first."""
-        batch, ends = self._batch(sequence_ids, num_computed, "num_computed")
-        self._hash(batch)
-        code, at = steps.commit(self.core, batch, ends)
-        self._flush_events()
-        if code == steps.TWICE:
-            raise refusals.twice(sequence_ids[at])
-        if code != steps.OK:
-            raise refusals.out_of_order(self.state, sequence_ids[at], int(batch[at]), int(ends[at]))
+        self._step(steps.COMMIT, sequence_ids, *self._batch(sequence_ids, num_computed, "num_computed"))
 
     def decode_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
@@ -390,18 +340,18 @@ class KVCacheManager:
         The same as `commit_many` to all known tokens, `append_many` and `extend_many` to one more, all or
         nothing; raises as they do.
         """
-        batch, tokens = self._batch_tokens(sequence_ids, token_ids)
-        self._hash(batch)
-        code, at = steps.decode(self.core, batch, tokens, self._copies)
-        self._flush_events()
-        if code == steps.OK:
-            return self._block_copies(at)
-        sequence_id, row = sequence_ids[at], int(batch[at])
-        if code == steps.NEGATIVE:
-            raise refusals.token_error(self.state, code, sequence_id, row, int(tokens[at]))
-        if code == steps.OUT_OF_ORDER:
-            raise refusals.out_of_order(self.state, sequence_id, row, int(self.rows.length[row]))
-        raise refusals.extend_error(self.state, code, sequence_id, row, int(self.rows.length[row]) + 1)
+        return self._step(steps.DECODE, sequence_ids, *self._batch_tokens(sequence_ids, token_ids))
+
+    def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
+        """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
+        batch, ends, _ = self._batch(sequence_ids, num_tokens, "num_tokens")
+        wanted = np.zeros(len(batch), np.int64)
+        steps.wanted_blocks(self.core, batch, ends, wanted)
+        return wanted
+
+    def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
+        """Index of each sequence's request in the arrays of `running`; int64."""
+        return self.reservations.entries(self.sequences.rows(sequence_ids))
 
     # -- fork and free -----------------------------------------------------------------------------------
 
@@ -416,24 +366,24 @@ class KVCacheManager:
         parent = self.sequences.row(parent_id)
         if child_id in self.sequences.row_of:
             raise SequenceExists(f"sequence {child_id} is already live", field="child_id")
-        sequence_group = self.sequences.sequence_group(parent)
-        if sequence_group.forks_left == 0:
+        reservation = self.reservations[parent]
+        request, computed = reservation.request, int(self.rows.computed[parent])
+        if self.reservations.forks_left(reservation) == 0:
             raise ReservationExceeded(
-                f"sequence {parent_id} has no fork left of n = {sequence_group.request.n}",
+                f"sequence {parent_id} has no fork left of n = {request.n}",
                 field="n",
                 hint="admit with n",
             )
-        computed = int(self.rows.computed[parent])
-        if computed < sequence_group.request.prompt_tokens // self.block_size * self.block_size:
+        if computed < request.prompt_tokens // self.block_size * self.block_size:
             raise OutOfOrder(
-                f"{computed} of {sequence_group.request.prompt_tokens} prompt tokens are computed",
+                f"{computed} of {request.prompt_tokens} prompt tokens are computed",
                 field="parent_id",
                 hint="commit the whole prompt, then fork",
             )
-        child = self.sequences.open(child_id, sequence_group)
-        self.reservations.fork(sequence_group)
+        child = self.sequences.open(child_id)
+        self.reservations.fork(reservation)
         steps.share(self.core, parent, child)
-        self.salts.share(self.state, child)
+        self.salts.share(child)
         return child
 
     def free(self, sequence_id: int) -> None:
@@ -442,11 +392,11 @@ class KVCacheManager:
         if self.sequences.finished(sequence_id):
             raise DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
         row = self.sequences.row(sequence_id)
-        sequence_group = self.sequences.sequence_group(row)
-        self.salts.leave(self.state, row)
+        reservation = self.reservations[row]
+        self.salts.leave(row)
         steps.leave(self.core, row)
         self.sequences.close(sequence_id)
-        self.reservations.give_back(sequence_group)
+        self.reservations.give_back(reservation)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -475,7 +425,7 @@ class KVCacheManager:
 
     def stats(self) -> CacheStats:
         """Counts, without walking anything."""
-        pool, counters = self.pool, self.state.pool.counters
+        pool, counts = self.pool, self.counts
         return CacheStats(
             num_blocks=pool.num_blocks,
             usable=pool.usable,
@@ -484,12 +434,12 @@ class KVCacheManager:
             free=pool.free,
             reserved=self.reservations.reserved,
             sequences=len(self.sequences),
-            evictions=int(counters[EVICTIONS:].sum()),
-            evictions_by_cause=tuple(counters[EVICTIONS:].tolist()),
+            evictions=int(counts.evicted.sum()),
+            evictions_by_cause=tuple(counts.evicted[0].tolist()),
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
             shared_hit_tokens=self._shared_hit_tokens,
-            merged=int(counters[MERGED]),
+            merged=int(counts.merged[0]),
             violations=self._violations,
         )
 
@@ -531,41 +481,50 @@ class KVCacheManager:
             )
         if self.index is not None and self.pool.cached:
             self.index.evict(self.pool.cached)
-            counters = self.state.pool.counters
-            counters[REMOVED] = 0
-            counters[HISTORY_SPAN] = counters[HISTORY_ALIVE] = 0  # LRU would have nothing left, either
+            self.counts.removed[0] = 0
+            self.model.span[0] = self.model.alive[0] = 0  # LRU would have nothing left, either
         if self._events is not None:
             self._events.tell([AllBlocksCleared()])
 
-    def _flush_events(self) -> None:
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _step(
+        self, what: int, sequence_ids: Sequence[int], batch: Int64Array, ends: Int64Array, tokens: Int32Array
+    ) -> tuple[BlockCopy, ...]:
+        if self._hash_block is not None and what & steps.COMMIT:
+            self._hash(batch)
+        code, at = steps.step(self.core, what, batch, ends, tokens, self._copies)
         if self._events is not None:
             self._events.flush()
-
-    # -- inside ------------------------------------------------------------------------------------------
+        if code != steps.OK:
+            count = len(tokens) // len(batch)
+            new = tokens[at * count : at * count + count]
+            raise refused(self.core, code, sequence_ids[at], int(batch[at]), ends[at:], new)
+        if at == 0 or not what & steps.EXTEND:
+            return ()
+        return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :at].T.tolist())
 
     def _batch(
         self, sequence_ids: Sequence[int], values: TokenIds, field: str
-    ) -> tuple[Int64Array, Int64Array]:
+    ) -> tuple[Int64Array, Int64Array, Int32Array]:
         batch = self.sequences.rows(sequence_ids)
         numbers: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
         if numbers.shape != batch.shape:
             raise InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
-        return batch, numbers
+        return batch, numbers, _NO_TOKENS
 
     def _batch_tokens(
-        self, sequence_ids: Sequence[int], token_ids: TokenIds, count: int = 1
-    ) -> tuple[Int64Array, Int32Array]:
+        self, sequence_ids: Sequence[int], token_ids: TokenIds
+    ) -> tuple[Int64Array, Int64Array, Int32Array]:
+        count = 1
+        if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
+            count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
         batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids, signed=True)
         if tokens.size != batch.size * count:
             raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
-        return batch, tokens
-
-    def _block_copies(self, count: int) -> tuple[BlockCopy, ...]:
-        if count == 0:
-            return ()
-        return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :count].T.tolist())
+        return batch, _NO_ENDS, tokens
 
     def _hash(self, batch: Iterable[int]) -> None:
         """With a hash function of the tests' own: what the compiled loop does otherwise."""
         if self._hash_block is not None and self.prefix_caching:
-            hash_rows(self.state, batch, self._hash_block, self.block_size)
+            hash_rows(self.core, batch, self._hash_block, self.block_size)

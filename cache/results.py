@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Why blocks are evicted: for K/V of prompts, of answers, for a copy on write, and because everything cached was
+# to be forgotten.
+EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:

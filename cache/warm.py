@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 
 from tonnage.cache.admission import Policy
-from tonnage.cache.blocks import steps
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.layout import KVLayout
 
@@ -52,9 +50,3 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
             manager.free(each)
     manager.sample_invariants()
     manager.reset_prefix_cache()
-
-
-def compiled_folder() -> Path | None:
-    """Where the compiled code of this version is kept; None where nothing is compiled (NUMBA_DISABLE_JIT)."""
-    kept = getattr(steps.extend, "_cache", None)
-    return None if kept is None else Path(kept.cache_path)

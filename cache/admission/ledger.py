@@ -1,100 +1,110 @@
-"""What is reserved for the running requests: one sequence group a request, one slot of the arrays each."""
+"""What is reserved for the running requests: one `Reservation` a request, one slot of the arrays each."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionRequest, Limits, split_reservation
+from tonnage.cache.admission.reservation import split_reservation
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks import steps
-from tonnage.cache.blocks.state import Int32Array, Int64Array, State
-from tonnage.cache.blocks.tables import SequenceGroup
+from tonnage.cache.admission.types import AdmissionRequest, Limits
+from tonnage.cache.blocks.state import Core, Int32Array, Int64Array, columns
+from tonnage.cache.sequences import steps
+
+
+@dataclass(slots=True)
+class Reservation:
+    """The blocks reserved for one request, i.e. for its live sequences and for those still to be forked.
+
+    ``blocks`` in all groups, ``windowed`` the part of it that is set aside whole (windows and states).
+    """
+
+    request: AdmissionRequest
+    salt: bytes
+    slot: int
+    blocks: int
+    windowed: int
 
 
 class Reservations:
-    """The ledger: blocks reserved to all, the part of it that sliding groups may take, sequences that count.
+    """The ledger: blocks reserved to all, the part of it that is set aside whole, sequences that count (live
+    ones and forks to come).
 
-    ``sequence_groups`` by slot, in order of admission: the entries of every array that admission reads.
+    ``by_slot`` in order of admission: the entries of every array that admission reads.
     """
 
-    def __init__(self, state: State, limits: Limits) -> None:
-        self.sequence_groups: dict[int, SequenceGroup] = {}
+    def __init__(self, core: Core, limits: Limits) -> None:
+        self.by_slot: dict[int, Reservation] = {}
         self.reserved = 0
         self.windowed = 0
         self.sequences = 0
-        self._state, self._limits = state, limits
+        self._core, self._limits = core, limits
+        self._rows, self._requests = columns(core.rows), columns(core.requests)
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
 
-    def reservation(self, request: AdmissionRequest, salt: bytes) -> SequenceGroup:
+    def __getitem__(self, row: int) -> Reservation:
+        """That of the request of a row in use."""
+        return self.by_slot[int(self._rows.request[row])]
+
+    def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
         """A slot and a reservation for an admitted request."""
-        full, sliding = split_reservation(request, self._limits)
-        slot = self._unused.pop()
-        sequence_group = SequenceGroup(
-            request, salt, slot, full + sliding, sliding, live=1, forks_left=request.n - 1
-        )
-        self.sequence_groups[slot] = sequence_group
-        self.reserved += sequence_group.reservation
-        self.windowed += sliding
+        full, windowed = split_reservation(request, self._limits)
+        slot, requests = self._unused.pop(), self._requests
+        reservation = Reservation(request, salt, slot, full + windowed, windowed)
+        self.by_slot[slot] = reservation
+        self.reserved += full + windowed
+        self.windowed += windowed
         self.sequences += request.n
-        requests = self._state.requests
         requests.reserved[slot], requests.prompt[slot] = full, request.prompt_tokens
         requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
-        return sequence_group
+        return reservation
 
-    def fork(self, sequence_group: SequenceGroup) -> None:
+    def forks_left(self, reservation: Reservation) -> int:
+        """Sequences still to be forked."""
+        return int(self._requests.forks_left[reservation.slot])
+
+    def fork(self, reservation: Reservation) -> None:
         """One of its sequences to come has come."""
-        sequence_group.forks_left -= 1
-        sequence_group.live += 1
-        requests = self._state.requests
-        requests.live[sequence_group.slot], requests.forks_left[sequence_group.slot] = (
-            sequence_group.live,
-            sequence_group.forks_left,
-        )
+        self._requests.forks_left[reservation.slot] -= 1
+        self._requests.live[reservation.slot] += 1
 
-    def give_back(self, sequence_group: SequenceGroup) -> None:
-        """One of its sequences has been freed: its part of the reservation is free at once."""
-        before, reservation, sliding = (
-            sequence_group.sequences,
-            sequence_group.reservation,
-            sequence_group.sliding,
-        )
-        requests, slot = self._state.requests, sequence_group.slot
-        sequence_group.live -= 1
-        if sequence_group.live == 0:  # nobody is left to fork from
-            sequence_group.forks_left = sequence_group.reservation = sequence_group.sliding = 0
-            requests.prompt[slot] = 0
-            del self.sequence_groups[slot]
+    def give_back(self, reservation: Reservation) -> None:
+        """One of its sequences has left (`steps.leave`): its part of the reservation is free at once."""
+        requests, slot = self._requests, reservation.slot
+        live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
+        full = windowed = 0
+        if live == 0:  # nobody is left to fork from
+            requests.prompt[slot] = requests.forks_left[slot] = 0
+            self.sequences -= 1 + forks
+            del self.by_slot[slot]
             self._unused.append(slot)
         else:
-            full, sequence_group.sliding = split_reservation(
-                replace(sequence_group.request, n=sequence_group.sequences), self._limits
-            )
-            sequence_group.reservation = full + sequence_group.sliding
-        requests.reserved[slot] = sequence_group.reservation - sequence_group.sliding
-        requests.forks_left[slot] = sequence_group.forks_left
-        self.reserved -= reservation - sequence_group.reservation
-        self.windowed -= sliding - sequence_group.sliding
-        self.sequences -= before - sequence_group.sequences
+            self.sequences -= 1
+            full, windowed = split_reservation(replace(reservation.request, n=live + forks), self._limits)
+        self.reserved += full + windowed - reservation.blocks
+        self.windowed += windowed - reservation.windowed
+        reservation.blocks, reservation.windowed = full + windowed, windowed
+        requests.reserved[slot] = full
 
     def order(self) -> Int32Array:
         """int32 [running]: the slot of each entry."""
-        return np.fromiter(self.sequence_groups, dtype=np.int32, count=len(self.sequence_groups))
+        return np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
 
     def entries(self, rows: Int64Array) -> Int64Array:
         """int64 [rows]: the entry of each row's request."""
         place = np.zeros(self._limits.max_num_seqs, np.int64)
-        place[self.order()] = np.arange(len(self.sequence_groups))
-        return place[self._state.rows.request[rows]]
+        place[self.order()] = np.arange(len(self.by_slot))
+        entries: Int64Array = place[self._rows.request[rows]]
+        return entries
 
     def requests(self) -> list[AdmissionRequest]:
         """By entry."""
-        return [sequence_group.request for sequence_group in self.sequence_groups.values()]
+        return [reservation.request for reservation in self.by_slot.values()]
 
     def of_tenant(self, tenant: str) -> int:
         """Blocks reserved to a tenant's requests."""
-        return sum(f.reservation for f in self.sequence_groups.values() if f.request.tenant == tenant)
+        return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
     def snapshot(self, usable: int, used: int) -> RunningSnapshot:
         """Copies of what admission reads; ``used`` blocks of full groups have a reference."""
@@ -102,8 +112,8 @@ class Reservations:
         place = np.zeros(self._limits.max_num_seqs, np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         lengths = np.zeros((3, len(order)), np.int32)
-        steps.summarize(self._state.core, place, lengths)
-        requests = self._state.requests
+        steps.summarize(self._core, place, lengths)
+        requests = self._requests
         return RunningSnapshot(
             usable=usable,
             used=used,

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
-from tonnage.cache.blocks.groups import paged, reach
+from tonnage.cache.blocks.groups import FULL, STATE, kind_of
 from tonnage.planner.layout import KVGroup
 from tonnage.planner.units import ceil_div
 
@@ -35,11 +35,11 @@ def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits)
     total = ceil_div(request.total_tokens, block_size)
     shared = request.prompt_tokens // block_size
     as_full = shared + request.n * (total - shared)
-    if group.kind == "state":
+    if kind_of(group) == STATE:
         return request.n
-    if reach(group) == 0:
+    if group.window is None or kind_of(group) == FULL:
         return as_full
-    span = abs(reach(group)) - 1 + limits.max_num_batched_tokens
+    span = group.window - 1 + limits.max_num_batched_tokens
     return min(as_full, request.n * ceil_div(span + block_size - 1, block_size))
 
 
@@ -50,7 +50,7 @@ def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
 
 def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
     """`reserved_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
-    full = sum(group_reservation(g, request, limits) for g in paged(limits.layout) if reach(g) == 0)
+    full = sum(group_reservation(g, request, limits) for g in limits.layout.groups if kind_of(g) == FULL)
     return full, reserved_blocks(request, limits) - full
 
 

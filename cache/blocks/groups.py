@@ -7,19 +7,37 @@ end, overwritten in place.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.layout import KVGroup, KVLayout
 
-_FULL = ("full", "mla")
-_WINDOWED = ("sliding", "chunked")
+# What a query reads: everything before it, the last ``window`` positions with its own, its own chunk of
+# ``window`` positions, a recurrent state.
+FULL, SLIDING, CHUNKED, STATE = range(4)
+GROUP = np.dtype([("kind", np.int64), ("window", np.int64)])
+
+_KINDS = {"full": FULL, "mla": FULL, "sliding": SLIDING, "chunked": CHUNKED, "state": STATE}
 
 
-def reach(group: KVGroup) -> int:
-    """What a query of a paged group reads: 0 everything before it, W > 0 the last W positions with its own,
-    -C its own chunk of C positions."""
-    if group.kind in _FULL or group.window is None:
-        return 0
-    return -group.window if group.kind == "chunked" else group.window
+def kind_of(group: KVGroup) -> int:
+    """FULL, SLIDING, CHUNKED or STATE."""
+    kind = _KINDS[group.kind]
+    return FULL if kind in (SLIDING, CHUNKED) and group.window is None else kind
+
+
+def in_order(layout: KVLayout) -> tuple[KVGroup, ...]:
+    """The groups as the manager numbers them: paged ones first, each kind in the layout's order."""
+    return tuple(sorted(layout.groups, key=lambda group: group.kind == "state"))
+
+
+def group_records(layout: KVLayout) -> npt.NDArray[np.void]:
+    """A GROUP record for each group, in the manager's order; ``window`` 0 where there is none."""
+    windowed = (SLIDING, CHUNKED)
+    return np.array(
+        [(kind_of(g), (g.window or 0) if kind_of(g) in windowed else 0) for g in in_order(layout)], GROUP
+    )
 
 
 def paged(layout: KVLayout) -> tuple[KVGroup, ...]:
@@ -29,20 +47,20 @@ def paged(layout: KVLayout) -> tuple[KVGroup, ...]:
 
 def num_states(layout: KVLayout) -> int:
     """Blocks that a sequence holds for its recurrent states."""
-    return sum(group.kind == "state" for group in layout.groups)
+    return len(layout.groups) - len(paged(layout))
 
 
 def num_full(layout: KVLayout) -> int:
     """Groups that keep every token."""
-    return sum(reach(group) == 0 for group in paged(layout))
+    return sum(kind_of(group) == FULL for group in layout.groups)
 
 
 def check_groups(layout: KVLayout) -> None:
     """Raises CacheConfigError for a layout whose groups have no place in one pool, naming what it has."""
     for group in layout.groups:
-        if group.kind not in (*_FULL, *_WINDOWED, "state"):
+        if group.kind not in _KINDS:
             raise CacheConfigError(f"a group of kind {group.kind!r} is not understood", field="layout")
-        if group.kind in _WINDOWED and (group.window is None or group.window < 1):
+        if group.kind in ("sliding", "chunked") and (group.window is None or group.window < 1):
             raise CacheConfigError(
                 f"a {group.kind} group with window {group.window}",
                 field="layout",

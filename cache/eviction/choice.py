@@ -22,27 +22,13 @@ from typing import Literal
 
 import numpy as np
 
-from tonnage.cache.blocks.state import (
-    BY_RESET,
-    CLASSES,
-    CLOCK,
-    CLOCK_MASK,
-    EVICTIONS,
-    LEARNING,
-    LISTS,
-    NEXT,
-    PREV,
-    RULE,
-    SAMPLE_SHIFT,
-    TIME,
-    Core,
-)
+from tonnage.cache.blocks.state import BY_RESET, CLOCK_MASK, Core
 from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU
 from tonnage.cache.eviction.reuse import age_level
 
 Eviction = Literal["adaptive", "lru"]
 
-LRU, LEARNED = range(2)  # the rules
 RUN = 32
 SLACK = 1 / 64  # of the sample of a full pool: what luck with one or two requests makes
 OLDEST, YOUNGEST = 0, 1  # ends of a list
@@ -51,39 +37,40 @@ OLDEST, YOUNGEST = 0, 1  # ends of a list
 @compiled
 def choose_rule(core: Core) -> None:
     """A request has begun: follow what has been learned, or LRU."""
-    counters = core.counters
-    if core.constants[LEARNING] == 0:
+    pool, model = core.pool[0], core.model[0]
+    if model.learning == 0:
         return
-    blocks = core.blocks.shape[1] - CLASSES
+    blocks = pool.num_blocks
     evicted = 0
     for cause in range(BY_RESET):
-        evicted += counters[EVICTIONS + cause]
-    slack = SLACK * (blocks >> core.constants[SAMPLE_SHIFT])
-    ahead = core.scores[0] - core.scores[1]
+        evicted += pool.evicted[cause]
+    slack = SLACK * (blocks >> model.sample_shift)
+    ahead = model.scores[0] - model.scores[1]
     if 2 * evicted < blocks or ahead < -slack:
-        counters[RULE] = LRU
+        model.rule = LRU
     elif ahead >= -slack / 2:
-        counters[RULE] = LEARNED
+        model.rule = LEARNED
 
 
 @inlined
 def age_of(core: Core, block: int) -> int:
     """Blocks released since the cached block was."""
-    return int((core.counters[CLOCK] - core.blocks[TIME, block]) & CLOCK_MASK)
+    pool = core.pool[0]
+    return int((pool.clock - core.stamp[block]) & CLOCK_MASK)
 
 
 @compiled
-def choose_list(core: Core) -> tuple[int, int]:
-    """(class, end) to evict from next; one list has a block."""
-    blocks, lists, learned = core.blocks, core.counters[LISTS], core.counters[RULE] == LEARNED
-    size = blocks.shape[1] - CLASSES
+def choose_list(core: Core) -> tuple[int, int, int]:
+    """(class, end, blocks) to evict from next; one list has a block."""
+    pool, model = core.pool[0], core.model[0]
+    lists, learned, size = pool.lists, model.rule == LEARNED, pool.num_blocks
     best, best_end, lowest, oldest = -1, OLDEST, np.inf, -1
     for kind in range(CLASSES):
         if (lists >> kind) & 1 == 0:
             continue
         for end in range(2 if learned else 1):
-            age = age_of(core, blocks[NEXT if end == OLDEST else PREV, size + kind])
-            worth = core.density[kind, age_level(age, size)] if learned else 0.0
+            age = age_of(core, core.next[size + kind] if end == OLDEST else core.prev[size + kind])
+            worth = model.density[kind, age_level(age, size)] if learned else 0.0
             if worth < lowest or (worth == lowest and age > oldest):
                 best, best_end, lowest, oldest = kind, end, worth, age
-    return best, best_end
+    return best, best_end, RUN if learned else 1

@@ -9,7 +9,7 @@ is asked for again in the next moment is ``hazard(origin, age) * turn factor * a
 in blocks released since, in a scale of `PER_OCTAVE` steps a doubling; blocks not asked for again yet count as
 far as they have lived. The factors are of the request that released the block last: which turn of its
 conversation it was (one more than the turn that first wrote the deepest block it shares), how long its answer
-was. Families: *prompts*; *popular* blocks, hit more often than their request has turns (system prompts,
+was. Origins: *prompts*; *popular* blocks, hit more often than their request has turns (system prompts,
 documents); *answers*. What little is seen counts little: factors start as 1, hazards as such that LRU is right.
 
 **Density.** What a block of an age is worth to the pool is the largest share, over all ways to end its stay, of
@@ -26,50 +26,18 @@ import math
 
 import numpy as np
 
-from tonnage.cache.blocks.state import (
-    AGE,
+from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Core
+from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.eviction.model import (
     AGES,
-    ANCHOR,
-    ANSWER_LEVEL,
     ANSWERS,
-    BLOCK_SIZE,
-    BORN,
-    CACHED,
-    CLASS_MASK,
-    CLASSES,
-    CLOCK,
-    CLOCK_MASK,
-    FIRST_TURN,
-    FREE,
-    HISTORY_ALIVE,
-    HISTORY_AT,
-    HISTORY_SPAN,
-    HITS,
-    KIND,
-    LEARNING,
-    LENGTH,
     LEVELS,
-    LINK,
-    ORIGIN,
     ORIGINS,
     POPULAR,
-    PROMPT,
     PROMPTS,
-    PUBLISHED,
-    REFS,
-    REQUEST,
-    SAMPLE_SHIFT,
     SCORES,
-    STARTED,
-    STATUS,
-    TAG,
-    TURN,
-    TURN_LEVEL,
-    WEIGHT,
     WEIGHT_STEPS,
-    Core,
 )
-from tonnage.cache.compiled import compiled, inlined
 
 EVERY = 32  # requests
 PER_OCTAVE = 4
@@ -131,24 +99,24 @@ def _find(core: Core, value: np.uint64) -> int:
     """The last release of the block of this hash, or -1."""
     tag = int(value >> np.uint64(33))
     entry = int(core.history_heads[tag & (core.history_heads.size - 1)]) - 1
-    while entry >= 0 and core.history[TAG, entry] != tag:
-        entry = int(core.history[LINK, entry]) - 1
+    while entry >= 0 and core.history[entry].tag != tag:
+        entry = int(core.history[entry].link) - 1
     return entry
 
 
 @compiled
 def _unlink(core: Core, entry: int) -> None:
     """No longer found, if it was; what it tells of reuse stays."""
-    heads, history = core.history_heads, core.history
-    bucket = history[TAG, entry] & (heads.size - 1)
+    heads = core.history_heads
+    bucket = core.history[entry].tag & (heads.size - 1)
     at = int(heads[bucket]) - 1
     if at == entry:
-        heads[bucket] = history[LINK, entry]
+        heads[bucket] = core.history[entry].link
         return
     while at >= 0:
-        after = int(history[LINK, at]) - 1
+        after = int(core.history[at].link) - 1
         if after == entry:
-            history[LINK, at] = history[LINK, entry]
+            core.history[at].link = core.history[entry].link
             return
         at = after
 
@@ -156,44 +124,45 @@ def _unlink(core: Core, entry: int) -> None:
 @inlined
 def _lru_has(core: Core, entry: int) -> bool:
     """Whether the entry is of the youngest part of the ring, which is what LRU would keep."""
-    size, counters = core.history.shape[1], core.counters
-    back = (counters[HISTORY_AT] - 1 - entry) % size
-    return bool(core.traits[STATUS, entry] == LIVING and back < counters[HISTORY_SPAN])
+    model = core.model[0]
+    back = (model.at - 1 - entry) % core.history.size
+    return bool(core.history[entry].status == LIVING and back < model.span)
 
 
 @compiled
 def _end(core: Core, entry: int, status: int) -> None:
     """A living entry is seen again or replaced."""
-    counters = core.counters
+    pool, model = core.pool[0], core.model[0]
     if _lru_has(core, entry):
-        counters[HISTORY_ALIVE] -= 1
-    age = (counters[CLOCK] - core.history[BORN, entry]) & CLOCK_MASK
-    core.traits[STATUS, entry] = status
-    core.traits[AGE, entry] = age_level(age, core.blocks.shape[1] - CLASSES)
+        model.alive -= 1
+    age = (pool.clock - core.history[entry].born) & CLOCK_MASK
+    core.history[entry].status = status
+    core.history[entry].age = age_level(age, pool.num_blocks)
 
 
 @compiled
 def _shrink(core: Core) -> None:
     """LRU forgets the oldest of the sample until the rest fits into what running requests leave."""
-    counters = core.counters
-    room = (counters[CACHED] + counters[FREE]) >> core.constants[SAMPLE_SHIFT]
-    while counters[HISTORY_ALIVE] > room:
-        oldest = (counters[HISTORY_AT] - counters[HISTORY_SPAN]) % core.history.shape[1]
-        if core.traits[STATUS, oldest] == LIVING:
-            counters[HISTORY_ALIVE] -= 1
-        counters[HISTORY_SPAN] -= 1
+    pool, model = core.pool[0], core.model[0]
+    room = (pool.cached + pool.free) >> model.sample_shift
+    while model.alive > room:
+        oldest = (model.at - model.span) % core.history.size
+        if core.history[oldest].status == LIVING:
+            model.alive -= 1
+        model.span -= 1
 
 
 @compiled
 def observe_start(core: Core, row: int, hit: int) -> None:
     """A request begins, ``hit`` blocks of its prompt were found and are not locked yet: which turn it is, and
     which releases have now been seen again."""
-    if core.constants[LEARNING] == 0:
+    pool, model = core.pool[0], core.model[0]
+    if model.learning == 0:
         return
-    rows, hashes, counters, traits = core.rows, core.hashes, core.counters, core.traits
-    sample = (np.uint64(1) << np.uint64(core.constants[SAMPLE_SHIFT])) - np.uint64(1)
-    blocks = (rows[LENGTH, row] - 1) // core.constants[BLOCK_SIZE]
-    table = core.tables[core.constants[ANCHOR], row]
+    hashes = core.hashes
+    sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
+    blocks = (core.rows[row].length - 1) // pool.block_size
+    table = core.tables[pool.anchor, row]
     _shrink(core)
     looked, own, lru, turn = 0, 0, 0, 0
     known, kept = True, True  # all blocks so far: are in the history, would be there under LRU
@@ -206,40 +175,41 @@ def observe_start(core: Core, row: int, hit: int) -> None:
         elif not known and not kept:
             continue
         entry = _find(core, hashes[row, at])
-        held = at < hit and core.blocks[REFS, table[at]] > 0
+        held = at < hit and core.refs[table[at]] > 0
         kept = kept and (held or (entry >= 0 and _lru_has(core, entry)))
         if kept:
             lru += 1
         known = known and entry >= 0
         if known:
-            turn = int(traits[FIRST_TURN, entry])
-            traits[HITS, entry] = min(255, int(traits[HITS, entry]) + 1)
-            if traits[STATUS, entry] == LIVING:
+            turn = int(core.history[entry].first_turn)
+            core.history[entry].hits = min(255, int(core.history[entry].hits) + 1)
+            if core.history[entry].status == LIVING:
                 _end(core, entry, REUSED)
-    rows[TURN, row] = turn + 1
-    sampled = (core.blocks.shape[1] - CLASSES) >> core.constants[SAMPLE_SHIFT]
+    core.rows[row].turn = turn + 1
+    sampled = pool.num_blocks >> model.sample_shift
     decay = math.exp(-looked / (HORIZON * sampled))
-    core.scores[0] = (core.scores[0] + own) * decay
-    core.scores[1] = (core.scores[1] + lru) * decay
-    counters[STARTED] += 1
-    if counters[STARTED] % EVERY == 0:
+    model.scores[0] = (model.scores[0] + own) * decay
+    model.scores[1] = (model.scores[1] + lru) * decay
+    model.started += 1
+    if model.started % EVERY == 0:
         fit(core)
 
 
 @compiled
 def observe_end(core: Core, row: int) -> None:
     """A request leaves: its full blocks get their class, and those of the sample go into the history."""
-    rows, count = core.rows, int(core.rows[PUBLISHED, row])
-    if core.constants[LEARNING] == 0 or count == 0:
+    pool, model = core.pool[0], core.model[0]
+    count = int(core.rows[row].published)
+    if model.learning == 0 or count == 0:
         return
-    prompt = core.requests[PROMPT, rows[REQUEST, row]]
-    asked = min(count, int(prompt // core.constants[BLOCK_SIZE]))
-    turn = max(1, int(rows[TURN, row]))
-    turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(rows[LENGTH, row] - prompt)
-    score = _score_class(core.factors[0, turn_level] * core.factors[1, answer_level])
+    prompt = core.requests[core.rows[row].request].prompt
+    asked = min(count, int(prompt // pool.block_size))
+    turn = max(1, int(core.rows[row].turn))
+    turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(core.rows[row].length - prompt)
+    score = _score_class(model.factors[0, turn_level] * model.factors[1, answer_level])
     # One request counts as much as another, however long.
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
-    sample = (np.uint64(1) << np.uint64(core.constants[SAMPLE_SHIFT])) - np.uint64(1)
+    sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0
     for at in range(count - 1, -1, -1):  # as they are released: what LRU forgets first is the oldest
         if core.hashes[row, at] & sample != np.uint64(0):
@@ -247,44 +217,44 @@ def observe_end(core: Core, row: int) -> None:
         first, hits = turn, 0
         old = _find(core, core.hashes[row, at])
         if old >= 0:
-            first, hits = int(core.traits[FIRST_TURN, old]), int(core.traits[HITS, old])
-            if core.traits[STATUS, old] == LIVING:
+            first, hits = int(core.history[old].first_turn), int(core.history[old].hits)
+            if core.history[old].status == LIVING:
                 _end(core, old, ENDED)
             _unlink(core, old)
         origin = ANSWERS if at >= asked else POPULAR if hits > turn else PROMPTS
         if origin == POPULAR and popular == 0:
             popular = at + 1
         entry = _write(core, core.hashes[row, at])
-        traits = core.traits
-        traits[ORIGIN, entry], traits[TURN_LEVEL, entry] = origin, turn_level
-        traits[ANSWER_LEVEL, entry], traits[WEIGHT, entry] = answer_level, weight
-        traits[FIRST_TURN, entry], traits[HITS, entry] = min(first, 255), hits
-    blocks, table = core.blocks, core.tables[core.constants[ANCHOR], row]
+        core.history[entry].origin, core.history[entry].turn_level = origin, turn_level
+        core.history[entry].answer_level, core.history[entry].weight = answer_level, weight
+        core.history[entry].first_turn, core.history[entry].hits = min(first, 255), hits
+    table = core.tables[pool.anchor, row]
     for at in range(count):
         origin = ANSWERS if at >= asked else POPULAR if at < popular else PROMPTS
-        blocks[KIND, table[at]] = (blocks[KIND, table[at]] & ~CLASS_MASK) | (origin * SCORES + score)
+        core.kind[table[at]] = (core.kind[table[at]] & ~CLASS_MASK) | (origin * SCORES + score)
 
 
 @compiled
 def _write(core: Core, value: np.uint64) -> int:
     """A living entry in the place of the oldest."""
-    counters, history, heads = core.counters, core.history, core.history_heads
-    size, entry = history.shape[1], int(counters[HISTORY_AT])
-    if core.traits[STATUS, entry] != NEVER:
+    pool, model = core.pool[0], core.model[0]
+    heads = core.history_heads
+    size, entry = core.history.size, int(model.at)
+    if core.history[entry].status != NEVER:
         _unlink(core, entry)
-    if counters[HISTORY_SPAN] == size:
-        if core.traits[STATUS, entry] == LIVING:
-            counters[HISTORY_ALIVE] -= 1
-        counters[HISTORY_SPAN] -= 1
+    if model.span == size:
+        if core.history[entry].status == LIVING:
+            model.alive -= 1
+        model.span -= 1
     tag = int(value >> np.uint64(33))
     bucket = tag & (heads.size - 1)
-    history[TAG, entry], history[LINK, entry] = tag, heads[bucket]
-    history[BORN, entry] = counters[CLOCK] & CLOCK_MASK
+    core.history[entry].tag, core.history[entry].link = tag, heads[bucket]
+    core.history[entry].born = pool.clock & CLOCK_MASK
     heads[bucket] = entry + 1
-    core.traits[STATUS, entry] = LIVING
-    counters[HISTORY_AT] = (entry + 1) % size
-    counters[HISTORY_SPAN] += 1
-    counters[HISTORY_ALIVE] += 1
+    core.history[entry].status = LIVING
+    model.at = (entry + 1) % size
+    model.span += 1
+    model.alive += 1
     return entry
 
 
@@ -294,26 +264,26 @@ def _write(core: Core, value: np.uint64) -> int:
 @compiled
 def fit(core: Core) -> None:
     """The model anew from the whole history, starting from the factors of the last time."""
-    traits, factors, events, lived = core.traits, core.factors, core.events, core.lived
-    blocks = core.blocks.shape[1] - CLASSES
+    pool, model = core.pool[0], core.model[0]
+    factors, events, lived = model.factors, model.events, model.lived
+    blocks = pool.num_blocks
     for age in range(AGES):
-        core.widths[age] = _age_start(age + 1, blocks) - _age_start(age, blocks)
+        model.widths[age] = _age_start(age + 1, blocks) - _age_start(age, blocks)
     events[:] = 0.0
     lived[:] = 0.0
-    for entry in range(traits.shape[1]):
-        if traits[STATUS, entry] == NEVER:
+    for at in range(core.history.size):
+        entry = core.history[at]
+        if entry.status == NEVER:
             continue
-        if traits[STATUS, entry] == LIVING:  # as far as it has lived
-            traits[AGE, entry] = age_level(
-                (core.counters[CLOCK] - core.history[BORN, entry]) & CLOCK_MASK, blocks
-            )
-        origin, age, weight = traits[ORIGIN, entry], traits[AGE, entry], core.weights[traits[WEIGHT, entry]]
-        if traits[STATUS, entry] == REUSED:
+        if entry.status == LIVING:  # as far as it has lived
+            entry.age = age_level((pool.clock - entry.born) & CLOCK_MASK, blocks)
+        origin, age, weight = entry.origin, entry.age, model.weights[entry.weight]
+        if entry.status == REUSED:
             events[origin, age] += weight
         if origin != POPULAR:
-            weight *= factors[0, traits[TURN_LEVEL, entry]] * factors[1, traits[ANSWER_LEVEL, entry]]
+            weight *= factors[0, entry.turn_level] * factors[1, entry.answer_level]
         lived[origin, age] += weight
-    scale = float(1 << core.constants[SAMPLE_SHIFT])
+    scale = float(1 << model.sample_shift)
     for origin in range(ORIGINS):
         _fit_hazard(core, origin, scale)
     for factor in range(2):
@@ -326,11 +296,12 @@ def fit(core: Core) -> None:
 @compiled
 def _fit_hazard(core: Core, origin: int, scale: float) -> None:
     """``lived`` [ages]: entries that ended at each age; becomes blocks * time spent at it."""
-    events, lived, hazard = core.events[origin], core.lived[origin], core.hazard[origin]
+    model = core.model[0]
+    events, lived, hazard = model.events[origin], model.lived[origin], model.hazard[origin]
     beyond = reused = expected = 0.0
     for age in range(AGES - 1, -1, -1):
         ended = lived[age] * scale
-        lived[age] = (beyond + 0.5 * ended) * core.widths[age]
+        lived[age] = (beyond + 0.5 * ended) * model.widths[age]
         beyond += ended
         events[age] *= scale
         reused += events[age]
@@ -356,22 +327,25 @@ def _lru_hazard(age: int) -> float:
 @compiled
 def _fit_factor(core: Core, factor: int, scale: float) -> None:
     """Reuses seen over those that hazards and the other factor forecast, by level."""
-    traits, factors, seen, forecast = core.traits, core.factors, core.fitted[0], core.fitted[1]
+    model = core.model[0]
+    factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
     seen[:] = PRIOR_REQUESTS
     forecast[:] = PRIOR_REQUESTS
-    mine, other = (TURN_LEVEL, ANSWER_LEVEL) if factor == 0 else (ANSWER_LEVEL, TURN_LEVEL)
     # The sum of the hazards up to the middle of each age.
-    until, total = core.until, 0.0
+    until, total = model.until, 0.0
     for age in range(AGES):
-        risk = core.hazard[PROMPTS, age] * core.widths[age]
+        risk = model.hazard[PROMPTS, age] * model.widths[age]
         until[age] = total + 0.5 * risk
         total += risk
-    for entry in range(traits.shape[1]):
-        if traits[STATUS, entry] == NEVER or traits[ORIGIN, entry] != PROMPTS:
+    for at in range(core.history.size):
+        entry = core.history[at]
+        if entry.status == NEVER or entry.origin != PROMPTS:
             continue
-        weight, level = scale * core.weights[traits[WEIGHT, entry]], traits[mine, entry]
-        forecast[level] += weight * until[traits[AGE, entry]] * factors[1 - factor, traits[other, entry]]
-        if traits[STATUS, entry] == REUSED:
+        weight = scale * model.weights[entry.weight]
+        level = entry.turn_level if factor == 0 else entry.answer_level
+        other = entry.answer_level if factor == 0 else entry.turn_level
+        forecast[level] += weight * until[entry.age] * factors[1 - factor, other]
+        if entry.status == REUSED:
             seen[level] += weight
     for level in range(LEVELS):
         factors[factor, level] = seen[level] / forecast[level]
@@ -379,10 +353,11 @@ def _fit_factor(core: Core, factor: int, scale: float) -> None:
 
 @compiled
 def _fit_density(core: Core, origin: int, score: int) -> None:
-    widths, survive, density = core.widths, core.until, core.density[origin * SCORES + score]
+    model = core.model[0]
+    widths, survive, density = model.widths, model.until, model.density[origin * SCORES + score]
     factor = _class_factor(score)
     for age in range(AGES):
-        survive[age] = math.exp(-core.hazard[origin, age] * factor * widths[age])
+        survive[age] = math.exp(-model.hazard[origin, age] * factor * widths[age])
     for start in range(AGES):
         best = hits = time = 0.0
         living = 1.0

@@ -22,20 +22,58 @@ committed peak      in guaranteed mode everybody can still run to max_tokens, on
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from tonnage.cache.admission import committed_peak, is_safe, reserved_blocks
-from tonnage.cache.blocks.state import CLASS_MASK, CLASSES, LISTS, NULL_BLOCK, ONE_CHILD, ROOT
+from tonnage.cache.admission import (
+    Admission,
+    Leaving,
+    Limits,
+    Snapshot,
+    committed_peak,
+    is_safe,
+    reserved_blocks,
+)
+from tonnage.cache.admission.ledger import Reservations
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.blocks.groups import paged
+from tonnage.cache.blocks.pool import BlockPool
+from tonnage.cache.blocks.state import CLASS_MASK, NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
 from tonnage.cache.errors import InvariantViolation
+from tonnage.cache.eviction.model import CLASSES
+from tonnage.cache.prefix.index import PrefixIndex
+from tonnage.cache.prefix.salts import Salts
+from tonnage.cache.results import CacheStats
+from tonnage.cache.sequences.tables import Sequences
 from tonnage.planner.units import ceil_div
 
-if TYPE_CHECKING:
-    from tonnage.cache.manager import KVCacheManager
+
+class Checked(Protocol):
+    """What the laws read of a block manager."""
+
+    limits: Limits
+    block_size: int
+    core: Core
+    rows: Any
+    requests: Any
+    counts: Any
+    tables: tuple[Int32Array, ...]
+    states: tuple[Int32Array, ...]
+    pool: BlockPool
+    index: PrefixIndex | None
+    salts: Salts
+    sequences: Sequences
+    admission: Admission | None
+    reservations: Reservations
+
+    def snapshot(self) -> Snapshot: ...
+    def running(self) -> RunningSnapshot: ...
+    def leaving(self) -> Leaving: ...
+    def stats(self) -> CacheStats: ...
 
 
-def check_invariants(manager: KVCacheManager) -> None:
+def check_invariants(manager: Checked) -> None:
     """Raises InvariantViolation at the first law that does not hold."""
     _check_tables(manager)
     _check_states(manager)
@@ -46,12 +84,18 @@ def check_invariants(manager: KVCacheManager) -> None:
         _check_order(manager)
 
 
+def _windows(manager: Checked) -> list[int]:
+    """By paged group: 0 everything is read, W > 0 the last W positions, -C the own chunk of C."""
+    groups = paged(manager.limits.layout)
+    return [(group.window or 0) * (-1 if group.kind == "chunked" else 1) for group in groups]
+
+
 def _broken(law: str, message: str) -> NoReturn:
     raise InvariantViolation(message, field=law)
 
 
-def _check_tables(manager: KVCacheManager) -> None:
-    rows, block_size = manager.rows, manager.block_size
+def _check_tables(manager: Checked) -> None:
+    rows, block_size, windows = manager.rows, manager.block_size, _windows(manager)
     places: dict[int, tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     writers: dict[int, list[int]] = defaultdict(list)
@@ -72,8 +116,8 @@ def _check_tables(manager: KVCacheManager) -> None:
         if (rows.request[row] >= 0) != (row in live) or (row not in live and not empty):
             _broken("tables", f"row {row} is unused and not empty, or the other way round")
         for group, table in enumerate(manager.tables):
-            first = int(rows.first[group, row])
-            window = manager.windows[group]
+            first = int(manager.core.first[group, row])
+            window = windows[group]
             if first and first * block_size > oldest_read(window, computed):
                 _broken("tables", f"row {row} group {group}: blocks below {first} are gone and still needed")
             entries = table[row].tolist()
@@ -114,7 +158,7 @@ def _check_tables(manager: KVCacheManager) -> None:
         )
 
 
-def _check_states(manager: KVCacheManager) -> None:
+def _check_states(manager: Checked) -> None:
     pool = manager.pool
     cached, free = pool.all_cached(), pool.free_blocks().tolist()
     used = np.flatnonzero(pool.refs > 0).tolist()
@@ -128,14 +172,14 @@ def _check_states(manager: KVCacheManager) -> None:
         listed = pool.listed(kind)
         if pool.listed(kind, backward=True)[::-1] != listed:
             _broken("conservation", f"the list of class {kind} differs read from its two ends")
-        if bool(listed) != bool(manager.core.counters[LISTS] >> kind & 1):
+        if bool(listed) != bool(manager.counts.lists[0] >> kind & 1):
             _broken("conservation", f"the list of class {kind} has {len(listed)} blocks, and is kept otherwise")
     if manager.index is None and cached:
         _broken("prefix index", f"{len(cached)} blocks cached without an index")
 
 
-def _check_reservations(manager: KVCacheManager) -> None:
-    sequences, requests, windows = manager.sequences, manager.state.requests, manager.windows
+def _check_reservations(manager: Checked) -> None:
+    sequences, requests, windows = manager.sequences, manager.requests, _windows(manager)
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
         members[int(manager.rows.request[row])].append(row)
@@ -143,11 +187,11 @@ def _check_reservations(manager: KVCacheManager) -> None:
     blocks_of: dict[int, set[int]] = {}
     reserved = count = windowed = 0
     for slot, rows in members.items():
-        sequence_group = sequences.sequence_group(rows[0])
+        reservation, forks = manager.reservations[rows[0]], int(requests.forks_left[slot])
         full: set[int] = set()
         sliding: set[int] = set()
         for row in rows:
-            if sequences.sequence_group(row) is not sequence_group or sequence_group.slot != slot:
+            if manager.reservations[row] is not reservation or reservation.slot != slot:
                 _broken("reservation", f"row {row} is not of the request in slot {slot}")
             for table, window in zip(manager.tables, windows, strict=True):
                 (sliding if window else full).update(table[row].tolist())
@@ -156,31 +200,25 @@ def _check_reservations(manager: KVCacheManager) -> None:
         sliding.discard(NULL_BLOCK)
         blocks_of[slot] = full
         holders.update(full)
-        if len(full) + len(sliding) > sequence_group.reservation or len(sliding) > sequence_group.sliding:
+        if len(full) + len(sliding) > reservation.blocks or len(sliding) > reservation.windowed:
             _broken(
                 "reservation",
-                f"rows {rows} hold {len(full)} + {len(sliding)} blocks, reserved {sequence_group}",
+                f"rows {rows} hold {len(full)} + {len(sliding)} blocks, reserved {reservation}",
             )
-        if sequence_group.live != len(rows) or sequence_group.sequences > sequence_group.request.n:
+        if requests.live[slot] != len(rows) or len(rows) + forks > reservation.request.n:
             _broken(
                 "reservation",
-                f"rows {rows}: {sequence_group.live} live, {sequence_group.forks_left} forks left",
+                f"rows {rows}: {requests.live[slot]} live, {forks} forks left",
             )
-        if (
-            sequence_group.sequences == sequence_group.request.n
-            and sequence_group.reservation != reserved_blocks(sequence_group.request, manager.limits)
+        if len(rows) + forks == reservation.request.n and reservation.blocks != reserved_blocks(
+            reservation.request, manager.limits
         ):
-            _broken("reservation", f"rows {rows}: reservation {sequence_group.reservation}")
-        kept = (int(requests.reserved[slot]), int(requests.live[slot]), int(requests.forks_left[slot]))
-        if kept != (
-            sequence_group.reservation - sequence_group.sliding,
-            sequence_group.live,
-            sequence_group.forks_left,
-        ):
-            _broken("reservation", f"slot {slot} keeps {kept}, its request is {sequence_group}")
-        reserved += sequence_group.reservation
-        windowed += sequence_group.sliding
-        count += sequence_group.sequences
+            _broken("reservation", f"rows {rows}: reservation {reservation.blocks}")
+        if requests.reserved[slot] != reservation.blocks - reservation.windowed:
+            _broken("reservation", f"slot {slot} keeps {requests.reserved[slot]}, its request is {reservation}")
+        reserved += reservation.blocks
+        windowed += reservation.windowed
+        count += len(rows) + forks
     for slot in range(manager.limits.max_num_seqs):
         mine = blocks_of.get(slot, set())
         if requests.held[slot] != len(mine):
@@ -191,7 +229,7 @@ def _check_reservations(manager: KVCacheManager) -> None:
         alone = sum(holders[block] == 1 for block in mine)
         if not 0 <= requests.private[slot] <= alone:
             _broken("reservation", f"slot {slot}: {alone} blocks are its alone, kept {requests.private[slot]}")
-        if sum(int(manager.state.pool.owner[block]) == slot + 1 for block in mine) != requests.private[slot]:
+        if sum(int(manager.core.stamp[block]) == slot + 1 for block in mine) != requests.private[slot]:
             _broken(
                 "reservation",
                 f"slot {slot}: the owners of its blocks do not add up to {requests.private[slot]}",
@@ -215,36 +253,36 @@ def _check_reservations(manager: KVCacheManager) -> None:
         _broken("committed peak", f"{peak} of {capacity} blocks")
 
 
-def _check_nodes(manager: KVCacheManager) -> None:
-    reader, index = manager.index, manager.state.index
+def _check_nodes(manager: Checked) -> None:
+    reader, core, windows = manager.index, manager.core, _windows(manager)
     assert reader is not None
     nodes = set(reader.nodes().tolist())
-    full = [group for group, window in enumerate(manager.windows) if window == 0]
+    full = [group for group, window in enumerate(windows) if window == 0]
     if len(nodes) != len(reader):
         _broken("prefix index", f"{len(nodes)} nodes, kept {len(reader)}")
     contents = set()
     for node in nodes:
-        if node not in reader.bucket(int(index.hash[node])):
+        if node not in reader.bucket(int(core.node_hash[node])):
             _broken("prefix index", f"node {node} is not in the bucket of its hash")
-        if not all(index.blocks[group, node] for group in full):
+        if not all(core.node_blocks[group, node] for group in full):
             _broken("prefix index", f"node {node} has no block in a full group")
-        parent = int(index.parent[node])
+        parent = int(core.parent[node])
         if parent != ROOT and parent not in nodes:
             _broken("reachability", f"the parent {parent} of node {node} is no node")
-        contents.add((parent, int(index.salt[node]), index.tokens[node].tobytes()))
+        contents.add((parent, int(core.salt[node]), core.node_tokens[node].tobytes()))
     if len(contents) != len(nodes):
         _broken("prefix index", "two nodes have the same content")
-    salts = Counter(index.salt[list(nodes)].tolist())
-    if any(salts[salt] != kept for salt, kept in enumerate(index.salt_nodes.tolist())):
+    salts = Counter(core.salt[list(nodes)].tolist())
+    if any(salts[salt] != kept for salt, kept in enumerate(core.salt_nodes.tolist())):
         _broken("prefix index", f"nodes by salt {salts}, kept otherwise")
     owners: dict[int, int] = {}
-    for group in range(len(manager.windows)):
-        for node in np.flatnonzero(index.blocks[group]).tolist():
-            block = int(index.blocks[group, node])
+    for group in range(len(windows)):
+        for node in np.flatnonzero(core.node_blocks[group]).tolist():
+            block = int(core.node_blocks[group, node])
             if node not in nodes or block in owners:
                 _broken("prefix index", f"block {block} belongs to node {node}, no node or the second one")
             owners[block] = node
-    for block, node in enumerate(index.node_of.tolist()):
+    for block, node in enumerate(core.node_of.tolist()):
         if owners.get(block, 0) != node:
             _broken("prefix index", f"block {block} names node {node}, listed for {owners.get(block, 0)}")
     for block in manager.pool.all_cached():
@@ -255,11 +293,11 @@ def _check_nodes(manager: KVCacheManager) -> None:
             _broken("prefix index", f"block {block} is free and has node {owners[block]}")
 
 
-def _check_holders(manager: KVCacheManager) -> None:
-    rows, index, size = manager.rows, manager.state.index, manager.block_size
-    anchor = manager.windows.index(0)
+def _check_holders(manager: Checked) -> None:
+    rows, core, size, windows = manager.rows, manager.core, manager.block_size, _windows(manager)
+    anchor = windows.index(0)
     for row in manager.sequences.row_of.values():
-        salt = manager.sequences.sequence_group(row).salt
+        salt = manager.reservations[row].salt
         computed = int(rows.computed[row]) // size
         if rows.published[row] != computed or rows.hashed[row] < computed:
             _broken(
@@ -268,9 +306,9 @@ def _check_holders(manager: KVCacheManager) -> None:
         chain = manager.tables[anchor][row].tolist()
         for group, table in enumerate(manager.tables):
             for at, block in enumerate(table[row].tolist()):
-                node = int(index.node_of[block]) if block != NULL_BLOCK else 0
+                node = int(core.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
-                    if at < computed and manager.windows[group] == 0:
+                    if at < computed and windows[group] == 0:
                         _broken("prefix index", f"row {row} block {at} counts as published and is not")
                     continue
                 if at >= computed:
@@ -279,37 +317,37 @@ def _check_holders(manager: KVCacheManager) -> None:
                     _broken(
                         "prefix index", f"row {row} group {group} block {at}: node {node}, anchor {chain[at]}"
                     )
-                if index.parent[node] != (chain[at - 1] if at else ROOT):
+                if core.parent[node] != (chain[at - 1] if at else ROOT):
                     _broken("prefix index", f"row {row} block {at}: not the parent of its node")
                 expected = b"" if at < rows.shared[row] else salt
-                if manager.salts.salt_of(int(index.salt[node])) != expected:
+                if manager.salts.salt_of(int(core.salt[node])) != expected:
                     _broken("prefix index", f"row {row}: a block of another salt")
-                if index.tokens[node].tobytes() != rows.tokens[row, at * size : (at + 1) * size].tobytes():
+                if core.node_tokens[node].tobytes() != core.tokens[row, at * size : (at + 1) * size].tobytes():
                     _broken("prefix index", f"row {row} block {at}: other tokens than its node's")
         if ceil_div(int(rows.slots[row]), size) > rows.room[row] // size:
             _broken("tables", f"row {row}: slots beyond its blocks")
 
 
-def _check_order(manager: KVCacheManager) -> None:
+def _check_order(manager: Checked) -> None:
     """Who may be evicted: whoever leaves no child behind."""
     assert manager.index is not None
-    index, pool = manager.state.index, manager.pool
+    core, pool, windows = manager.core, manager.pool, _windows(manager)
     cached = set(pool.all_cached())
     listed = {block: kind for kind in range(CLASSES) for block in pool.listed(kind)}
     nodes = manager.index.nodes().tolist()
-    children = Counter(int(index.parent[node]) for node in nodes)
+    children = Counter(int(core.parent[node]) for node in nodes)
     expected = set()
     for node in nodes:
-        if index.kind[node] // ONE_CHILD != children[node]:
-            _broken("reachability", f"node {node} has {children[node]} children, kept {index.kind[node]}")
-        parent = int(index.parent[node])
+        if core.kind[node] // ONE_CHILD != children[node]:
+            _broken("reachability", f"node {node} has {children[node]} children, kept {core.kind[node]}")
+        parent = int(core.parent[node])
         if parent != ROOT and node not in cached and parent in cached:
             _broken("reachability", f"node {node} is in use and its parent {parent} is not")
-        for group, window in enumerate(manager.windows):
-            block = int(index.blocks[group, node])
+        for group, window in enumerate(windows):
+            block = int(core.node_blocks[group, node])
             if block in cached and (window != 0 or (block == node and not children[node])):
                 expected.add(block)
-                if block == node and listed.get(block) != index.kind[node] & CLASS_MASK:
+                if block == node and listed.get(block) != core.kind[node] & CLASS_MASK:
                     _broken("reachability", f"node {node} is listed as {listed.get(block)}")
     if expected != set(listed):
         _broken("reachability", f"blocks {sorted(expected ^ set(listed))} should be listed, or should not")

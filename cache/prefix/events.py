@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tonnage.cache.blocks.state import REMOVED, ROOT, STORED, State
+from tonnage.cache.blocks.state import ROOT, Core, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,8 @@ Subscriber = Callable[[Sequence[KVEvent]], None]
 class EventLog:
     """Turns what the compiled loops have noted into events and hands them to subscribers."""
 
-    def __init__(self, state: State, block_size: int) -> None:
-        self._state = state
-        self._block_size = block_size
+    def __init__(self, core: Core) -> None:
+        self._core, self._counts = core, columns(core.pool)
         self._subscribers: list[Subscriber] = []
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -54,17 +53,17 @@ class EventLog:
 
     def flush(self) -> None:
         """Tell what has happened since the last time: removals first, as blocks are removed to make room."""
-        counters, index = self._state.pool.counters, self._state.index
-        removed, stored = int(counters[REMOVED]), int(counters[STORED])
+        counts, core = self._counts, self._core
+        removed, stored = int(counts.removed[0]), int(counts.stored[0])
         if not removed and not stored:
             return
-        counters[REMOVED] = counters[STORED] = 0
+        counts.removed[0] = counts.stored[0] = 0
         events: list[KVEvent] = []
         if removed:
-            events.append(BlockRemoved(tuple(index.removed[:removed].tolist())))
+            events.append(BlockRemoved(tuple(core.removed[:removed].tolist())))
         run: list[int] = []
-        for node in index.stored[:stored].tolist():
-            if run and int(index.parent[node]) != run[-1]:
+        for node in core.stored[:stored].tolist():
+            if run and int(core.parent[node]) != run[-1]:
                 events.append(self._stored(run))
                 run = []
             run.append(node)
@@ -78,11 +77,11 @@ class EventLog:
             subscriber(events)
 
     def _stored(self, nodes: list[int]) -> BlockStored:
-        index = self._state.index
-        parent = int(index.parent[nodes[0]])
+        core = self._core
+        parent = int(core.parent[nodes[0]])
         return BlockStored(
-            block_hashes=tuple(index.hash[nodes].tolist()),
-            parent_block_hash=None if parent == ROOT else int(index.hash[parent]),
-            token_ids=tuple(index.tokens[nodes].ravel().tolist()),
-            block_size=self._block_size,
+            block_hashes=tuple(core.node_hash[nodes].tolist()),
+            parent_block_hash=None if parent == ROOT else int(core.node_hash[parent]),
+            token_ids=tuple(core.node_tokens[nodes].ravel().tolist()),
+            block_size=core.node_tokens.shape[1],
         )

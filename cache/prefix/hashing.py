@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import xxhash
 
-from tonnage.cache.blocks.state import Int32Array, State
+from tonnage.cache.blocks.state import Core, Int32Array
 from tonnage.cache.compiled import compiled
 
 # (bytes of one block's int32 tokens, hash of the parent or of the salt) -> unsigned 64-bit hash
@@ -87,15 +87,14 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
     return value ^ (value >> np.uint64(32))
 
 
-def hash_rows(state: State, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
+def hash_rows(core: Core, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
     """`tonnage.cache.prefix.index.hash_row` of rows with another hash function, slow: for tests."""
-    rows, seeds = state.rows, state.index.seeds
     for row in batch:
-        tokens, hashes = rows.tokens[row], rows.hashes[row]
-        shared, own = int(rows.shared[row]), int(seeds[rows.salt[row]])
-        for at in range(int(rows.hashed[row]), int(rows.length[row]) // size):
-            parent = int(hashes[at - 1]) if at else (int(seeds[0]) if shared else own)
+        tokens, hashes, record = core.tokens[row], core.hashes[row], core.rows[row]
+        shared, own = int(record["shared"]), int(core.seeds[record["salt"]])
+        for at in range(int(record["hashed"]), int(record["length"]) // size):
+            parent = int(hashes[at - 1]) if at else (int(core.seeds[0]) if shared else own)
             if at and at == shared:
                 parent ^= own
             hashes[at] = hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
-            rows.hashed[row] = at + 1
+            record["hashed"] = at + 1

@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-from tonnage.cache.blocks.state import (
-    ANCHOR,
-    BLOCK_SIZE,
-    CACHING,
-    COMPUTED,
-    FIRST_GROUP,
-    GROUPS,
-    HASHED,
-    LENGTH,
-    NULL_BLOCK,
-    OWNER,
-    PUBLISHED,
-    REFS,
-    ROOM,
-    ROW_SALT,
-    SHARED,
-    SLOTS,
-    Core,
-    Int32Array,
-)
+from tonnage.cache.blocks.groups import FULL
+from tonnage.cache.blocks.state import NULL_BLOCK, Core, Int32Array
 from tonnage.cache.compiled import compiled
 from tonnage.cache.eviction.choice import choose_rule
 from tonnage.cache.eviction.reuse import observe_start
@@ -31,11 +13,11 @@ from tonnage.cache.prefix.index import hash_row, lock, match
 @compiled
 def find_hit(core: Core, row: int) -> int:
     """Blocks of the longest usable hit of the prompt in an unused row; the nodes are left in the row."""
-    rows, size = core.rows, core.constants[BLOCK_SIZE]
-    if not core.constants[CACHING]:
+    size, length = core.pool[0].block_size, core.rows[row].length
+    if not core.pool[0].caching:
         return 0
-    hash_row(core, row, rows[LENGTH, row] // size)
-    return match(core, row, (rows[LENGTH, row] - 1) // size)
+    hash_row(core, row, length // size)
+    return match(core, row, (length - 1) // size)
 
 
 @compiled
@@ -44,39 +26,37 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 
     ``lost`` [slots], zero before: how many of them each running request has to itself now.
     """
-    blocks, anchor = core.blocks, core.constants[ANCHOR]
     used, cached = 0, 0
-    for group in range(core.constants[GROUPS]):
-        if core.windows[group] != 0:
+    for group in range(core.groups.size):
+        if core.groups[group].kind != FULL:
             continue
         for at in range(count):
-            block = core.blocks[FIRST_GROUP + group, core.tables[anchor, row, at]]
-            if blocks[REFS, block] == 0:
+            block = core.node_blocks[group, core.tables[core.pool[0].anchor, row, at]]
+            if core.refs[block] == 0:
                 cached += 1
             else:
                 used += 1
-                if blocks[OWNER, block] != 0:
-                    lost[blocks[OWNER, block] - 1] += 1
+                if core.stamp[block] != 0:
+                    lost[core.stamp[block] - 1] += 1
     return used, cached
 
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
     """Take the hit for the row, whose request is known now."""
-    rows = core.rows
-    if core.constants[CACHING]:
+    state = core.rows[row]
+    if core.pool[0].caching:
         observe_start(core, row, count)
         choose_rule(core)
     if count > 0:
         lock(core, row, count)
-        rows[COMPUTED, row] = rows[SLOTS, row] = rows[ROOM, row] = count * core.constants[BLOCK_SIZE]
-        rows[PUBLISHED, row] = count
+        state.computed = state.slots = state.room = count * core.pool[0].block_size
+        state.published = count
 
 
 @compiled
 def drop_hit(core: Core, row: int, count: int) -> None:
     """Leave the row as unused as before `find_hit`."""
-    rows = core.rows
-    core.tables[core.constants[ANCHOR], row, :count] = NULL_BLOCK
-    rows[LENGTH, row] = rows[HASHED, row] = rows[SHARED, row] = 0
-    rows[ROW_SALT, row] = 0
+    state = core.rows[row]
+    core.tables[core.pool[0].anchor, row, :count] = NULL_BLOCK
+    state.length = state.hashed = state.shared = state.salt = 0

@@ -31,79 +31,49 @@ from __future__ import annotations
 
 import numpy as np
 
+from tonnage.cache.blocks.groups import FULL
 from tonnage.cache.blocks.pool import acquire, enlist, release, uncache
 from tonnage.cache.blocks.state import (
-    ANCHOR,
-    BLOCK_SIZE,
     BY_RESET,
-    CHAIN,
     CLASS_MASK,
-    CLASSES,
-    COMPUTED,
-    EVICTIONS,
-    FIRST,
-    FIRST_GROUP,
-    FREE,
-    GROUPS,
-    HASHED,
-    HELD,
-    KIND,
-    LIVE,
-    LOGGED,
-    MERGED,
-    NEXT,
-    NODE_OF,
-    NODES,
     NULL_BLOCK,
     ONE_CHILD,
-    PARENT,
-    PREV,
-    PUBLISHED,
-    REFS,
-    REMOVED,
-    REQUEST,
     ROOT,
-    ROW_SALT,
-    RULE,
-    SALT,
-    SHARED,
-    STORED,
     Core,
     Int32Array,
-    State,
+    columns,
 )
 from tonnage.cache.compiled import compiled, inlined
-from tonnage.cache.eviction.choice import LEARNED, OLDEST, RUN, YOUNGEST, age_of, choose_list
+from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_of, choose_list
+from tonnage.cache.groups import windows
 from tonnage.cache.prefix.hashing import hash_tokens
 
 
 @compiled
 def hash_row(core: Core, row: int, blocks: int) -> None:
     """Hashes of the row's first ``blocks`` full blocks; what has been hashed before stays."""
-    rows, size = core.rows, core.constants[BLOCK_SIZE]
-    at, hashes, tokens = rows[HASHED, row], core.hashes[row], core.tokens[row]
-    shared, own = rows[SHARED, row], core.seeds[rows[ROW_SALT, row]]
+    state, hashes, tokens, size = core.rows[row], core.hashes[row], core.tokens[row], core.pool[0].block_size
+    at, own = state.hashed, core.seeds[state.salt]
     while at < blocks:
         if at == 0:
-            seed = core.seeds[0] if shared > 0 else own
-        elif at == shared:
+            seed = core.seeds[0] if state.shared > 0 else own
+        elif at == state.shared:
             seed = hashes[at - 1] ^ own
         else:
             seed = hashes[at - 1]
         hashes[at] = hash_tokens(tokens, at * size, size, seed)
         at += 1
-    rows[HASHED, row] = max(rows[HASHED, row], at)
+    state.hashed = max(state.hashed, at)
 
 
 @inlined
 def find(core: Core, row: int, at: int, parent: int) -> int:
     """The node of the row's block ``at`` below ``parent``, or 0. Exact."""
-    blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
-    value = core.hashes[row, at]
-    salt = 0 if at < rows[SHARED, row] else rows[ROW_SALT, row]
+    state, size, value = core.rows[row], core.pool[0].block_size, core.hashes[row, at]
+    salt = 0 if at < state.shared else state.salt
     node = int(core.heads[value & np.uint64(core.heads.size - 1)])
     while node != NULL_BLOCK:
-        if core.node_hash[node] == value and blocks[PARENT, node] == parent and blocks[SALT, node] == salt:
+        if core.node_hash[node] == value and core.parent[node] == parent and core.salt[node] == salt:
             offset, equal = at * size, True
             for token in range(size):
                 if core.node_tokens[node, token] != core.tokens[row, offset + token]:
@@ -111,7 +81,7 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
                     break
             if equal:
                 return node
-        node = int(blocks[CHAIN, node])
+        node = int(core.chain[node])
     return NULL_BLOCK
 
 
@@ -119,7 +89,7 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 def match(core: Core, row: int, blocks: int) -> int:
     """How many of the row's first ``blocks`` blocks are cached in every group; their nodes go into the row of
     the anchor group's table, which must be empty there."""
-    table = core.tables[core.constants[ANCHOR], row]
+    table = core.tables[core.pool[0].anchor, row]
     found, parent = 0, ROOT
     while found < blocks:
         node = find(core, row, found, parent)
@@ -128,102 +98,76 @@ def match(core: Core, row: int, blocks: int) -> int:
         table[found] = node
         parent = node
         found += 1
-    count = found
-    while count > 0:  # a sliding group may lack blocks of the last window: the hit ends before them
-        missing = -1
-        for group in range(core.constants[GROUPS]):
-            if core.windows[group] != 0:
-                first = first_needed(core.windows[group], count * core.constants[BLOCK_SIZE], core)
-                for at in range(count - 1, first - 1, -1):
-                    if core.blocks[FIRST_GROUP + group, table[at]] == NULL_BLOCK:
-                        missing = max(missing, at)
-                        break
-        if missing < 0:
-            break
-        count = missing
+    count = windows.usable_hit(core, table, found) if core.pool[0].windowed else found
     for at in range(count, found):
         table[at] = NULL_BLOCK
     return count
 
 
 @compiled
-def first_needed(window: int, computed: int, core: Core) -> int:
-    """Index of the first block that a query at a position >= ``computed`` can still read (0 for full)."""
-    if window < 0:
-        return computed // -window * -window // int(core.constants[BLOCK_SIZE])
-    if window == 0 or computed < window:
-        return 0
-    return (computed - window + 1) // int(core.constants[BLOCK_SIZE])
-
-
-@compiled
 def lock(core: Core, row: int, count: int) -> None:
     """Take a reference to the blocks of the ``count`` nodes that `match` left in the row. Blocks a sliding
     window has left are the null block."""
-    rows, anchor = core.rows, core.constants[ANCHOR]
-    slot, computed = rows[REQUEST, row], count * core.constants[BLOCK_SIZE]
-    for group in range(core.constants[GROUPS]):
-        full = core.windows[group] == 0
-        first = first_needed(core.windows[group], computed, core)
-        core.rows[FIRST + group, row] = first
+    pool, slot = core.pool[0], core.rows[row].request
+    for group in range(pool.num_groups):
+        full = core.groups[group].kind == FULL
+        first = windows.first_needed(core, group, count * pool.block_size)
+        core.first[group, row] = first
         for at in range(first, count):
-            block = core.blocks[FIRST_GROUP + group, core.tables[anchor, row, at]]
+            block = core.node_blocks[group, core.tables[pool.anchor, row, at]]
             acquire(core, block, full, slot)
             if full:
-                core.requests[HELD, slot] += 1
-            if group != anchor:
+                core.requests[slot].held += 1
+            if group != pool.anchor:
                 core.tables[group, row, at] = block
 
 
 @inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
     """Publish the row's used block ``at`` as a node below ``parent``; `find` found none."""
-    blocks, rows, size = core.blocks, core.rows, core.constants[BLOCK_SIZE]
-    node = core.tables[core.constants[ANCHOR], row, at]
-    value = core.hashes[row, at]
+    pool, state, value = core.pool[0], core.rows[row], core.hashes[row, at]
+    node, size = core.tables[pool.anchor, row, at], pool.block_size
     for token in range(size):
         core.node_tokens[node, token] = core.tokens[row, at * size + token]
-    blocks[PARENT, node] = parent
-    core.node_hash[node] = value
-    salt = 0 if at < rows[SHARED, row] else rows[ROW_SALT, row]
-    blocks[SALT, node] = salt
+    salt = 0 if at < state.shared else state.salt
+    core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    blocks[KIND, node] = 0  # its class is given when the request ends
+    core.kind[node] = 0  # its class is given when the request ends
     if parent != ROOT:
-        blocks[KIND, parent] += ONE_CHILD
+        core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
-    blocks[CHAIN, node] = core.heads[bucket]
+    core.chain[node] = core.heads[bucket]
     core.heads[bucket] = node
-    for group in range(core.constants[GROUPS]):
+    for group in range(pool.num_groups):
         block = core.tables[group, row, at]
-        core.blocks[FIRST_GROUP + group, node] = block
+        core.node_blocks[group, node] = block
         if block != NULL_BLOCK:
-            blocks[NODE_OF, block] = node
-    core.counters[NODES] += 1
-    if core.constants[LOGGED]:
-        core.stored[core.counters[STORED]] = node
-        core.counters[STORED] += 1
+            core.node_of[block] = node
+    pool.nodes += 1
+    if pool.logged:
+        core.stored[pool.stored] = node
+        pool.stored += 1
 
 
 @compiled
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
     """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
-    blocks, slot = core.blocks, core.rows[REQUEST, row]
-    for group in range(core.constants[GROUPS]):
-        full = core.windows[group] == 0
-        mine, theirs = core.tables[group, row, at], core.blocks[FIRST_GROUP + group, node]
+    slot = core.rows[row].request
+    for group in range(core.groups.size):
+        full = core.groups[group].kind == FULL
+        mine, theirs = core.tables[group, row, at], core.node_blocks[group, node]
         if mine == NULL_BLOCK or mine == theirs:  # noqa: SIM109 (numba wants one type in a tuple)
             continue
         if theirs == NULL_BLOCK:  # a sliding block that had been evicted alone
-            core.blocks[FIRST_GROUP + group, node] = mine
-            blocks[NODE_OF, mine] = node
+            core.node_blocks[group, node] = mine
+            core.node_of[mine] = node
             continue
         acquire(core, theirs, full, slot)
         release(core, mine, full, slot)
         core.tables[group, row, at] = theirs
         if full and shared_by_sibling:
-            core.requests[HELD, slot] -= 1
-        core.counters[MERGED] += 1
+            core.requests[slot].held -= 1
+        core.pool[0].merged += 1
 
 
 @compiled
@@ -232,90 +176,88 @@ def publish(core: Core, row: int) -> None:
 
     The chain of every sequence is then the index's chain, which is what lets eviction never orphan a node.
     """
-    rows, anchor = core.rows, core.constants[ANCHOR]
-    table, slot = core.tables[anchor, row], rows[REQUEST, row]
-    stop = rows[COMPUTED, row] // core.constants[BLOCK_SIZE]
+    pool, state = core.pool[0], core.rows[row]
+    table, stop = core.tables[pool.anchor, row], state.computed // pool.block_size
     hash_row(core, row, stop)
     known = True  # the parent was there before this call: it may have children
-    for at in range(rows[PUBLISHED, row], stop):
+    for at in range(state.published, stop):
         parent = table[at - 1] if at > 0 else ROOT
         node = find(core, row, at, parent) if known else NULL_BLOCK
         if node == NULL_BLOCK:
             insert(core, row, at, parent)
             known = False
         elif node != table[at]:
-            sibling = False
-            if core.requests[LIVE, slot] > 1:
-                for other in range(rows.shape[1]):
-                    if other != row and rows[REQUEST, other] == slot and core.tables[anchor, other, at] == node:
-                        sibling = True
-            merge(core, row, at, node, sibling)
-    rows[PUBLISHED, row] = stop
+            merge(core, row, at, node, sibling_holds(core, row, pool.anchor, at, node))
+    state.published = stop
+
+
+@compiled
+def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool:
+    """Whether another sequence of the same request has the block (at the same place, where else)."""
+    slot = core.rows[row].request
+    if core.requests[slot].live < 2 or core.refs[block] == 0:
+        return False
+    for other in range(core.rows.size):
+        if other != row and core.rows[other].request == slot and core.tables[group, other, at] == block:
+            return True
+    return False
 
 
 @compiled
 def evict(core: Core, count: int, cause: int) -> None:
     """Turn at least ``count`` cached blocks into free ones. ``cause``: an entry of EVICTION_CAUSES."""
-    counters = core.counters
-    goal = counters[FREE] + count
-    size = core.blocks.shape[1] - CLASSES
-    while counters[FREE] < goal:
-        kind, end = choose_list(core)
-        left = RUN if counters[RULE] == LEARNED else 1
-        while left > 0 and counters[FREE] < goal:
-            block = core.blocks[NEXT if end == OLDEST else PREV, size + kind]
-            if block >= size:
+    pool = core.pool[0]
+    goal = pool.free + count
+    while pool.free < goal:
+        kind, end, left = choose_list(core)
+        while left > 0 and pool.free < goal:
+            sentinel = pool.num_blocks + kind
+            block = core.next[sentinel] if end == OLDEST else core.prev[sentinel]
+            if block >= pool.num_blocks:
                 break
             _forget(core, block)
-            counters[EVICTIONS + cause] += 1
+            pool.evicted[cause] += 1
             left -= 1
 
 
 @inlined
 def _forget(core: Core, block: int) -> None:
-    blocks = core.blocks
-    node = blocks[NODE_OF, block]
-    if block != node:
-        for group in range(core.constants[GROUPS]):
-            if core.blocks[FIRST_GROUP + group, node] == block and core.windows[group] != 0:
-                core.blocks[FIRST_GROUP + group, node] = NULL_BLOCK
-                blocks[NODE_OF, block] = NULL_BLOCK
-                uncache(core, block)
-                return
+    pool, node = core.pool[0], core.node_of[block]
+    if block != node and windows.forget_alone(core, node, block):
+        return
     value = core.node_hash[node]
     bucket = value & np.uint64(core.heads.size - 1)
     if core.heads[bucket] == node:
-        core.heads[bucket] = blocks[CHAIN, node]
+        core.heads[bucket] = core.chain[node]
     else:
         before = core.heads[bucket]
-        while blocks[CHAIN, before] != node:
-            before = blocks[CHAIN, before]
-        blocks[CHAIN, before] = blocks[CHAIN, node]
-    for group in range(core.constants[GROUPS]):
-        held = core.blocks[FIRST_GROUP + group, node]
+        while core.chain[before] != node:
+            before = core.chain[before]
+        core.chain[before] = core.chain[node]
+    for group in range(pool.num_groups):
+        held = core.node_blocks[group, node]
         if held != NULL_BLOCK:
-            core.blocks[FIRST_GROUP + group, node] = NULL_BLOCK
-            blocks[NODE_OF, held] = NULL_BLOCK
+            core.node_blocks[group, node] = NULL_BLOCK
+            core.node_of[held] = NULL_BLOCK
             uncache(core, held)
-    blocks[CHAIN, node] = NULL_BLOCK
-    parent = blocks[PARENT, node]
+    core.chain[node] = NULL_BLOCK
+    parent = core.parent[node]
     if parent != ROOT:
-        blocks[KIND, parent] -= ONE_CHILD
-        if blocks[KIND, parent] < ONE_CHILD and blocks[REFS, parent] == 0:
+        core.kind[parent] -= ONE_CHILD
+        if core.kind[parent] < ONE_CHILD and core.refs[parent] == 0:
             _enlist_by_age(core, parent)
-    core.salt_nodes[blocks[SALT, node]] -= 1
-    core.counters[NODES] -= 1
-    if core.constants[LOGGED]:
-        core.removed[core.counters[REMOVED]] = value
-        core.counters[REMOVED] += 1
+    core.salt_nodes[core.salt[node]] -= 1
+    pool.nodes -= 1
+    if pool.logged:
+        core.removed[pool.removed] = value
+        pool.removed += 1
 
 
 @inlined
 def _enlist_by_age(core: Core, node: int) -> None:
     """The node's last child has gone: to the end of its list that its age is nearer."""
-    blocks = core.blocks
-    size = blocks.shape[1] - CLASSES
-    oldest = blocks[NEXT, size + (blocks[KIND, node] & CLASS_MASK)]
+    size = core.pool[0].num_blocks
+    oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
     older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
     enlist(core, node, node, OLDEST if older else YOUNGEST)
 
@@ -323,15 +265,15 @@ def _enlist_by_age(core: Core, node: int) -> None:
 class PrefixIndex:
     """What may be read of the index: for events, tests and checks."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self, core: Core) -> None:
+        self._core, self._counts = core, columns(core.pool)
 
     def __len__(self) -> int:
-        return int(self.state.pool.counters[NODES])
+        return int(self._counts.nodes[0])
 
     def nodes(self) -> Int32Array:
         """All nodes, ordered by their block. O(pool): for checks."""
-        node_of = self.state.index.node_of
+        node_of = self._core.node_of
         own = node_of == np.arange(len(node_of), dtype=np.int32)
         own[NULL_BLOCK] = False
         nodes: Int32Array = np.flatnonzero(own).astype(np.int32)
@@ -339,7 +281,7 @@ class PrefixIndex:
 
     def bucket(self, value: int) -> list[int]:
         """Nodes of the bucket of a hash, newest first: for checks."""
-        index = self.state.index
+        index = self._core
         node = int(index.heads[value & (index.heads.size - 1)])
         found: list[int] = []
         while node != NULL_BLOCK and len(found) <= index.chain.size:
@@ -349,4 +291,4 @@ class PrefixIndex:
 
     def evict(self, count: int) -> None:
         """`evict`, to forget everything or for tests; ``count`` blocks must be cached."""
-        evict(self.state.core, count, BY_RESET)
+        evict(self._core, count, BY_RESET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tonnage.cache.blocks.state import Int32Array, State
+from tonnage.cache.blocks.state import Core, Int32Array, columns
 from tonnage.cache.prefix.hashing import seed_of
 
 
@@ -14,8 +14,9 @@ class Salts:
     An id is given to another salt only when no node and no live sequence has it, so equal ids mean equal salts.
     """
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, core: Core, key: int) -> None:
         self._key = key
+        self._core, self._sequences = core, columns(core.rows)
         self._ids: dict[bytes, int] = {b"": 0}
         self._salts: list[bytes] = [b""]
         self._rows: list[int] = [0]  # live sequences by id
@@ -32,22 +33,22 @@ class Salts:
         self._allowed.sort(key=len, reverse=True)
         self._blocks = [len(known) // block_size for known in self._allowed]
 
-    def enter(self, state: State, row: int, salt: bytes, tokens: Int32Array) -> None:
+    def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
         """Give the row its salt and its allowed prefix."""
         known = self._ids.get(salt)
         if known is None:
-            known = self._new_id(state, salt)
+            known = self._new_id(salt)
         self._rows[known] += 1
-        state.rows.salt[row] = known
-        state.rows.shared[row] = self._allowed_blocks(tokens) if known else 0
+        self._sequences.salt[row] = known
+        self._sequences.shared[row] = self._allowed_blocks(tokens) if known else 0
 
-    def share(self, state: State, row: int) -> None:
+    def share(self, row: int) -> None:
         """A fork's row has taken over its parent's salt."""
-        self._rows[state.rows.salt[row]] += 1
+        self._rows[self._sequences.salt[row]] += 1
 
-    def leave(self, state: State, row: int) -> None:
+    def leave(self, row: int) -> None:
         """The row's sequence ends."""
-        self._rows[state.rows.salt[row]] -= 1
+        self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:
         """The salt of an id in use."""
@@ -59,10 +60,10 @@ class Salts:
                 return blocks
         return 0
 
-    def _new_id(self, state: State, salt: bytes) -> int:
-        capacity = len(state.index.seeds)  # nodes and live sequences cannot have more salts at once
+    def _new_id(self, salt: bytes) -> int:
+        capacity = len(self._core.seeds)  # nodes and live sequences cannot have more salts at once
         if not self._unused and len(self._salts) >= min(self._sweep_at, capacity):
-            self._sweep(state)
+            self._sweep()
             self._sweep_at = 2 * (len(self._salts) - len(self._unused)) + 64
         if self._unused:
             salt_id = self._unused.pop()
@@ -71,11 +72,11 @@ class Salts:
             self._salts.append(b"")
             self._rows.append(0)
         self._ids[salt], self._salts[salt_id] = salt_id, salt
-        state.index.seeds[salt_id] = seed_of(salt, self._key)
+        self._core.seeds[salt_id] = seed_of(salt, self._key)
         return salt_id
 
-    def _sweep(self, state: State) -> None:
-        used = state.index.salt_nodes
+    def _sweep(self) -> None:
+        used = self._core.salt_nodes
         for salt_id in range(1, len(self._salts)):
             salt = self._salts[salt_id]
             if salt and not self._rows[salt_id] and not used[salt_id]:

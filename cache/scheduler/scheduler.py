@@ -25,11 +25,11 @@ from typing import Generic
 import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
-from tonnage.cache.blocks.tables import TokenIds
 from tonnage.cache.errors import CacheConfigError, InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.sequence import Counters, S, Step
+from tonnage.cache.sequences.tables import TokenIds
 
 
 class Scheduler(Generic[S]):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from tonnage.cache.admission import AdmissionRequest, Never
-from tonnage.cache.blocks.tables import TokenIds
 from tonnage.cache.results import BlockCopy
+from tonnage.cache.sequences.tables import TokenIds
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

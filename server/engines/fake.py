@@ -326,8 +326,8 @@ class FakeEngine(Engine):
         request = sequence.owner.request
         count = min(budget, len(request.prompt_token_ids) - sequence.computed)
         sequence.computed += count
-        self._manager.extend(sequence.id, sequence.computed)
-        self._manager.commit(sequence.id, sequence.computed)
+        self._manager.extend_many([sequence.id], [sequence.computed])
+        self._manager.commit_many([sequence.id], [sequence.computed])
         if sequence.computed == len(request.prompt_token_ids):
             self._decode([sequence, *(self._fork(sequence, index) for index in range(1, request.n))])
         return budget - count

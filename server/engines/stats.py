@@ -15,7 +15,7 @@ class PoolStats:
 
     ``committed``: blocks that admission counts as taken, where it looks at more than the sum of reservations
     (None: it does not). ``evictions_by_cause``: in the order of
-    `tonnage.cache.blocks.state.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
+    `tonnage.cache.results.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
     slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
     engine does not say).
     """

@@ -137,12 +137,13 @@ class SupervisedEngine(Engine):
             await self._give_up()
         pause = self._back_off[min(attempt, len(self._back_off) - 1)]
         log.error("the engine is gone; starting another in %g s", pause)
+        self._before = self.stats()
         with contextlib.suppress(Exception):  # whatever is left of it; the next one is what counts
             await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
         await asyncio.sleep(pause)
         self._restarted.append(now)
         self._restarts += 1
-        self._before, self._engine = self.stats(), self._make()  # in one go: nothing is counted twice
+        self._engine = self._make()
         try:
             await self._engine.start()
         except Exception as error:

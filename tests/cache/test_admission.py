@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import (
     AdmissionRequest,
@@ -188,9 +189,9 @@ def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int
     end = min(computed + chunk, total)
     known = int(manager.rows.length[manager.row(sequence)])
     if end > known:
-        manager.append_tokens(sequence, [sequence] * (end - known))
-    manager.extend(sequence, end)
-    manager.commit(sequence, end)
+        append(manager, sequence, [sequence] * (end - known))
+    extend(manager, sequence, end)
+    commit(manager, sequence, end)
     lengths[sequence] = (end, total)
 
 
@@ -305,8 +306,8 @@ def test_no_schedule_breaks_a_reservation(budget: int, groups: tuple[KVGroup, ..
 def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
     manager = manager_of(100, 64, FULL)
     manager.admit(0, list(range(40)), 50, n=3)
-    manager.extend(0, 40)
-    manager.commit(0, 40)
+    extend(manager, 0, 40)
+    commit(manager, 0, 40)
     seen = [manager.stats().reserved]
     manager.fork(0, 1)
     manager.fork(0, 2)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.peak import Growth, peak_of
@@ -209,9 +210,9 @@ def test_stalls_instead_of_overflow_where_the_lockstep_peak_is_wrong(budget: int
                 stalls += 1
                 continue
             known = int(manager.rows.length[manager.row(sequence)])
-            manager.append_tokens(sequence, [sequence] * max(0, end - known))
-            manager.extend(sequence, end)
-            manager.commit(sequence, end)
+            append(manager, sequence, [sequence] * max(0, end - known))
+            extend(manager, sequence, end)
+            commit(manager, sequence, end)
             computed[sequence] = end
         snapshot = manager.running()
         assert committed_peak(snapshot) <= snapshot.capacity
@@ -272,9 +273,9 @@ def test_limits_of_the_law_with_sliding_groups_are_set_aside() -> None:
                 stalls += 1
                 continue
             known = int(manager.rows.length[manager.row(sequence)])
-            manager.append_tokens(sequence, [rng.randrange(9)] * max(0, end - known))
-            manager.extend(sequence, end)
-            manager.commit(sequence, end)
+            append(manager, sequence, [rng.randrange(9)] * max(0, end - known))
+            extend(manager, sequence, end)
+            commit(manager, sequence, end)
             live[sequence][0] = end
             if end == prompt and forks:
                 for _ in range(forks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kv_calls import append
 
 from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Policy, Wait
 from tonnage.cache.manager import Admitted, KVCacheManager
@@ -44,7 +45,7 @@ def test_windows_alone_are_admitted_while_all_of_them_fit(mode: AdmissionMode) -
         ids = list(running)
         if end > 20:
             for number in ids:
-                manager.append_tokens(number, [number] * (min(end, 120) - max(running[number], 20)))
+                append(manager, number, [number] * (min(end, 120) - max(running[number], 20)))
         wanted = [min(end, 120)] * len(ids)
         assert manager.grant(ids, wanted).tolist() == wanted
         manager.extend_many(ids, wanted)

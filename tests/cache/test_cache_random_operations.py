@@ -17,9 +17,10 @@ import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import Never, Wait
-from tonnage.cache.blocks.state import CLASSES, RULE
+from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
 from tonnage.planner.layout import KVGroup, KVLayout
@@ -118,7 +119,7 @@ class Oracle:
             self.allowed.append(prefix[: len(prefix) // self.block_size * self.block_size])
 
     def append(self, sequence: int, tokens: list[int]) -> None:
-        self.manager.append_tokens(sequence, tokens)
+        append(self.manager, sequence, tokens)
         self.live[sequence].tokens += tokens
 
     def decode(self, sequences: list[int], tokens: list[int]) -> None:
@@ -146,7 +147,7 @@ class Oracle:
             min(end + ahead, self.live[s].limit, self.live[s].computed + budget) for s, end in ends.items()
         ]
         if len(ends) == 1:
-            copies = self.manager.extend(next(iter(ends)), wanted[0])
+            copies = extend(self.manager, next(iter(ends)), wanted[0])
         else:
             copies = self.manager.extend_many(list(ends), wanted)
         size = self.block_size
@@ -164,7 +165,7 @@ class Oracle:
         for sequence, end in ends.items():
             self.check_reads(sequence, end)  # while the step's queries, from computed on, are attending
         if len(ends) == 1:
-            self.manager.commit(*next(iter(ends.items())))
+            commit(self.manager, *next(iter(ends.items())))
         else:
             self.manager.commit_many(list(ends), list(ends.values()))
         for sequence, end in ends.items():
@@ -298,8 +299,8 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
     for _ in range(operations):
         random_operation(oracle, rng, documents)
         # Whatever the pool believes at the moment, and whenever that changes, the laws hold.
-        oracle.manager.core.counters[RULE] = rng.randrange(2)
-        oracle.manager.core.density[rng.randrange(CLASSES)] = rng.random()
+        oracle.manager.model.rule[0] = rng.randrange(2)
+        oracle.manager.model.density[0, rng.randrange(CLASSES)] = rng.random()
         oracle.check()
     for sequence in list(oracle.live):
         oracle.free(sequence)
@@ -425,8 +426,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(rule=st.integers(0, 1), kind=st.integers(0, CLASSES - 1), density=st.floats(0, 1))
     def believe(self, rule: int, kind: int, density: float) -> None:
-        self.oracle.manager.core.counters[RULE] = rule
-        self.oracle.manager.core.density[kind] = density
+        self.oracle.manager.model.rule[0] = rule
+        self.oracle.manager.model.density[0, kind] = density
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())

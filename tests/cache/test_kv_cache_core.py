@@ -9,13 +9,15 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import xxhash
+from kv_calls import commit, extend
 
-from tonnage.cache.blocks.state import CLASSES, RULE, SCORES
+from tonnage.cache.blocks.state import columns
 from tonnage.cache.errors import NoFreeBlocks
-from tonnage.cache.eviction.choice import LEARNED, LRU
+from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU, SCORES
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
@@ -45,8 +47,8 @@ def compute(manager: KVCacheManager, sequence: int, tokens: list[int], **options
     """Admit and compute a prompt; its cached tokens."""
     admitted = manager.admit(sequence, tokens, 4, **options)  # type: ignore[arg-type]
     assert isinstance(admitted, Admitted)
-    manager.extend(sequence, len(tokens))
-    manager.commit(sequence, len(tokens))
+    extend(manager, sequence, len(tokens))
+    commit(manager, sequence, len(tokens))
     return admitted.cached_tokens
 
 
@@ -66,7 +68,7 @@ def test_the_written_out_hash_is_that_of_the_library(count: int) -> None:
 TWIN = """
 import random, sys
 import numpy as np
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_kv_cache_core import FULL, SLIDING, make, random_run
 print(random_run(make(FULL, SLIDING, blocks=90, length=64), 400))
 """
@@ -81,8 +83,8 @@ def random_run(manager: KVCacheManager, calls: int) -> str:
         if choice < 0.3 or not live:
             prompt = [1, 2, 3, 4] * pick.randint(1, 6) + pick.choices(range(3), k=pick.randint(1, 9))
             if isinstance(manager.admit(number, prompt, 8, salt=pick.choice(["", "a"])), Admitted):
-                manager.extend(number, len(prompt))
-                manager.commit(number, len(prompt))
+                extend(manager, number, len(prompt))
+                commit(manager, number, len(prompt))
                 live[number] = [len(prompt), len(prompt) + 8]
         elif choice < 0.8:
             ids = [i for i, (known, limit) in live.items() if known < limit]
@@ -95,16 +97,19 @@ def random_run(manager: KVCacheManager, calls: int) -> str:
             del live[chosen]
     assert manager.sample_invariants() is None
     digest = xxhash.xxh64()
-    for array in manager.core:  # the two exp() may differ in the last bit
-        same = array.round(9) if array.dtype.kind == "f" else array
-        digest.update(np.ascontiguousarray(same).tobytes())
+    for array in manager.core:
+        for field in vars(columns(array)).values() if array.dtype.names else [array]:
+            # the two exp() may differ in the last bit
+            same = field.round(9) if field.dtype.kind == "f" else field
+            digest.update(np.ascontiguousarray(same).tobytes())
     return f"{digest.hexdigest()} {manager.stats().evictions}"
 
 
 def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
     compiled = random_run(make(FULL, SLIDING, blocks=90, length=64), 400)
     assert int(compiled.split()[1]) > 50
-    code = TWIN.format(folder=str(Path(__file__).parent))
+    here = Path(__file__).parent
+    code = TWIN.format(folders=[str(here), str(here.parent / "helpers")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
@@ -115,19 +120,45 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
     assert done.stdout.split() == compiled.split()
 
 
-def test_kept_machine_code_depends_on_every_module_of_the_package() -> None:
+def test_kept_machine_code_depends_on_every_module_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tonnage.cache import compiled
-    from tonnage.cache.blocks import steps
+    from tonnage.cache.sequences import steps
 
     if not hasattr(steps.leave, "py_func"):  # NUMBA_DISABLE_JIT: there is no machine code
         assert os.environ.get("NUMBA_DISABLE_JIT")
+        assert compiled.COMPILER.folder is None
         return
-    assert steps.leave._cache._cache_file._version == compiled.VERSION  # type: ignore[attr-defined]
     folder = Path(compiled.__file__).parent
-    digest = xxhash.xxh3_64()
-    for path in sorted(folder.rglob("*.py")):
+    digest = xxhash.xxh3_64(numba.__version__.encode())
+    for path in [Path(compiled.__file__), *sorted(folder.rglob("*.py"))]:
         digest.update(path.read_bytes())
-    assert compiled.VERSION.endswith(digest.hexdigest())
+    assert compiled.COMPILER.folder is not None
+    assert compiled.COMPILER.folder.name == f"compiled-{digest.hexdigest()}"
+    assert compiled.COMPILER.folder in Path(steps.leave._cache.cache_path).parents  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    module = tmp_path / "sources" / "below" / "module.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("ONE = 1")
+    before = compiled.Compiler(tmp_path / "sources").folder
+    assert before is not None
+    assert before.is_relative_to(tmp_path / "kept")
+    module.write_text("ONE = 2")
+    assert compiled.Compiler(tmp_path / "sources").folder != before
+
+
+def test_where_nothing_can_be_kept_code_is_compiled_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tonnage.cache.compiled import Compiler
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file" / "below"))
+    compiler = Compiler(tmp_path)
+    assert compiler.folder is None
+    assert compiler(lambda value: value + 1)(1) == 2
 
 
 # -- salts -----------------------------------------------------------------------------------------------------
@@ -224,7 +255,7 @@ def test_a_step_without_room_changes_nothing() -> None:
         manager.extend_many([1, 2, 3], [9, 9, 13])
     assert caught.value.hint
     after = manager.core
-    for name in ("blocks", "tables", "requests", "heads"):
+    for name in ("refs", "next", "prev", "node_of", "node_blocks", "kind", "tables", "requests", "heads"):
         index = after._fields.index(name)
         assert (after[index] == before[index]).all(), name
 
@@ -244,7 +275,7 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
 
     def damage(part: str, field: str, at: object, value: int) -> str | None:
         manager = fresh()
-        getattr(getattr(manager.state, part), field)[at] = value
+        getattr(getattr(manager, part), field)[at] = value
         found = manager.sample_invariants()
         assert manager.stats().violations == 1
         return found
@@ -252,13 +283,13 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
     block = int(fresh().tables[0][0, 0])
     cached = fresh().pool.all_cached()
     ends = [block for kind in range(CLASSES) for block in fresh().pool.listed(kind)]
-    assert damage("pool", "refs", block, 1) == "reference counts"
-    assert damage("pool", "counters", 0, 3) == "conservation"
-    assert damage("pool", "next", cached[0], cached[0]) == "conservation"
+    assert damage("core", "refs", block, 1) == "reference counts"
+    assert damage("counts", "free", 0, 3) == "conservation"
+    assert damage("core", "next", cached[0], cached[0]) == "conservation"
     assert damage("rows", "room", 0, 4) == "tables"
     assert damage("rows", "shared_tail", 0, 0) == "exclusive writes"
-    assert damage("index", "node_of", ends[0], 0) == "reachability"
-    assert damage("index", "node_of", 0, 5) == "null block"
+    assert damage("core", "node_of", ends[0], 0) == "reachability"
+    assert damage("core", "node_of", 0, 5) == "null block"
     assert damage("rows", "published", 0, 1) == "prefix index"
     assert damage("requests", "private", 0, 1) == "reservation"
     assert set(laws.LAWS[1:]) <= {
@@ -319,7 +350,7 @@ def test_the_forced_rule_is_exactly_lru() -> None:
     assert sum(expected) > 3000
     # The pool has to make room before it computes, the model after: no request is more than one prompt apart.
     assert abs(sum(found) - sum(expected)) <= 0.02 * sum(expected)
-    assert manager.core.counters[RULE] == LRU
+    assert manager.model.rule[0] == LRU
 
 
 @pytest.mark.parametrize("kind", ["loop", "scan", "popular"])
@@ -372,24 +403,24 @@ def test_the_pool_learns_which_turns_are_continued_and_when() -> None:
     found = sum(hits(manager, requests))
     assert found > 1000
     assert found > 1.2 * lru
-    assert manager.core.counters[RULE] == LEARNED
-    first, second, third, fourth = manager.core.factors[0, :4].tolist()
+    assert manager.model.rule[0] == LEARNED
+    first, second, third, fourth = manager.model.factors[0, 0, :4].tolist()
     assert min(second, third) > 1 > max(first, fourth)
     # Worth most while it is waited for, neither at once nor after.
-    density = manager.core.density[SCORES // 2]
+    density = manager.model.density[0, SCORES // 2]
     assert density.max() > 1.1 * max(density[0], density[-1])
 
 
 def test_the_pool_returns_to_lru_while_that_hits_more() -> None:
     manager = make(blocks=100)
     hits(manager, prompts("popular", 400))
-    assert manager.core.counters[RULE] == LEARNED
-    manager.core.scores[:] = (100, 200)
+    assert manager.model.rule[0] == LEARNED
+    manager.model.scores[0] = (100, 200)
     compute(manager, 1000, [1, 2, 3, 4, 5])
-    assert manager.core.counters[RULE] == LRU
-    manager.core.scores[:] = (250, 200)
+    assert manager.model.rule[0] == LRU
+    manager.model.scores[0] = (250, 200)
     compute(manager, 1001, [1, 2, 3, 4, 5])
-    assert manager.core.counters[RULE] == LEARNED
+    assert manager.model.rule[0] == LEARNED
 
 
 def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> None:

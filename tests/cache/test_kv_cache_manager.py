@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from kv_calls import append, commit, extend
 
 from tonnage.cache.blocks.pool import enlist, unlink
-from tonnage.cache.blocks.state import CACHED, CALLS, FREE, NODES
+from tonnage.cache.blocks.state import columns
 from tonnage.cache.errors import (
     CacheConfigError,
     CacheError,
@@ -57,8 +58,8 @@ def start(
     """Admit and compute the prompt; returns the cached tokens."""
     admitted = manager.admit(sequence, tokens, max_tokens, **kwargs)  # type: ignore[arg-type]
     assert isinstance(admitted, Admitted)
-    manager.extend(sequence, len(tokens))
-    manager.commit(sequence, len(tokens))
+    extend(manager, sequence, len(tokens))
+    commit(manager, sequence, len(tokens))
     manager.check_invariants()
     return admitted.cached_tokens
 
@@ -91,9 +92,9 @@ def test_at_least_one_prompt_token_is_left_to_compute() -> None:
 def test_produced_tokens_are_hit_by_the_next_turn() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
-    manager.append_tokens(1, [50, 51, 52])
-    manager.extend(1, 9)
-    manager.commit(1, 9)
+    append(manager, 1, [50, 51, 52])
+    extend(manager, 1, 9)
+    commit(manager, 1, 9)
     manager.free(1)
     assert start(manager, 2, [0, 1, 2, 3, 4, 5, 50, 51, 60]) == 8
 
@@ -140,7 +141,7 @@ def test_a_fork_on_a_block_border_copies_nothing() -> None:
     manager = make()
     start(manager, 1, list(range(8)), n=2)
     manager.fork(1, 2)
-    assert manager.extend(1, 9) == manager.extend(2, 9) == ()
+    assert extend(manager, 1, 9) == extend(manager, 2, 9) == ()
     manager.check_invariants()
     assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
 
@@ -149,15 +150,15 @@ def test_slots_made_before_a_fork_are_made_again_after_it() -> None:
     """The parent had room for position 10; writing there without another extend would hit the child's block."""
     manager = make()
     start(manager, 1, list(range(10)), n=2)
-    manager.extend(1, 11)
-    manager.append_tokens(1, [50])
+    extend(manager, 1, 11)
+    append(manager, 1, [50])
     manager.fork(1, 2)
     with pytest.raises(OutOfOrder):
-        manager.commit(1, 11)
+        commit(manager, 1, 11)
     with pytest.raises(OutOfOrder):
         manager.slots(1, 0, 10, 11)
-    assert len(manager.extend(1, 11)) == 1
-    manager.commit(1, 11)
+    assert len(extend(manager, 1, 11)) == 1
+    commit(manager, 1, 11)
     manager.check_invariants()
 
 
@@ -180,10 +181,10 @@ def test_extend_many_gives_what_extend_gives() -> None:
     for _ in range(15):
         lengths = [length + 1 for length in lengths]
         for sequence, length in enumerate(lengths):
-            one.append_tokens(sequence, [7])
-            assert one.extend(sequence, length) == ()
+            append(one, sequence, [7])
+            assert extend(one, sequence, length) == ()
         for sequence, length in enumerate(lengths):
-            one.commit(sequence, length)
+            commit(one, sequence, length)
         many.append_many(range(4), [7] * 4)
         assert many.extend_many(range(4), lengths) == ()
         many.commit_many(range(4), lengths)
@@ -200,13 +201,13 @@ def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() 
         for sequence in (1, 2):
             start(manager, sequence, [sequence] * 6, 8)
     for sequence, tokens in zip((1, 2), more, strict=True):
-        one.append_tokens(sequence, tokens)
+        append(one, sequence, tokens)
     many.append_many([1, 2], more)
     for manager in (one, many):
         manager.extend_many([1, 2], [11, 11])
         manager.commit_many([1, 2], [11, 11])
         manager.check_invariants()
-    assert (one.rows.tokens == many.rows.tokens).all()
+    assert (one.core.tokens == many.core.tokens).all()
     assert one.stats() == many.stats()
     for wrong in (np.zeros((2, 4), np.int32), np.zeros((3, 1), np.int32), np.full((2, 1), -1)):
         with pytest.raises((ReservationExceeded, InvalidRequest)):
@@ -218,8 +219,8 @@ def test_a_sliding_group_drops_the_blocks_no_query_can_see() -> None:
     manager = make(FULL, SLIDING, budget=8)
     manager.admit(1, list(range(40)), 8)
     for end in range(8, 41, 8):
-        manager.extend(1, end)
-        manager.commit(1, end)
+        extend(manager, 1, end)
+        commit(manager, 1, end)
         manager.check_invariants()
     # The last step computed 32..39 and looked back to 32 - 7 = 25, in block 6: blocks 0..5 are gone.
     assert blocks_of(manager, 1, group=1)[:6] == [0] * 6
@@ -234,8 +235,8 @@ def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
     tokens = list(range(40))
     manager.admit(1, tokens, 8)
     for end in range(8, 41, 8):
-        manager.extend(1, end)
-        manager.commit(1, end)
+        extend(manager, 1, end)
+        commit(manager, 1, end)
     manager.free(1)
     admitted = manager.admit(2, [*tokens, 99], 8)
     assert isinstance(admitted, Admitted)
@@ -251,21 +252,21 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     manager.free(1)
     manager.admit(2, list(range(24)), 8)
     for end in (16, 24):
-        manager.extend(2, end)
-        manager.commit(2, end)
+        extend(manager, 2, end)
+        commit(manager, 2, end)
     index = manager.index
     assert index is not None
     deepest = manager.tables[0][manager.row(2), 5]
     manager.free(2)
-    lost = int(manager.state.index.blocks[1, deepest])
+    lost = int(manager.core.node_blocks[1, deepest])
     _oldest(manager, lost)
     index.evict(1)
     assert lost not in manager.pool.all_cached()
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
-    manager.extend(3, 25)
-    manager.commit(3, 25)  # and is there again: the node takes the block just computed
+    extend(manager, 3, 25)
+    commit(manager, 3, 25)  # and is there again: the node takes the block just computed
     manager.check_invariants()
     again = manager.admit(4, list(range(25)), 8)
     assert isinstance(again, Admitted)
@@ -283,7 +284,7 @@ def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None
     assert manager.stats().evictions == 1
     manager.check_invariants()
     assert manager.index is not None
-    kept = {int(manager.state.index.tokens[node, 0]) for node in manager.index.nodes()}
+    kept = {int(manager.core.node_tokens[node, 0]) for node in manager.index.nodes()}
     assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
 
@@ -292,10 +293,10 @@ def test_duplicates_are_merged_when_they_are_published() -> None:
     for sequence in (1, 2):
         manager.admit(sequence, list(range(8)), 8)
     for sequence in (1, 2):
-        manager.extend(sequence, 8)
+        extend(manager, sequence, 8)
     assert not set(blocks_of(manager, 1)) & set(blocks_of(manager, 2))
     for sequence in (1, 2):
-        manager.commit(sequence, 8)
+        commit(manager, sequence, 8)
         manager.check_invariants()
     assert blocks_of(manager, 1) == blocks_of(manager, 2)
     assert (manager.stats().used, manager.stats().merged) == (2, 2)
@@ -313,51 +314,51 @@ def test_equal_tokens_after_another_prefix_are_no_hit_whatever_the_hash_says() -
 
 
 def state(manager: KVCacheManager) -> tuple[object, ...]:
-    state = manager.state
-    counters = state.pool.counters.copy()
-    counters[CALLS] = 0
-    arrays = [
-        array
-        for part in state[:4]
-        for name, array in zip(part._fields, part, strict=True)
-        if name not in ("counters", "mark") and array is not state.rows.tokens
-    ]
-    # Rows without a sequence are no state: `admit` looks at a prompt in the one it would use.
-    arrays.append(state.rows.tokens[sorted(manager.sequences.row_of.values())])
-    owned = [(f.live, f.forks_left, f.reservation) if f else None for f in manager.sequences.sequence_groups]
-    contents = tuple(array.tobytes() for array in (*arrays, counters))
+    arrays = []
+    for name, array in manager.core._asdict().items():
+        if name == "tokens":
+            # Rows without a sequence are no state: `admit` looks at a prompt in the one it would use.
+            arrays.append(array[sorted(manager.sequences.row_of.values())])
+        elif array.dtype.names:
+            arrays += [
+                column for field, column in vars(columns(array)).items() if field not in ("calls", "mark")
+            ]
+        elif name not in ("written", "ends", "copied"):  # scratch of a call
+            arrays.append(array)
+    owned = [(slot, str(each)) for slot, each in manager.reservations.by_slot.items()]
+    contents = tuple(array.tobytes() for array in arrays)
     return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.snapshot()
 
 
 REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]] = {
     "unknown row": (UnknownSequence, lambda m: m.row(99)),
-    "unknown extend": (UnknownSequence, lambda m: m.extend(99, 4)),
+    "unknown extend": (UnknownSequence, lambda m: extend(m, 99, 4)),
     "unknown extend_many": (UnknownSequence, lambda m: m.extend_many([1, 99], [11, 11])),
-    "unknown append": (UnknownSequence, lambda m: m.append_tokens(99, [1])),
-    "unknown commit": (UnknownSequence, lambda m: m.commit(99, 1)),
+    "unknown append": (UnknownSequence, lambda m: append(m, 99, [1])),
+    "unknown commit": (UnknownSequence, lambda m: commit(m, 99, 1)),
     "unknown free": (UnknownSequence, lambda m: m.free(99)),
     "unknown fork": (UnknownSequence, lambda m: m.fork(99, 100)),
     "double free": (DoubleFree, lambda m: m.free(3)),
     "fork of a finished one": (SequenceFinished, lambda m: m.fork(3, 100)),
-    "extend of a finished one": (SequenceFinished, lambda m: m.extend(3, 4)),
+    "extend of a finished one": (SequenceFinished, lambda m: extend(m, 3, 4)),
     "admit twice": (SequenceExists, lambda m: m.admit(1, [1, 2], 4)),
     "fork onto a live one": (SequenceExists, lambda m: m.fork(1, 2)),
     "a fork too many": (ReservationExceeded, lambda m: m.fork(2, 100)),
     "fork before the prompt is computed": (OutOfOrder, lambda m: m.fork(4, 100)),
-    "extend beyond max_tokens": (ReservationExceeded, lambda m: m.extend(1, 19)),
+    "extend beyond max_tokens": (ReservationExceeded, lambda m: extend(m, 1, 19)),
     "extend_many beyond max_tokens": (ReservationExceeded, lambda m: m.extend_many([2, 1], [12, 19])),
-    "a chunk beyond the budget": (ReservationExceeded, lambda m: m.extend(4, 65)),
+    "a chunk beyond the budget": (ReservationExceeded, lambda m: extend(m, 4, 65)),
     "a chunk beyond the budget, many": (ReservationExceeded, lambda m: m.extend_many([1, 4], [11, 65])),
-    "negative extend": (InvalidRequest, lambda m: m.extend(1, -1)),
+    "negative extend": (InvalidRequest, lambda m: extend(m, 1, -1)),
     "negative extend_many": (InvalidRequest, lambda m: m.extend_many([1], [-1])),
     "lengths that do not match": (InvalidRequest, lambda m: m.extend_many([1, 2], [11])),
-    "append beyond max_tokens": (ReservationExceeded, lambda m: m.append_tokens(1, [0] * 9)),
+    "append beyond max_tokens": (ReservationExceeded, lambda m: append(m, 1, [0] * 9)),
     "append_many beyond max_tokens": (ReservationExceeded, lambda m: m.append_many([1, 5], [0, 0])),
     "append_many twice the same": (InvalidRequest, lambda m: m.append_many([1, 1], [0, 0])),
     "commit_many twice the same": (InvalidRequest, lambda m: m.commit_many([1, 1], [10, 10])),
-    "commit backward": (OutOfOrder, lambda m: m.commit(1, 9)),
-    "commit without slots": (OutOfOrder, lambda m: m.commit(4, 1)),
-    "commit of unknown tokens": (OutOfOrder, lambda m: m.commit(2, 11)),
+    "commit backward": (OutOfOrder, lambda m: commit(m, 1, 9)),
+    "commit without slots": (OutOfOrder, lambda m: commit(m, 4, 1)),
+    "commit of unknown tokens": (OutOfOrder, lambda m: commit(m, 2, 11)),
     "commit_many of unknown tokens": (OutOfOrder, lambda m: m.commit_many([1, 2], [10, 11])),
     "slots not made": (OutOfOrder, lambda m: m.slots(1, 0, 0, 13)),
     "slots backward": (OutOfOrder, lambda m: m.slots(1, 0, 5, 4)),
@@ -376,8 +377,8 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
     "bytes as tokens": (InvalidRequest, lambda m: m.admit(9, b"hell", 4)),
     "a negative token": (InvalidRequest, lambda m: m.admit(9, [1, -1], 4)),
     "a negative token in an array": (InvalidRequest, lambda m: m.admit(9, np.array([-1]), 4)),
-    "a token beyond 32 bits": (InvalidRequest, lambda m: m.append_tokens(1, [2**31])),
-    "a token beyond 32 bits in an array": (InvalidRequest, lambda m: m.append_tokens(1, np.array([2**40]))),
+    "a token beyond 32 bits": (InvalidRequest, lambda m: append(m, 1, [2**31])),
+    "a token beyond 32 bits in an array": (InvalidRequest, lambda m: append(m, 1, np.array([2**40]))),
 }
 
 
@@ -387,10 +388,10 @@ def test_refusals_are_typed_and_change_nothing(case: str) -> None:
     start(manager, 1, list(range(10)), n=2)
     start(manager, 2, list(range(10)))
     start(manager, 3, list(range(10)))
-    manager.extend(2, 12)
+    extend(manager, 2, 12)
     manager.admit(4, list(range(50, 120)), 8, n=2)
     start(manager, 5, list(range(8)), 1)
-    manager.append_tokens(5, [1])
+    append(manager, 5, [1])
     manager.free(3)
     manager.check_invariants()
     before = state(manager)
@@ -445,25 +446,25 @@ def test_a_finished_id_can_be_used_again() -> None:
 
 def _orphan(manager: KVCacheManager) -> None:
     node = int(manager.tables[0][manager.row(1), 0])
-    manager.state.index.node_of[node] = 0
-    manager.state.pool.counters[NODES] -= 1
+    manager.core.node_of[node] = 0
+    manager.counts.nodes[0] -= 1
 
 
 def _oldest(manager: KVCacheManager, block: int) -> None:
     """Make a listed block the first to go under LRU."""
     unlink(manager.core, block)
-    enlist(manager.core, block, int(manager.state.index.node_of[block]), 0)
-    manager.state.pool.counters[CACHED] += 1
-    manager.state.pool.time[block] -= 1000
+    enlist(manager.core, block, int(manager.core.node_of[block]), 0)
+    manager.counts.cached[0] += 1
+    manager.core.stamp[block] -= 1000
 
 
 def _list_a_parent(manager: KVCacheManager) -> None:
-    parent = next(block for block in manager.pool.all_cached() if manager.state.pool.next[block] == 0)
+    parent = next(block for block in manager.pool.all_cached() if manager.core.next[block] == 0)
     enlist(manager.core, parent, parent, 1)
 
 
 def _lose_a_child(manager: KVCacheManager) -> None:
-    manager.state.index.kind[manager.tables[0][manager.row(1), 0]] = 0
+    manager.core.kind[manager.tables[0][manager.row(1), 0]] = 0
 
 
 def _set(values: np.ndarray, at: int, value: int) -> None:
@@ -475,20 +476,20 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
     "one block twice": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, int(m.tables[0][m.row(1), 0]))),
     "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
     "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
-    "a leaked block": ("conservation", lambda m: _set(m.state.pool.counters, FREE, m.pool.free - 1)),
+    "a leaked block": ("conservation", lambda m: _set(m.counts.free, 0, m.pool.free - 1)),
     "a reservation forgotten": (
         "reservation",
         lambda m: setattr(m.reservations, "reserved", m.reservations.reserved - 1),
     ),
     "a reservation too small": (
         "reservation",
-        lambda m: setattr(m.sequences.sequence_group(m.row(1)), "reservation", 1),
+        lambda m: setattr(m.reservations[m.row(1)], "blocks", 1),
     ),
     "a parent that is no node": ("reachability", _orphan),
     "a parent that may be evicted": ("reachability", _list_a_parent),
     "a child not counted": ("reachability", _lose_a_child),
-    "a private count too high": ("reservation", lambda m: _set(m.state.requests.private, 0, 50)),
-    "tokens that changed": ("prefix index", lambda m: _set(m.rows.tokens[m.row(1)], 0, 77)),
+    "a private count too high": ("reservation", lambda m: _set(m.requests.private, 0, 50)),
+    "tokens that changed": ("prefix index", lambda m: _set(m.core.tokens[m.row(1)], 0, 77)),
 }
 
 

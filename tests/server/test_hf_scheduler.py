@@ -148,7 +148,7 @@ def test_a_broken_law_is_logged_and_counted(caplog: pytest.LogCaptureFixture) ->
     for _ in range(4):
         step(scheduler)
     assert scheduler.stats().invariant_violations == 0
-    refs = scheduler.manager.state.pool.refs
+    refs = scheduler.manager.pool.refs
     block = int(scheduler.manager.tables[0][0, 0])
     refs[block] += 1
     sample_laws(scheduler.manager, LAWS_EVERY - 1)

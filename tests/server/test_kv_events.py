@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 import zmq
+from kv_calls import commit, extend
 from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
@@ -65,19 +66,19 @@ def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
     for number in range(400):
         prompt = [1, 2, 3, 4] * pick.randint(0, 4) + pick.choices(range(3), k=pick.randint(1, 20))
         if isinstance(manager.admit(number, prompt, 4), Admitted):
-            manager.extend(number, len(prompt))
-            manager.commit(number, len(prompt))
+            extend(manager, number, len(prompt))
+            commit(manager, number, len(prompt))
             live.append(number)
             manager.decode_many(live[-1:], [9])
         while len(live) > pick.randint(0, 3):
             manager.free(live.pop(0))
-        index = manager.state.index
+        index = manager.core
         assert manager.index is not None
         nodes = manager.index.nodes().tolist()
         known = {
-            int(index.hash[n]): (
-                int(index.hash[index.parent[n]]) if index.parent[n] else None,
-                tuple(index.tokens[n].tolist()),
+            int(index.node_hash[n]): (
+                int(index.node_hash[index.parent[n]]) if index.parent[n] else None,
+                tuple(index.node_tokens[n].tolist()),
             )
             for n in nodes
         }

@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tonnage.cache.blocks.state import EVICTION_CAUSES
+from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, check_components
 from tonnage.planner.render import plan_to_dict

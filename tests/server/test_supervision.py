@@ -53,28 +53,6 @@ async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan
             made[0]._forget(entry)
 
 
-async def test_nothing_is_counted_twice_between_two_engines(run_server, small_plan) -> None:
-    """A counter that rises while nobody is served, and falls back after, is a burst to Prometheus."""
-    made: list[FakeEngine] = []
-
-    def make() -> FakeEngine:
-        made.append(FakeEngine(small_plan(), load_seconds=0.2 if made else 0.0))
-        return made[-1]
-
-    supervised = SupervisedEngine(make, back_off=(0.3,))
-    async with run_server(made[0], served=supervised) as server:
-        assert (await server.complete(max_tokens=3, ignore_eos=True)).status_code == 200
-        before = supervised.stats()
-        made[0].die()
-        seen: set[tuple[object, ...]] = set()
-        while supervised.stats().restarts == 0 or not supervised.stats().ready:
-            now = supervised.stats()
-            seen.add((now.prompt_tokens, now.generation_tokens, now.admissions, now.pool.evictions))
-            await asyncio.sleep(0.01)
-        assert before.generation_tokens == 3
-        assert seen == {(before.prompt_tokens, 3, before.admissions, before.pool.evictions)}
-
-
 async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
     class Stillborn(FakeEngine):
         async def start(self) -> None:

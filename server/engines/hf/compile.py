@@ -11,11 +11,9 @@ import multiprocessing
 import sys
 from pathlib import Path
 
-import xxhash
-
 from tonnage.cache.admission import Policy
-from tonnage.cache.compiled import VERSION
-from tonnage.cache.warm import compile_manager, compiled_folder
+from tonnage.cache.compiled import COMPILER
+from tonnage.cache.warm import compile_manager
 from tonnage.planner.layout import KVLayout
 
 
@@ -42,21 +40,21 @@ def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
 def load(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
     """Read it from disk, or compile what is not there."""
     if kernels:
-        with contextlib.suppress(ImportError):  # numba is not installed
-            from tonnage.server.engines.hf.kernels.warm import compile_all
+        from tonnage.server.engines.hf.kernels.warm import compile_all
 
-            compile_all()
+        compile_all()
     compile_manager(layout, policy)
 
 
 def _notes(layout: KVLayout, policy: Policy | None, kernels: bool) -> list[Path]:
     """Empty files beside the compiled code: this was compiled. They go when it goes."""
-    what = f"{VERSION} {sorted({group.kind for group in layout.groups})} {policy and policy.mode}"
-    folder = compiled_folder()
-    notes = [] if folder is None else [folder / f"compiled-{xxhash.xxh3_64_hexdigest(what.encode())}"]
+    # What decides which functions a manager runs, and with arguments of which types.
+    what = "-".join(
+        ["manager", *sorted({group.kind for group in layout.groups}), policy.mode if policy else "sum"]
+    )
+    notes = [] if COMPILER.folder is None else [COMPILER.folder / what]
     if kernels:
-        with contextlib.suppress(ImportError):
-            from tonnage.server.engines.hf.kernels.jit import FOLDER
+        from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
-            notes.append(Path(FOLDER) / "compiled")
+        notes += [] if KERNELS.folder is None else [KERNELS.folder / "kernels"]
     return notes

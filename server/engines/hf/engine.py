@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
-from tonnage.cache.blocks.state import EVICTION_CAUSES
+from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.planner.source import resolve_model

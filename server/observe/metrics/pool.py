@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.cache.blocks.state import EVICTION_CAUSES
+from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import reserved_unused

@@ -1,1 +1,16 @@
 """CPU kernels for bfloat16, compiled by numba: linear layers, attention on blocks, norms and rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tonnage.cache.compiled import Compiler
+
+COMPILER = Compiler(Path(__file__).parent)
+
+
+def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A kernel: machine code without the GIL."""
+    return lambda function: COMPILER(function, parallel=parallel, nogil=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
-from tonnage.server.engines.hf.kernels.jit import compiled
+from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.rows import (
     copy_bytes,
     exp_row,

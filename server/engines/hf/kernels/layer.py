@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from numba import prange
 
+from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.attention import attend
-from tonnage.server.engines.hf.kernels.jit import compiled
 from tonnage.server.engines.hf.kernels.linear import block_of_columns, matmul, panel_rows, share
 from tonnage.server.engines.hf.kernels.rows import add_row
 from tonnage.server.engines.hf.kernels.small import SERIAL, norm_rows, rotate_rows

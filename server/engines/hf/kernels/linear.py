@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba import prange
 
-from tonnage.server.engines.hf.kernels.jit import compiled
+from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.rows import gate_row
 from tonnage.server.engines.hf.kernels.vector import dot_tile
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import prange
 
-from tonnage.server.engines.hf.kernels.jit import compiled
+from tonnage.server.engines.hf.kernels import compiled
 from tonnage.server.engines.hf.kernels.rows import rotate_row, scale_row, square_sum
 
 # Elements below which a second thread costs more (about 2 us to wake it) than it takes over.

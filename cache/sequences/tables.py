@@ -1,4 +1,4 @@
-"""Sequences: which row of the arrays belongs to which live sequence, and which sequences share a reservation.
+"""Sequences: which row of the arrays belongs to which live sequence.
 
 Rows are what an engine reads: per group a block table, int32 [rows, max_blocks], updated in place, with the
 null block where nothing is yet or where a sliding window has left. Freed rows are reused last in, first out, so
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.admission.types import AdmissionRequest
 from tonnage.cache.blocks.state import Int32Array, Int64Array
 from tonnage.cache.errors import InvalidRequest, SequenceFinished, UnknownSequence
 
@@ -23,34 +21,11 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 _PIECE = 4096  # tokens converted at once
 
 
-@dataclass(slots=True)
-class SequenceGroup:
-    """The sequences of one request: they share one reservation and one request slot.
-
-    ``live`` of them hold blocks, ``forks_left`` may still be forked off; ``reservation`` is for both together,
-    in all groups, ``sliding`` the part of it that sliding groups may take.
-    """
-
-    request: AdmissionRequest
-    salt: bytes
-    slot: int
-    reservation: int
-    sliding: int
-    live: int
-    forks_left: int
-
-    @property
-    def sequences(self) -> int:
-        """Sequences that count against max_num_seqs."""
-        return self.live + self.forks_left
-
-
 class Sequences:
     """Ids to rows, for up to ``rows`` live sequences."""
 
     def __init__(self, rows: int) -> None:
         self.row_of: dict[int, int] = {}
-        self.sequence_groups: list[SequenceGroup | None] = [None] * rows
         self._unused = list(range(rows - 1, -1, -1))
         self._last_id: list[int | None] = [None] * rows
         self._finished: dict[int, int] = {}  # ids whose row has not been reused yet
@@ -81,7 +56,7 @@ class Sequences:
         """Whether the sequence is known to have been freed (remembered until its row is reused)."""
         return sequence_id in self._finished
 
-    def open(self, sequence_id: int, sequence_group: SequenceGroup) -> int:
+    def open(self, sequence_id: int) -> int:
         """A row for a new sequence."""
         row = self._unused.pop()
         last = self._last_id[row]
@@ -90,22 +65,14 @@ class Sequences:
         self._finished.pop(sequence_id, None)  # the id may be used again
         self._last_id[row] = None
         self.row_of[sequence_id] = row
-        self.sequence_groups[row] = sequence_group
         return row
 
     def close(self, sequence_id: int) -> None:
         """Forget the row and remember the id as finished."""
         row = self.row_of.pop(sequence_id)
-        self.sequence_groups[row] = None
         self._unused.append(row)
         self._last_id[row] = sequence_id
         self._finished[sequence_id] = row
-
-    def sequence_group(self, row: int) -> SequenceGroup:
-        """The request of a row in use."""
-        sequence_group = self.sequence_groups[row]
-        assert sequence_group is not None
-        return sequence_group
 
     def _missing(self, sequence_id: int) -> UnknownSequence:
         if self.finished(sequence_id):

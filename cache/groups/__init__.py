@@ -1,0 +1,1 @@
+"""Groups that are not plain full attention: sliding and chunked windows, recurrent states."""

@@ -1,0 +1,79 @@
+"""Sliding windows and chunks: which blocks no query can read any more, and what a prefix hit still needs.
+
+Called only where the layout has such groups (`POOL.windowed`).
+"""
+
+from __future__ import annotations
+
+from tonnage.cache.blocks.groups import CHUNKED
+from tonnage.cache.blocks.pool import release, uncache
+from tonnage.cache.blocks.state import NULL_BLOCK, Core, Int32Array
+from tonnage.cache.compiled import compiled
+
+
+@compiled
+def first_needed(core: Core, group: int, computed: int) -> int:
+    """First block that a query at a position >= ``computed`` can still read; 0 without a window."""
+    window, size = core.groups[group].window, core.pool[0].block_size
+    if window == 0:
+        return 0
+    if core.groups[group].kind == CHUNKED:
+        return int(computed // window * window // size)
+    return 0 if computed < window else int((computed - window + 1) // size)
+
+
+@compiled
+def usable_hit(core: Core, table: Int32Array, found: int) -> int:
+    """How long a prefix of the ``found`` nodes in ``table`` is whose last window is cached in every group."""
+    count = found
+    while count > 0:
+        missing = -1
+        for group in range(core.groups.size):
+            if core.groups[group].window != 0:
+                first = first_needed(core, group, count * core.pool[0].block_size)
+                for at in range(count - 1, first - 1, -1):
+                    if core.node_blocks[group, table[at]] == NULL_BLOCK:
+                        missing = max(missing, at)
+                        break
+        if missing < 0:
+            break
+        count = missing
+    return count
+
+
+@compiled
+def count_left(core: Core, row: int, computed: int, change: int) -> int:
+    """Add ``change`` to the references of the blocks that the row's windows have left; how many have none."""
+    gone = 0
+    for group in range(core.groups.size):
+        if core.groups[group].window != 0:
+            for at in range(core.first[group, row], first_needed(core, group, computed)):
+                block = core.tables[group, row, at]
+                core.refs[block] += change
+                if core.refs[block] == 0:
+                    gone += 1
+    return gone
+
+
+@compiled
+def drop_left(core: Core, row: int) -> None:
+    """Give back the blocks that the row's windows have left."""
+    for group in range(core.groups.size):
+        if core.groups[group].window != 0:
+            first = first_needed(core, group, core.rows[row].computed)
+            for at in range(core.first[group, row], first):
+                release(core, core.tables[group, row, at], False, core.rows[row].request)
+                core.tables[group, row, at] = NULL_BLOCK
+            core.first[group, row] = max(first, core.first[group, row])
+
+
+@compiled
+def forget_alone(core: Core, node: int, block: int) -> bool:
+    """Free a cached block of a windowed group, its node stays; False where the block is of another group."""
+    for group in range(core.groups.size):
+        if core.groups[group].window != 0 and core.node_blocks[group, node] == block:
+            core.node_blocks[group, node] = NULL_BLOCK
+            core.node_of[block] = NULL_BLOCK
+            uncache(core, block)
+            return True
+    return False

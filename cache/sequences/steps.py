@@ -1,0 +1,258 @@
+"""What a step, a fork and an end do to sequences: compiled loops over rows.
+
+`step` is the only one that takes a batch. It checks every row first and changes nothing where one fails; it
+answers ``(code, at)``: `OK` and the number of copies, or the first check that failed and the place of the
+sequence in the call. `tonnage.cache.manager` turns codes into errors.
+"""
+
+from __future__ import annotations
+
+from tonnage.cache.blocks.groups import FULL, STATE
+from tonnage.cache.blocks.pool import pop_free, release
+from tonnage.cache.blocks.state import (
+    FOR_COPY,
+    FOR_DECODE,
+    FOR_PREFILL,
+    NULL_BLOCK,
+    Core,
+    Int32Array,
+    Int64Array,
+)
+from tonnage.cache.compiled import compiled
+from tonnage.cache.eviction.reuse import observe_end
+from tonnage.cache.groups import windows
+from tonnage.cache.groups.entries import entries, entry_of
+from tonnage.cache.prefix.index import evict, publish, sibling_holds
+
+OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER = range(7)
+
+# What a call does to each row, in this order.
+COMMIT, APPEND, EXTEND = 1, 2, 4
+DECODE = COMMIT | APPEND | EXTEND  # everything known is computed, and one token more gets its slot
+
+
+@compiled
+def step(
+    core: Core, what: int, batch: Int64Array, ends: Int64Array, tokens: Int32Array, copies: Int32Array
+) -> tuple[int, int]:
+    """One call for a whole batch of distinct rows, all or nothing.
+
+    - COMMIT: K/V below each end is written; full blocks become nodes of the prefix index;
+    - APPEND: ``tokens`` [rows of the call * count], the same count for each row;
+    - EXTEND: make positions [computed, end) writable; ``copies`` int32 [2, groups * rows] receives (src, dst)
+      pairs.
+
+    ``ends`` [rows of the call] is for COMMIT or EXTEND; in a DECODE both follow from the tokens known.
+    """
+    pool = core.pool[0]
+    pool.calls += 1
+    growing, count = False, tokens.size // max(1, batch.size)
+    for i in range(batch.size):
+        row = core.rows[batch[i]]
+        if row.mark == pool.calls:
+            return TWICE, i
+        row.mark = pool.calls
+        written, length, end = row.computed, row.length, row.slots
+        if what & APPEND:
+            for at in range(i * count, i * count + count):
+                if tokens[at] < 0:
+                    return NEGATIVE, i
+            length += count
+            if length > row.limit:
+                return TOO_LONG, i
+        if what & COMMIT:
+            written = row.length if what == DECODE else ends[i]
+            if written < row.computed or written > min(row.slots, row.length):
+                return OUT_OF_ORDER, i
+        if what & EXTEND:
+            end = length if what == DECODE else ends[i]
+            if end < 0:
+                return NEGATIVE, i
+            if end > row.limit:
+                return TOO_LONG, i
+            if end - written > pool.max_step:
+                return STEP_TOO_LONG, i
+            growing = growing or end > row.room or (row.shared_tail != 0 and end > written)
+        core.written[i], core.ends[i] = written, end
+    if growing:
+        short_at = _first_without_room(core, batch)
+        if short_at >= 0:
+            return NO_ROOM, short_at
+    copied = 0
+    for i in range(batch.size):
+        row, end = core.rows[batch[i]], core.ends[i]
+        if what & COMMIT:
+            row.computed = core.written[i]
+            if pool.caching and row.computed // pool.block_size > row.published:
+                publish(core, batch[i])
+        if what & APPEND:
+            for at in range(count):
+                core.tokens[batch[i], row.length + at] = tokens[i * count + at]
+            row.length += count
+        if what & EXTEND:
+            row.slots = max(row.slots, end)
+            if end > row.room or (row.shared_tail != 0 and end > row.computed):
+                copied = _grow(core, batch[i], end, copies, copied)
+    return OK, copied
+
+
+@compiled
+def _first_without_room(core: Core, batch: Int64Array) -> int:
+    """Place of the first row that would not get every block that `_grow` will take; -1: all are there. A block
+    given back on the way (a window moves on, all sharers but the last copy) counts: references are taken off as
+    if it had happened, and put back."""
+    pool, size = core.pool[0], core.pool[0].block_size
+    available = pool.free + pool.cached
+    copied, done, short_at = 0, 0, -1
+    for i in range(batch.size):
+        row, computed, end = core.rows[batch[i]], core.written[i], core.ends[i]
+        done += 1
+        if row.shared_tail != 0 and end > computed:
+            for group in range(pool.num_groups):
+                block = core.tables[group, batch[i], entry_of(core.groups[group].kind, computed, size)]
+                if core.refs[block] > 1:
+                    core.refs[block] -= 1
+                    core.copied[copied] = block
+                    copied += 1
+                    available -= 1
+        if end > row.room:
+            if pool.windowed:
+                available += windows.count_left(core, batch[i], computed, -1)
+            for group in range(pool.num_groups):
+                kind = core.groups[group].kind
+                available -= entries(kind, end, size) - entries(kind, row.room, size)
+        if available < 0:
+            short_at = i
+            break
+    for i in range(copied):
+        core.refs[core.copied[i]] += 1
+    if pool.windowed:
+        for i in range(done):
+            if core.ends[i] > core.rows[batch[i]].room:
+                windows.count_left(core, batch[i], core.written[i], 1)
+    return short_at
+
+
+@compiled
+def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
+    """``wanted[i]``: blocks of full groups that EXTEND would take for the i-th row, a copy included."""
+    size = core.pool[0].block_size
+    for i in range(batch.size):
+        row, end, count = core.rows[batch[i]], ends[i], 0
+        for group in range(core.groups.size):
+            if core.groups[group].kind != FULL:
+                continue
+            if end > row.room:
+                count += (end + size - 1) // size - row.room // size
+            tail = core.tables[group, batch[i], row.computed // size]
+            if row.shared_tail != 0 and end > row.computed and core.refs[tail] > 1:
+                count += 1
+        wanted[i] = count
+
+
+@compiled
+def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) -> int:
+    """Blocks for the positions below ``end``, after a copy of what the row must not write into."""
+    pool, row = core.pool[0], core.rows[at_row]
+    size, slot = pool.block_size, row.request
+    if row.shared_tail != 0 and end > row.computed:
+        copied = _copy_shared_tail(core, at_row, copies, copied)
+    if end <= row.room:
+        return copied
+    if pool.windowed:
+        windows.drop_left(core, at_row)
+    short = -pool.free
+    for group in range(pool.num_groups):
+        kind = core.groups[group].kind
+        short += entries(kind, end, size) - entries(kind, row.room, size)
+    if short > 0:
+        evict(core, short, FOR_PREFILL if end <= core.requests[slot].prompt else FOR_DECODE)
+    for group in range(pool.num_groups):
+        kind = core.groups[group].kind
+        for at in range(entries(kind, row.room, size), entries(kind, end, size)):
+            core.tables[group, at_row, at] = pop_free(core, kind == FULL, slot)
+    row.room = (end + size - 1) // size * size
+    return copied
+
+
+@compiled
+def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) -> int:
+    pool, row = core.pool[0], core.rows[at_row]
+    for group in range(pool.num_groups):
+        kind = core.groups[group].kind
+        at = entry_of(kind, row.computed, pool.block_size)
+        shared = core.tables[group, at_row, at]
+        if core.refs[shared] > 1:
+            if pool.free == 0:
+                evict(core, 1, FOR_COPY)
+            own = pop_free(core, kind == FULL, row.request)
+            core.tables[group, at_row, at] = own
+            release(core, shared, kind == FULL, row.request)  # the others of its request still hold it
+            copies[0, copied], copies[1, copied] = shared, own
+            copied += 1
+    row.shared_tail = 0
+    return copied
+
+
+@compiled
+def share(core: Core, parent: int, child: int) -> None:
+    """The child's row becomes the parent's: all blocks with computed positions are shared."""
+    size, old, new = core.pool[0].block_size, core.rows[parent], core.rows[child]
+    computed, states = old.computed, False
+    for group in range(core.groups.size):
+        for at in range(core.first[group, parent], entries(core.groups[group].kind, computed, size)):
+            block = core.tables[group, parent, at]
+            core.refs[block] += 1  # of the same request: nobody's private count changes
+            core.tables[group, child, at] = block
+        core.first[group, child] = core.first[group, parent]
+        states = states or core.groups[group].kind == STATE
+    for at in range(old.length):
+        core.tokens[child, at] = core.tokens[parent, at]
+    for at in range(old.hashed):
+        core.hashes[child, at] = core.hashes[parent, at]
+    new.length, new.hashed, new.computed, new.limit = old.length, old.hashed, computed, old.limit
+    new.published, new.salt, new.shared, new.turn = old.published, old.salt, old.shared, old.turn
+    new.request, new.room = old.request, (computed + size - 1) // size * size
+    # The parent's slots go back to what is computed: writing again takes an extend, which copies.
+    new.slots = old.slots = computed
+    if computed % size != 0 or states:  # a state is written in every step
+        new.shared_tail = old.shared_tail = 1
+
+
+@compiled
+def leave(core: Core, at_row: int) -> None:
+    """Give back the row's blocks, last block first, and clear it."""
+    pool, row = core.pool[0], core.rows[at_row]
+    size, slot = pool.block_size, row.request
+    if pool.caching:
+        observe_end(core, at_row)
+    for at in range(row.room // size - 1, -1, -1):
+        for group in range(pool.num_groups):
+            block = core.tables[group, at_row, at]
+            if block == NULL_BLOCK:
+                continue
+            full = core.groups[group].kind == FULL
+            if full and not (core.refs[block] > 1 and sibling_holds(core, at_row, group, at, block)):
+                core.requests[slot].held -= 1
+            release(core, block, full, slot)
+            core.tables[group, at_row, at] = NULL_BLOCK
+    for group in range(pool.num_groups):
+        core.first[group, at_row] = 0
+    row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
+    row.shared_tail = row.shared = row.salt = row.turn = 0
+    row.request = -1
+    core.requests[slot].live -= 1
+
+
+@compiled
+def summarize(core: Core, place: Int32Array, out: Int32Array) -> None:
+    """Per running request what only its rows know. ``place`` [slots] the entry of each slot; ``out`` int32
+    [3, running], zero before: prompt tokens left, tokens produced, tokens that may still be produced."""
+    for at in range(core.rows.size):
+        row = core.rows[at]
+        if row.request < 0:
+            continue
+        entry, prompt = place[row.request], core.requests[row.request].prompt
+        out[0, entry] = max(out[0, entry], prompt - row.computed)
+        out[1, entry] = max(out[1, entry], row.length - prompt)
+        out[2, entry] = max(out[2, entry], row.limit - row.length)
