@@ -30,7 +30,7 @@ from tonnage.cache.admission import (
     Limits,
     Never,
     Policy,
-    Snapshot,
+    ReservedTotals,
     Wait,
     WaitReason,
     decide,
@@ -139,9 +139,9 @@ class KVCacheManager:
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ReservedTotals:
         """What is reserved now."""
-        return Snapshot(self.reservations.reserved, self.reservations.sequences)
+        return ReservedTotals(self.reservations.reserved, self.reservations.sequences)
 
     def running(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies, in order of admission."""

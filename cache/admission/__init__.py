@@ -39,7 +39,7 @@ from tonnage.cache.admission.types import (
     Limits,
     Never,
     NeverReason,
-    Snapshot,
+    ReservedTotals,
     Wait,
     WaitReason,
 )
@@ -58,7 +58,7 @@ __all__ = [
     "NeverReason",
     "Newcomer",
     "Policy",
-    "Snapshot",
+    "ReservedTotals",
     "Wait",
     "WaitReason",
     "committed_peak",

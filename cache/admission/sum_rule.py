@@ -24,13 +24,13 @@ from tonnage.cache.admission.types import (
     Admit,
     Decision,
     Limits,
-    Snapshot,
+    ReservedTotals,
     Wait,
     WaitReason,
 )
 
 
-def decide(request: AdmissionRequest, snapshot: Snapshot, limits: Limits) -> Decision:
+def decide(request: AdmissionRequest, snapshot: ReservedTotals, limits: Limits) -> Decision:
     """Admit now, wait, or never; changes nothing.
 
     A request that can never fit is told apart from one that cannot fit now, so that no queue waits for it.

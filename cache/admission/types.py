@@ -86,8 +86,8 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is already reserved: blocks, and sequences (forks still to come included)."""
+class ReservedTotals:
+    """What the sum rule reads: blocks reserved, and sequences (forks still to come included)."""
 
     reserved_blocks: int = 0
     running: int = 0

@@ -30,7 +30,7 @@ from tonnage.cache.admission import (
     Admission,
     Leaving,
     Limits,
-    Snapshot,
+    ReservedTotals,
     committed_peak,
     is_safe,
     reserved_blocks,
@@ -67,7 +67,7 @@ class Checked(Protocol):
     admission: Admission | None
     reservations: Reservations
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> ReservedTotals: ...
     def running(self) -> RunningSnapshot: ...
     def leaving(self) -> Leaving: ...
     def stats(self) -> CacheStats: ...

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from tonnage.cache.admission import AdmissionRequest, Never, Snapshot, decide
+from tonnage.cache.admission import AdmissionRequest, Never, ReservedTotals, decide
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Capabilities, Engine, common
@@ -112,7 +112,7 @@ class RayEngine(Engine):
         if self._draining:
             raise QueueFull("the server is draining")
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = decide(wish, Snapshot(), self._limits)  # against an empty pool: only Never counts here
+        answer = decide(wish, ReservedTotals(), self._limits)  # against an empty pool: only Never counts here
         if isinstance(answer, Never):
             raise NeverFits(str(answer), field="prompt")
 

@@ -17,7 +17,7 @@ from tonnage.cache.admission import (
     Limits,
     Never,
     NeverReason,
-    Snapshot,
+    ReservedTotals,
     Wait,
     WaitReason,
     decide,
@@ -90,13 +90,15 @@ def test_the_sliding_bound_is_the_maximum_over_all_steps(
 
 def test_now_later_and_never_are_told_apart() -> None:
     first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
-    assert decide(first, Snapshot(), LIMITS) == Admit(300)
-    assert decide(second, Snapshot(300, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)
-    assert decide(second, Snapshot(205, 1), LIMITS) == Admit(600)
-    assert decide(second, Snapshot(206, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=1)
-    busy = decide(replace(first, n=2), Snapshot(0, 7), LIMITS)
+    assert decide(first, ReservedTotals(), LIMITS) == Admit(300)
+    assert decide(second, ReservedTotals(300, 1), LIMITS) == Wait(
+        WaitReason.BLOCKS, blocks_short=300 + 600 - 805
+    )
+    assert decide(second, ReservedTotals(205, 1), LIMITS) == Admit(600)
+    assert decide(second, ReservedTotals(206, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=1)
+    busy = decide(replace(first, n=2), ReservedTotals(0, 7), LIMITS)
     assert busy == Wait(WaitReason.SEQUENCES, blocks_short=0, sequences_short=1)
-    never = decide(AdmissionRequest(12_000, 1000), Snapshot(), LIMITS)
+    never = decide(AdmissionRequest(12_000, 1000), ReservedTotals(), LIMITS)
     assert isinstance(never, Never)
     assert never.reason is NeverReason.BLOCKS
     assert (never.needed_blocks, never.usable_blocks) == (813, 805)
@@ -106,14 +108,14 @@ def test_now_later_and_never_are_told_apart() -> None:
 
 
 def test_never_names_what_is_exceeded() -> None:
-    long = decide(AdmissionRequest(16_000, 385), Snapshot(), LIMITS)
+    long = decide(AdmissionRequest(16_000, 385), ReservedTotals(), LIMITS)
     assert isinstance(long, Never)
     assert (long.reason, long.needed_tokens, long.max_model_len) == (NeverReason.MAX_MODEL_LEN, 16_385, 16_384)
-    many = decide(AdmissionRequest(10, 10, n=9), Snapshot(), LIMITS)
+    many = decide(AdmissionRequest(10, 10, n=9), ReservedTotals(), LIMITS)
     assert isinstance(many, Never)
     assert many.reason is NeverReason.SEQUENCES
     assert "n = 9" in str(many)
-    endless = decide(AdmissionRequest(10, 16_384), Snapshot(), LIMITS)
+    endless = decide(AdmissionRequest(10, 16_384), ReservedTotals(), LIMITS)
     assert isinstance(endless, Never)
     assert endless.largest_prompt_tokens == 0
     assert "lower max_tokens" in str(endless)
@@ -136,7 +138,7 @@ def test_the_largest_prompt_is_the_largest(
     fitting = [
         prompt
         for prompt in range(1, max_model_len + 1)
-        if isinstance(decide(AdmissionRequest(prompt, max_tokens, n), Snapshot(), limits), Admit)
+        if isinstance(decide(AdmissionRequest(prompt, max_tokens, n), ReservedTotals(), limits), Admit)
     ]
     assert largest_prompt(AdmissionRequest(1, max_tokens, n), limits) == max(fitting, default=0)
 
@@ -317,4 +319,4 @@ def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
         seen.append(manager.stats().reserved)
     assert seen == [14, 10, 6, 0]
     assert all(a > b for a, b in pairwise(seen))
-    assert manager.snapshot() == Snapshot(0, 0)
+    assert manager.snapshot() == ReservedTotals(0, 0)

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tonnage.cache.admission import AdmissionRequest, Never, Policy, Snapshot, decide
+from tonnage.cache.admission import AdmissionRequest, Never, Policy, ReservedTotals, decide
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
@@ -255,7 +255,7 @@ class HFEngine(Engine):
         if self._ready is None or self._draining:
             raise QueueFull("the engine is not ready" if self._ready is None else "the server is draining")
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = decide(wish, Snapshot(), self._limits)  # against an empty pool: only Never counts here
+        answer = decide(wish, ReservedTotals(), self._limits)  # against an empty pool: only Never counts here
         if isinstance(answer, Never):
             reason = str(answer.reason)
             self._never[reason] = self._never.get(reason, 0) + 1

@@ -15,7 +15,7 @@ from tonnage.cache.admission import (
     Admit,
     Limits,
     Never,
-    Snapshot,
+    ReservedTotals,
     Wait,
     decide,
     largest_prompt,
@@ -144,7 +144,7 @@ class ReservationLedger:
         running = sum(sequences for _, sequences in self._held.values())
         # A prompt of one token has no full block that forks could share: the rest counts for each of them.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
-        answer = decide(unshared, Snapshot(self.reserved, running), self._limits)
+        answer = decide(unshared, ReservedTotals(self.reserved, running), self._limits)
         if not isinstance(answer, Never):
             return answer
         return replace(answer, largest_prompt_tokens=self._largest_prompt(request))
