@@ -46,7 +46,7 @@ test: lint
 .PHONY: test-oracles
 TONNAGE_ORACLES ?= compare
 test-oracles: $(VENV)/.test
-	TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner
+	TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
 
 .PHONY: test-fuzz
 test-fuzz: $(VENV)/.test

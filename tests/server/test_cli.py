@@ -26,7 +26,7 @@ from tonnage.server.commands.comparison import Row, print_table
 from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
-SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024"]
+SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024", "--max-num-batched-tokens", "256"]
 
 
 def tonnage(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

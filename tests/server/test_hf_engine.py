@@ -1,4 +1,7 @@
-"""The Hugging Face engine against transformers itself, on the real demo model (float32, greedy)."""
+"""The Hugging Face engine against transformers itself, on the real demo model (float32, greedy).
+
+What transformers generates is stored (tests/data/oracles); `make test-oracles` asks it again.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import pytest_asyncio
+from oracle import Oracle
 from serving import PATIENCE
-from transformers import AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo.model import ensure_demo
+from tonnage.server.demo.model import GGUF_SHA256, ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.hf import HFEngine
@@ -26,6 +29,8 @@ from tonnage.server.engines.hf.messages import Failed, Ready
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 TOKENS = 12
+ORACLE = Oracle("generate", "torch", "transformers")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,17 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers.generate, one prompt at a time."""
+    """What transformers.generate adds to each prompt."""
+    asked = [GGUF_SHA256, TOKENS, prompts]
+    answers: list[list[int]] = ORACLE.says("64 prompts", asked, lambda: ask_transformers(demo, prompts))
+    return answers
+
+
+def ask_transformers(demo: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """One prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
@@ -88,6 +103,13 @@ async def running(plan: Plan) -> AsyncIterator[HFEngine]:
         await engine.stop()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[HFEngine]:
+    """For the tests that need no flags of their own."""
+    async with running(plan_for()) as made:
+        yield made
+
+
 async def ask(engine: HFEngine, name: str, prompt: list[int], n: int = 1, **params: Any) -> list[list[int]]:
     """Tokens of each of the n sequences."""
     settings: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "stop_token_ids": (2,), **params}
@@ -113,8 +135,8 @@ def decisions(engine: HFEngine) -> dict[tuple[str, str], int]:
 
 
 async def all_free(engine: HFEngine) -> None:
-    """Wait (5 s at most) until no request is left, then every block must be free or reclaimable."""
-    for _ in range(250):
+    """Wait until no request is left, then every block must be free or reclaimable."""
+    for _ in range(int(PATIENCE / 0.02)):
         stats = engine.stats()
         if not stats.running and not stats.waiting and not stats.pool.used:
             break
@@ -123,17 +145,17 @@ async def all_free(engine: HFEngine) -> None:
     assert stats.pool.cached + stats.pool.free == stats.pool.usable
 
 
+@pytest.mark.oracle
 async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
-    prompts: list[list[int]], expected: list[list[int]]
+    engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    async with running(plan_for()) as engine:
-        await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
-        got = await ask_all(engine, prompts)
-        stats = engine.stats()
-        assert [without_eos(tokens) for tokens in expected] == got
-        assert stats.prefix_hit_tokens >= 96 * 10
-        assert stats.generation_tokens >= sum(map(len, got))
-        await all_free(engine)
+    await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
+    got = await ask_all(engine, prompts)
+    stats = engine.stats()
+    assert [without_eos(tokens) for tokens in expected] == got
+    assert stats.prefix_hit_tokens >= 96 * 10
+    assert stats.generation_tokens >= sum(map(len, got))
+    await all_free(engine)
 
 
 async def test_the_same_tokens_when_requests_must_wait_for_blocks(
@@ -154,21 +176,22 @@ async def test_the_same_tokens_when_requests_must_wait_for_blocks(
         await all_free(engine)
 
 
-async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(prompts: list[list[int]]) -> None:
+async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(
+    engine: HFEngine, prompts: list[list[int]]
+) -> None:
     prompt = prompts[20]
-    async with running(plan_for()) as engine:
-        alone = await ask(engine, "alone", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11)
-        beside = await asyncio.gather(
-            ask(engine, "again", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11),
-            *(ask(engine, f"other-{i}", prompts[i], temperature=1.0, seed=i) for i in range(8)),
-        )
-        other = await ask(engine, "other", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=12)
-        assert beside[0] == alone
-        assert other != alone
-        assert len({tuple(tokens) for tokens in alone}) > 1
-        greedy = await ask(engine, "greedy", prompt, n=3)
-        assert greedy[0] == greedy[1] == greedy[2]
-        await all_free(engine)
+    alone = await ask(engine, "alone", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11)
+    beside = await asyncio.gather(
+        ask(engine, "again", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=11),
+        *(ask(engine, f"other-{i}", prompts[i], temperature=1.0, seed=i) for i in range(8)),
+    )
+    other = await ask(engine, "other", prompt, n=4, temperature=1.0, top_p=0.95, top_k=50, seed=12)
+    assert beside[0] == alone
+    assert other != alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
+    greedy = await ask(engine, "greedy", prompt, n=3)
+    assert greedy[0] == greedy[1] == greedy[2]
+    await all_free(engine)
 
 
 async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]]) -> None:
@@ -186,12 +209,11 @@ async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]])
         assert (await ask(engine, "after", prompts[5]))[0]
 
 
-async def test_never_is_said_at_submit_with_the_numbers(prompts: list[list[int]]) -> None:
-    async with running(plan_for()) as engine:
-        with pytest.raises(NeverFits, match="max_model_len is 1024"):
-            await ask(engine, "long", [5] * 1020, max_tokens=100)
-        assert decisions(engine)[("never", "max_model_len")] == 1
-        assert engine.stats().waiting == 0
+async def test_never_is_said_at_submit_with_the_numbers(engine: HFEngine) -> None:
+    with pytest.raises(NeverFits, match="max_model_len is 1024"):
+        await ask(engine, "long", [5] * 1020, max_tokens=100)
+    assert decisions(engine)[("never", "max_model_len")] == 1
+    assert engine.stats().waiting == 0
 
 
 async def exhaust(stream: AsyncIterator[Chunk]) -> None:
