@@ -179,9 +179,8 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
         for client in clients:  # two events each: all are in the middle of their answers
             await client.reader.readuntil(b"data: ")
             await client.reader.readuntil(b"data: ")
-        stats = engine.stats()
-        assert stats.running == 75
-        assert stats.pool.used >= 75
+        await server.until(lambda: engine.stats().running == 75)
+        assert engine.stats().pool.used >= 75
         for client in clients:
             client.kill()
         await server.until(lambda: engine.stats().running == 0)
