@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,30 @@ def test_ruff_refuses_a_bare_import() -> None:
     )
     assert done.returncode == 1
     assert "TID251" in done.stdout
+
+
+def late_imports(node: ast.AST, inside: bool = False) -> Iterator[int]:
+    """Line numbers of imports inside functions; those that expect an ImportError are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom) and inside:
+            yield child.lineno
+        elif isinstance(child, ast.Try) and any("ImportError" in ast.unparse(h) for h in child.handlers):
+            continue
+        else:
+            yield from late_imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    """By a comment on the line or above it, for each group of lines."""
+    silent = []
+    for path in sorted((ROOT / "server").rglob("*.py")):
+        lines = path.read_text().splitlines()
+        numbers = set(late_imports(ast.parse("\n".join(lines))))
+        silent += [
+            f"{path.relative_to(ROOT)}:{number}: {lines[number - 1].strip()}"
+            for number in sorted(numbers)
+            if number - 1 not in numbers
+            and "#" not in lines[number - 1]
+            and not lines[number - 2].strip().startswith("#")
+        ]
+    assert silent == []

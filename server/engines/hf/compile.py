@@ -15,6 +15,7 @@ from tonnage.cache.admission import Policy
 from tonnage.cache.compiled import COMPILER
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.layout import KVLayout
+from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
 
 def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
@@ -40,6 +41,7 @@ def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
 def load(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
     """Read it from disk, or compile what is not there."""
     if kernels:
+        # Imports torch, which the rest does not need.
         from tonnage.server.engines.hf.kernels.warm import compile_all
 
         compile_all()
@@ -54,7 +56,5 @@ def _notes(layout: KVLayout, policy: Policy | None, kernels: bool) -> list[Path]
     )
     notes = [] if COMPILER.folder is None else [COMPILER.folder / what]
     if kernels:
-        from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
-
         notes += [] if KERNELS.folder is None else [KERNELS.folder / "kernels"]
     return notes
