@@ -91,10 +91,10 @@ class Settings(BaseSettings):
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs, no torch.compile (vllm)")
 
-    admission_mode: Literal["guaranteed", "predictive", "greedy"] = Field(
+    admission_mode: Literal["guaranteed", "predictive", "greedy", "no_evict"] = Field(
         "guaranteed",
         description="guaranteed: nothing admitted is ever preempted; predictive: by learned output lengths; "
-        "greedy: vLLM's rule (the last two: hf)",
+        "greedy: vLLM's rule; no_evict: all reservations fit (the last three: hf, fake)",
     )
     watermark: float | None = Field(
         None, ge=0, lt=1, description="share of the pool admission leaves free (default: the mode's own)"

@@ -16,13 +16,15 @@ class Sequence:
 
     ``length`` tokens are known, prompt and output; K/V of ``computed`` of them is written. A step catches
     computed up with length: decode, chunked prefill and the rest of a prompt after a prefix hit are all that
-    one rule. ``forks``: sequences that are still to be forked from it, once the prompt is computed.
+    one rule. ``index`` is its number among the n of its request; 0 stands for all of them until the ``forks``
+    others are forked from it, once the prompt is computed.
     """
 
     prompt: int  # tokens
     max_tokens: int
     arrival: float  # seconds, from any origin
     forks: int = 0
+    index: int = 0
     tenant: str = ""
     priority: int = 0
     scored: bool = False  # the logits of every token of the prompt are wanted
@@ -60,6 +62,15 @@ class Sequence:
     def samples(self) -> bool:
         """The step under way reaches the last known token, so a next one is drawn."""
         return self.computed + self.chunk >= self.length
+
+    @property
+    def indices(self) -> range:
+        """The sequences of the request that end when this one does."""
+        return range(self.index, self.index + 1 + self.forks)
+
+    def includes(self, index: int | None) -> bool:
+        """It can end for sequence ``index`` of its request, or for all (None)."""
+        return index is None or self.indices == range(index, index + 1)
 
     @property
     def wish(self) -> AdmissionRequest:

@@ -111,13 +111,16 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
 
     Raises DeploymentError for an admission mode that the backend does not have.
     """
-    if settings.backend != "hf" and (settings.admission_mode != "guaranteed" or settings.watermark is not None):
+    if settings.backend == "vllm" and (
+        settings.admission_mode != "guaranteed" or settings.watermark is not None
+    ):
         field = "watermark" if settings.admission_mode == "guaranteed" else "admission_mode"
         raise DeploymentError(
             f"the {settings.backend} backend reserves the sum of all peaks; it knows no other rule",
             field=field,
             hint="leave it out, or take --backend hf",
         )
+    policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     if settings.lora_modules and not settings.enable_lora:
         raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
     if settings.backend != "vllm" and settings.enable_lora:
@@ -150,10 +153,9 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 
-        return FakeEngine(plan)
+        return FakeEngine(plan, policy=policy)
     from tonnage.server.engines.hf.engine import HFEngine  # numba, 0.2 s that --help need not wait
 
-    policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
 
 

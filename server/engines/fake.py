@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import math
 import random
 import time
-from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from tonnage.cache.admission import AdmissionRequest, Never, Wait
+from tonnage.cache.admission import AdmissionRequest, Never, Policy
 from tonnage.cache.manager import KVCacheManager
+from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
@@ -35,7 +34,7 @@ from tonnage.server.engines.base import (
     QueueFull,
 )
 from tonnage.server.engines.inbox import Inbox
-from tonnage.server.engines.pool_stats import pool_stats, sample_laws
+from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws
 
 log = logging.getLogger("tonnage.server")
 
@@ -71,27 +70,29 @@ class _Request:
 
     request: GenerationRequest
     inbox: Inbox[Chunk | TonnageError]
-    arrived: float = dataclasses.field(default_factory=time.monotonic)
-    queued: float | None = None  # seconds until admission
-    waited: bool = False
     sequences: list[_Sequence] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Sequence:
-    """``computed`` prompt tokens have K/V; ``drawn`` tokens of the answer are out (0: in prefill)."""
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class _Sequence(Sequence):
+    """``reply`` goes on where its answer, ``said``, ends."""
 
-    id: int
     owner: _Request
-    index: int
-    computed: int
-    cached: int
-    tokens: Iterator[int]
-    drawn: int = 0
+    reply: Iterator[int]
+    said: list[int] = dataclasses.field(default_factory=list)
+    queued: float | None = None  # seconds until admission
+
+    def token_ids(self) -> list[int]:
+        return [*self.owner.request.prompt_token_ids, *self.said]
+
+    @property
+    def salt(self) -> str:
+        return self.owner.request.cache_salt
 
 
 class FakeEngine(Engine):
     """Engine protocol over the plan's pool. ``token_rate``: tokens a second of each sequence (no wait).
+    ``policy`` None: guaranteed mode.
 
     ``load_seconds``: how long ``start`` takes; ``start_error``: what it then raises. ``memory``: what it says
     was measured. :meth:`die` ends it as a crash would.
@@ -101,36 +102,24 @@ class FakeEngine(Engine):
         self,
         plan: Plan,
         *,
+        policy: Policy | None = None,
         token_rate: float = math.inf,
         reply: Reply | None = None,
         load_seconds: float = 0.0,
         start_error: TonnageError | None = None,
         memory: MeasuredMemory | None = None,
     ) -> None:
-        deployment = plan.deployment
-        assert deployment.max_num_seqs is not None
-        assert deployment.max_model_len is not None
-        assert deployment.max_num_batched_tokens is not None
-        self._plan = plan
-        self._budget = deployment.max_num_batched_tokens
-        self._manager = KVCacheManager(
-            plan.kv_cache.layout,
-            plan.kv_cache.num_blocks,
-            max_num_seqs=deployment.max_num_seqs,
-            max_model_len=deployment.max_model_len,
-            max_num_batched_tokens=deployment.max_num_batched_tokens,
-            enable_prefix_caching=deployment.enable_prefix_caching,
+        self._plan, self._policy = plan, policy or Policy()
+        self._manager = new_manager(plan, self._policy)
+        self._scheduler: Scheduler[_Sequence] = Scheduler(
+            self._manager, budget=self._manager.limits.max_num_batched_tokens
         )
-        self._steps = 0
         self._step_seconds = 1 / token_rate
         self._reply = reply or random_reply(plan.model.vocab_size)
         self._load_seconds = load_seconds
         self._start_error = start_error
         self._memory = memory or MeasuredMemory()
-        self._ids = itertools.count()
         self._live: dict[str, _Request] = {}
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Sequence] = []
         self._said: list[tuple[_Request, Chunk]] = []  # what the step has to tell
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -139,9 +128,6 @@ class FakeEngine(Engine):
         self._ready = False
         self._draining = False
         self._dead: EngineDead | None = None
-        self._admissions: Counter[tuple[str, str]] = Counter()
-        self._refused_blocks: Counter[tuple[str, str]] = Counter()
-        self._prompt_tokens = 0
         self._generation_tokens = 0
 
     @property
@@ -155,7 +141,7 @@ class FakeEngine(Engine):
 
     async def start(self) -> None:
         await asyncio.sleep(self._load_seconds)
-        await asyncio.to_thread(compile_manager, self._plan.kv_cache.layout)
+        await asyncio.to_thread(compile_manager, self._plan.kv_cache.layout, self._policy)
         if self._start_error is not None:
             raise self._start_error
         self._ready = True
@@ -167,9 +153,7 @@ class FakeEngine(Engine):
         if not self._ready or self._draining:
             raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
         self._refuse_never(request)
-        entry = _Request(request, Inbox())
-        self._live[request.request_id] = entry
-        self._waiting.append(entry)
+        entry = self.add(request, time.monotonic())
         self._idle.clear()
         self._wake.set()
         remaining = request.n
@@ -183,46 +167,47 @@ class FakeEngine(Engine):
         finally:
             self._forget(request.request_id)
 
+    def add(self, request: GenerationRequest, arrival: float) -> _Request:
+        """Queue a request that came at ``arrival`` (seconds, from any origin)."""
+        entry = _Request(request, Inbox())
+        first = _Sequence(
+            prompt=len(request.prompt_token_ids),
+            max_tokens=request.params.max_tokens,
+            arrival=arrival,
+            forks=request.n - 1,
+            tenant=request.tenant,
+            priority=request.priority,
+            owner=entry,
+            reply=self._reply(request, 0),
+        )
+        entry.sequences.append(first)
+        self._live[request.request_id] = entry
+        self._scheduler.add(first)
+        return entry
+
     def _refuse_never(self, request: GenerationRequest) -> None:
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = self._manager.decide(wish)
         if isinstance(answer, Never):
-            self._admissions["never", str(answer.reason)] += 1
-            self._refused_blocks["never", str(answer.reason)] += max(
-                0, answer.needed_blocks - answer.usable_blocks
-            )
+            missing = answer.needed_blocks - answer.usable_blocks
+            self._scheduler.counters.count("never", answer.reason, missing)
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         entry = self._live.get(request_id)
         if entry is None:
             return
-        if index is not None:
-            ended = [s for s in self._running if s.owner is entry and s.index == index and s.drawn]
-            self._release(ended)
-            for sequence in ended:
-                entry.inbox.put_nowait(Chunk(request_id, sequence.index, (), "abort"))
-            return
-        left = [s.index for s in self._running if s.owner is entry]
-        for index in left if entry.sequences else range(entry.request.n):
-            entry.inbox.put_nowait(Chunk(request_id, index, (), "abort"))
-        self._forget(request_id)
+        for sequence in [s for s in entry.sequences if s.includes(index)]:
+            self._drop(sequence)
+            for ended in sequence.indices:
+                entry.inbox.put_nowait(Chunk(request_id, ended, (), "abort"))
+        if index is None:
+            self._forget(request_id)
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            ready=self._ready and self._dead is None,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            pool=pool_stats(self._manager),
-            memory=self._memory,
-            admissions=tuple((*key, count) for key, count in self._admissions.items()),
-            refused_blocks=tuple((*key, count) for key, count in self._refused_blocks.items()),
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_hit_tokens=self._manager.stats().hit_tokens,
-            shared_hit_tokens=self._manager.stats().shared_hit_tokens,
-            invariant_violations=self._manager.stats().violations,
-        )
+        ready = self._ready and self._dead is None
+        stats = engine_stats(self._scheduler, self._generation_tokens, ready=ready)
+        return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:
         deployment = self._plan.deployment
@@ -256,13 +241,13 @@ class FakeEngine(Engine):
     async def _run(self) -> None:
         due = time.monotonic()
         while True:
-            if not self._running and not self._waiting:
+            if self._scheduler.idle:
                 self._wake.clear()
                 await self._wake.wait()
                 due = time.monotonic()
             if self._dead is None:
                 try:
-                    self._step()
+                    self.step()
                 except Exception:
                     log.exception("the fake engine failed in a step")
                     self.die()
@@ -279,126 +264,93 @@ class FakeEngine(Engine):
             for owner, chunk in said[at : at + _CHUNKS_A_ROUND]:
                 owner.inbox.put_nowait(chunk)
 
-    def _step(self) -> None:
-        """One token of every decoding sequence; what is left of the token budget goes to prefill."""
-        self._steps += 1
-        sample_laws(self._manager, self._steps)
-        decoding = [s for s in self._running if s.drawn][: self._budget]
-        self._decode(decoding)
-        budget = self._budget - len(decoding)
-        for sequence in [s for s in self._running if not s.drawn]:
-            budget = self._prefill(sequence, budget)
-        while budget and self._waiting:
-            admitted = self._admit(self._waiting[0])
-            if admitted is None:
-                break
-            budget = self._prefill(admitted, budget)
+    def step(self) -> Step[_Sequence]:
+        """One step: what the scheduler has decided is computed, and those that got so far draw a token."""
+        scheduler = self._scheduler
+        sample_laws(self._manager, scheduler.steps + 1)
+        step = scheduler.step()
+        for sequence in step.admitted:
+            if not sequence.generated:
+                sequence.queued = time.monotonic() - sequence.arrival
+        for sequence, never in step.refused:
+            sequence.owner.sequences.remove(sequence)
+            for index in sequence.indices:
+                self._say(sequence, (), "error", index=index, error=str(never))
+        if step.picked:
+            scheduler.computed(step.picked)
+        drawing: list[_Sequence] = []
+        for sequence in step.drawing:
+            drawing.append(sequence)
+            if sequence.forks:
+                drawing += self._fork(sequence)
+        self._draw(drawing)
+        return step
 
-    def _admit(self, entry: _Request) -> _Sequence | None:
-        """Admit the head of the queue (first come, first served); None: it waits."""
-        request = entry.request
-        sequence_id = next(self._ids)
-        answer = self._manager.admit(
-            sequence_id,
-            request.prompt_token_ids,
-            request.params.max_tokens,
-            n=request.n,
-            salt=request.cache_salt,
-        )
-        if isinstance(answer, Wait):
-            if not entry.waited:
-                entry.waited = True
-                self._admissions["wait", str(answer.reason)] += 1
-                self._refused_blocks["wait", str(answer.reason)] += answer.blocks_short
-            return None
-        assert not isinstance(answer, Never)  # refused at the door, and limits do not change
-        self._waiting.popleft()
-        entry.queued = time.monotonic() - entry.arrived
-        self._admissions["admit", "fits"] += 1
-        self._prompt_tokens += len(request.prompt_token_ids)
-        tokens = self._reply(request, 0)
-        sequence = _Sequence(sequence_id, entry, 0, answer.cached_tokens, answer.cached_tokens, tokens)
-        entry.sequences.append(sequence)
-        self._running.append(sequence)
-        return sequence
-
-    def _prefill(self, sequence: _Sequence, budget: int) -> int:
-        request = sequence.owner.request
-        count = min(budget, len(request.prompt_token_ids) - sequence.computed)
-        sequence.computed += count
-        self._manager.extend_many([sequence.id], [sequence.computed])
-        self._manager.commit_many([sequence.id], [sequence.computed])
-        if sequence.computed == len(request.prompt_token_ids):
-            self._decode([sequence, *(self._fork(sequence, index) for index in range(1, request.n))])
-        return budget - count
-
-    def _fork(self, parent: _Sequence, index: int) -> _Sequence:
-        child = _Sequence(
-            next(self._ids),
-            parent.owner,
-            index,
-            parent.computed,
-            parent.cached,
-            self._reply(parent.owner.request, index),
-        )
-        self._manager.fork(parent.id, child.id)
-        parent.owner.sequences.append(child)
-        self._running.append(child)
-        return child
-
-    def _decode(self, sequences: list[_Sequence]) -> None:
-        """What is known of each sequence is computed, and its next token drawn. It ends at a stop token or
-        after max_tokens."""
-        going: list[int] = []
-        tokens: list[int] = []
-        ended: list[_Sequence] = []
-        for sequence in sequences:
-            params = sequence.owner.request.params
-            token = next(sequence.tokens, None)
-            sequence.drawn += 1
-            if token is None or token in params.stop_token_ids:
-                ended.append(sequence)
-                self._say(sequence, (), "stop")
-            elif sequence.drawn == params.max_tokens:
-                ended.append(sequence)
-                self._generation_tokens += 1
-                self._say(sequence, (token,), "length")
-            else:
-                going.append(sequence.id)
-                tokens.append(token)
-                self._say(sequence, (token,), None)
-        if going:
-            self._generation_tokens += len(going)
-            self._manager.decode_many(going, tokens)
-        if ended:
-            # The prompt and every token but the last one drawn are computed.
-            self._manager.commit_many(
-                [s.id for s in ended],
-                [len(s.owner.request.prompt_token_ids) + s.drawn - 1 for s in ended],
+    def _fork(self, parent: _Sequence) -> list[_Sequence]:
+        request = parent.owner.request
+        forks = [
+            _Sequence(
+                prompt=parent.prompt,
+                max_tokens=parent.max_tokens,
+                arrival=parent.arrival,
+                tenant=parent.tenant,
+                priority=parent.priority,
+                index=index,
+                owner=parent.owner,
+                reply=self._reply(request, index),
+                queued=parent.queued,
             )
-            self._release(ended)
+            for index in range(1, request.n)
+        ]
+        self._scheduler.fork(parent, forks)
+        parent.owner.sequences += forks
+        return forks
 
-    def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
-        owner = sequence.owner
-        request_id = owner.request.request_id
-        chunk = Chunk(
-            request_id, sequence.index, token_ids, reason, sequence.cached, queued_seconds=owner.queued
-        )
-        self._said.append((owner, chunk))
+    def _draw(self, drawing: list[_Sequence]) -> None:
+        """The next token of each. It ends at a stop token or after max_tokens."""
+        going: list[_Sequence] = []
+        for sequence in drawing:
+            params = sequence.owner.request.params
+            token = next(sequence.reply, None)
+            if token is None or token in params.stop_token_ids:
+                self._say(sequence, (), "stop")
+            else:
+                self._generation_tokens += 1
+                sequence.said.append(token)
+                reason: FinishReason | None = "length" if len(sequence.said) == params.max_tokens else None
+                self._say(sequence, (token,), reason)
+                if reason is None:
+                    going.append(sequence)
+                    continue
+            self._scheduler.end(sequence, sequence.generated + 1)
+            sequence.owner.sequences.remove(sequence)
+        if going:
+            self._scheduler.append(going, [s.said[-1] for s in going])
 
-    def _release(self, sequences: list[_Sequence]) -> None:
-        for sequence in sequences:
-            self._manager.free(sequence.id)
-        gone = set(map(id, sequences))
-        self._running = [s for s in self._running if id(s) not in gone]
+    def _say(
+        self,
+        sequence: _Sequence,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        *,
+        index: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        request_id, cached = sequence.owner.request.request_id, sequence.cached
+        at = sequence.index if index is None else index
+        chunk = Chunk(request_id, at, token_ids, reason, cached, error, queued_seconds=sequence.queued)
+        self._said.append((sequence.owner, chunk))
+
+    def _drop(self, sequence: _Sequence) -> None:
+        self._scheduler.drop(sequence)
+        sequence.owner.sequences.remove(sequence)
 
     def _forget(self, request_id: str) -> None:
         """Drop a request wherever it is; its blocks are free when this returns."""
         entry = self._live.pop(request_id, None)
         if entry is None:
             return
-        if entry in self._waiting:
-            self._waiting.remove(entry)
-        self._release([s for s in self._running if s.owner is entry])
+        for sequence in list(entry.sequences):
+            self._drop(sequence)
         if not self._live:
             self._idle.set()

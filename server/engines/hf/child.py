@@ -19,9 +19,11 @@ import numba
 import torch
 
 from tonnage.cache.admission import Policy
+from tonnage.cache.errors import InvariantViolation
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
@@ -63,7 +65,11 @@ def main(descriptor: int, threads: int) -> None:
         return
     connection.send(engine.ready())
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        engine.run()
+        try:
+            engine.run()
+        except InvariantViolation as error:  # what it promised no longer holds: say so, and end
+            traceback.print_exc()
+            connection.send(Failed(EngineDead(f"the engine broke its own law: {error}", hint="report it")))
 
 
 def set_threads(count: int) -> None:

@@ -211,6 +211,8 @@ class HFEngine(Engine):
             for chunk in message.chunks:
                 if chunk.request_id in self._live:
                     self._live[chunk.request_id].put_nowait(chunk)
+        elif isinstance(message, Failed) and self._ready is not None:
+            self._die(message.error, started)
         elif started.done():  # the start was given up while the model loaded
             return
         elif isinstance(message, Ready):
@@ -219,7 +221,7 @@ class HFEngine(Engine):
             started.set_exception(message.error)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
-        self._dead = error
+        self._dead = error = self._dead or error  # the first says why
         self._stats = dataclasses.replace(self._stats, ready=False, running=0, waiting=0)
         if not started.done():
             started.set_exception(error)

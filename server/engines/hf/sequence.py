@@ -16,12 +16,11 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(scheduler.Sequence):
-    """``tokens`` is prompt plus output. Index 0 stands for all n until the others are forked from it."""
+    """``tokens`` is prompt plus output."""
 
     request: GenerationRequest
     tokens: list[int]
     random: np.random.Generator
-    index: int = 0
     queued: float | None = None  # seconds from its arrival to admission
     matcher: Matcher | None = None  # of its grammar
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
@@ -51,15 +50,6 @@ class Sequence(scheduler.Sequence):
     def rows(self) -> int:
         """Logits wanted of it in the step under way, one a row."""
         return self.chunk if self.scores else int(self.samples)
-
-    @property
-    def indices(self) -> range:
-        """The sequences of the request that end when this one does."""
-        return range(self.index, self.index + 1 + self.forks)
-
-    def includes(self, index: int | None) -> bool:
-        """It can end for sequence ``index`` of its request, or for all (None)."""
-        return index is None or self.indices == range(index, index + 1)
 
 
 def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> Sequence:
