@@ -111,7 +111,7 @@ class FakeEngine(Engine):
     ) -> None:
         self._plan, self._policy = plan, policy or Policy()
         self._manager = new_manager(plan, self._policy)
-        self._scheduler: Scheduler[_Sequence] = Scheduler(
+        self.scheduler: Scheduler[_Sequence] = Scheduler(
             self._manager, budget=self._manager.limits.max_num_batched_tokens
         )
         self._step_seconds = 1 / token_rate
@@ -182,7 +182,7 @@ class FakeEngine(Engine):
         )
         entry.sequences.append(first)
         self._live[request.request_id] = entry
-        self._scheduler.add(first)
+        self.scheduler.add(first)
         return entry
 
     def _refuse_never(self, request: GenerationRequest) -> None:
@@ -190,7 +190,7 @@ class FakeEngine(Engine):
         answer = self._manager.decide(wish)
         if isinstance(answer, Never):
             missing = answer.needed_blocks - answer.usable_blocks
-            self._scheduler.counters.count("never", answer.reason, missing)
+            self.scheduler.counters.count("never", answer.reason, missing)
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
@@ -206,7 +206,7 @@ class FakeEngine(Engine):
 
     def stats(self) -> EngineStats:
         ready = self._ready and self._dead is None
-        stats = engine_stats(self._scheduler, self._generation_tokens, ready=ready)
+        stats = engine_stats(self.scheduler, self._generation_tokens, ready=ready)
         return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:
@@ -241,7 +241,7 @@ class FakeEngine(Engine):
     async def _run(self) -> None:
         due = time.monotonic()
         while True:
-            if self._scheduler.idle:
+            if self.scheduler.idle:
                 self._wake.clear()
                 await self._wake.wait()
                 due = time.monotonic()
@@ -266,7 +266,7 @@ class FakeEngine(Engine):
 
     def step(self) -> Step[_Sequence]:
         """One step: what the scheduler has decided is computed, and those that got so far draw a token."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         sample_laws(self._manager, scheduler.steps + 1)
         step = scheduler.step()
         for sequence in step.admitted:
@@ -302,7 +302,7 @@ class FakeEngine(Engine):
             )
             for index in range(1, request.n)
         ]
-        self._scheduler.fork(parent, forks)
+        self.scheduler.fork(parent, forks)
         parent.owner.sequences += forks
         return forks
 
@@ -322,10 +322,10 @@ class FakeEngine(Engine):
                 if reason is None:
                     going.append(sequence)
                     continue
-            self._scheduler.end(sequence, sequence.generated + 1)
+            self.scheduler.end(sequence, sequence.generated + 1)
             sequence.owner.sequences.remove(sequence)
         if going:
-            self._scheduler.append(going, [s.said[-1] for s in going])
+            self.scheduler.append(going, [s.said[-1] for s in going])
 
     def _say(
         self,
@@ -342,7 +342,7 @@ class FakeEngine(Engine):
         self._said.append((sequence.owner, chunk))
 
     def _drop(self, sequence: _Sequence) -> None:
-        self._scheduler.drop(sequence)
+        self.scheduler.drop(sequence)
         sequence.owner.sequences.remove(sequence)
 
     def _forget(self, request_id: str) -> None:

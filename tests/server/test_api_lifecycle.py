@@ -16,6 +16,7 @@ import openai
 import pytest
 from serving import PATIENCE
 
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.errors import DoesNotFit
 from tonnage.server.app import create_app
 from tonnage.server.engines.fake import FakeEngine
@@ -228,7 +229,8 @@ async def test_hanging_up_in_the_queue_and_while_sending(run_server, small_plan,
 
 async def test_requests_are_conserved_under_overload(run_server, small_plan) -> None:
     """received = finished + aborted + rejected + errored + in flight, at every moment and at the end."""
-    engine = FakeEngine(small_plan(65, max_model_len=512), token_rate=500)
+    policy = Policy(AdmissionMode.NO_EVICT)  # by its rule the reservations fit
+    engine = FakeEngine(small_plan(65, max_model_len=512), token_rate=500, policy=policy)
     draw = random.Random(0)
     sent = {"ok": 0, "bad": 0, "never": 0, "killed": 0}
     done = asyncio.Event()

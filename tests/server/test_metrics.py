@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, STDOUT
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.build import make_plan
 from tonnage.planner.plan import Deployment, check_components
@@ -219,7 +220,7 @@ async def test_memory_adds_up_with_what_a_deployment_adds(run_server, flags) -> 
 
 
 async def test_the_pool_in_use(run_server, small_plan) -> None:
-    engine = FakeEngine(small_plan(), token_rate=50)
+    engine = FakeEngine(small_plan(), token_rate=50, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[9] * 40, max_tokens=100)) for _ in range(2)]
         await server.until(lambda: engine.stats().running == 2)
@@ -258,8 +259,10 @@ async def test_the_pool_in_use(run_server, small_plan) -> None:
 
 async def test_counts_are_conserved(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=8) as server:
+        # What the first has computed the others hit.
+        await server.complete(prompt=[3] * 32, max_tokens=10, n=2)
         await asyncio.gather(
-            *(server.complete(prompt=[3] * 32, max_tokens=10, n=2, stream=bool(i % 2)) for i in range(12))
+            *(server.complete(prompt=[3] * 32, max_tokens=10, n=2, stream=bool(i % 2)) for i in range(11))
         )
         await server.complete(max_tokens=10**6)
         await server.complete(n=9)
@@ -403,7 +406,7 @@ async def test_vllm_names_are_off_by_default(server) -> None:
 
 async def test_blocks_that_were_missing(run_server, small_plan) -> None:
     """A pool of 63 blocks: one request of 50 runs, a second one lacks 37; a third needs 126 and never fits."""
-    engine = FakeEngine(small_plan(64), token_rate=100)
+    engine = FakeEngine(small_plan(64), token_rate=100, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 400, max_tokens=400)) for n in range(2)]
         await server.until(lambda: engine.stats().waiting == 1)
