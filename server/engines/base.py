@@ -11,21 +11,10 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.capacity import Capacity as Capacity
-from tonnage.server.engines.capacity import limits_of as limits_of
-from tonnage.server.engines.chunk import Chunk as Chunk
-from tonnage.server.engines.chunk import FinishReason as FinishReason
-from tonnage.server.engines.chunk import TokenLogprobs as TokenLogprobs
-from tonnage.server.engines.errors import EngineDead as EngineDead  # for modules that still ask here
-from tonnage.server.engines.errors import NeverFits as NeverFits
-from tonnage.server.engines.errors import QueueFull as QueueFull
-from tonnage.server.engines.request import BASIC_PARAMS
-from tonnage.server.engines.request import GenerationRequest as GenerationRequest
-from tonnage.server.engines.request import SamplingParams as SamplingParams
-from tonnage.server.engines.stats import EngineStats as EngineStats
-from tonnage.server.engines.stats import MeasuredMemory as MeasuredMemory
-from tonnage.server.engines.stats import PoolStats as PoolStats
-from tonnage.server.text.grammar import Grammar as Grammar
+from tonnage.server.engines.capacity import Capacity
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,20 +21,14 @@ from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
-from tonnage.server.engines.base import (
-    Capacity,
-    Chunk,
-    Engine,
-    EngineDead,
-    EngineStats,
-    FinishReason,
-    GenerationRequest,
-    MeasuredMemory,
-    NeverFits,
-    QueueFull,
-)
+from tonnage.server.engines.base import Engine
+from tonnage.server.engines.capacity import Capacity
+from tonnage.server.engines.chunk import Chunk, FinishReason
+from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 
 log = logging.getLogger("tonnage.server")
 
