@@ -84,6 +84,8 @@ ROW = np.dtype(
         ("shared", i8),  # leading blocks that belong to an allowed shared prefix
         ("turn", i8),  # turn of its conversation, from 1, as far as is known
         ("mark", i8),  # number of the last call that named the row, to find one named twice
+        ("written", i8),  # in this call: what `computed` becomes,
+        ("end", i8),  # and what `slots` does
     ]
 )
 # What admission reads (see `tonnage.cache.admission.snapshot`); 0 where nothing runs.
@@ -162,8 +164,6 @@ class Core(NamedTuple):
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
     # scratch: compiled code allocates nothing
-    written: Int64Array = _array(i8, "rows")
-    ends: Int64Array = _array(i8, "rows")
     copied: Int32Array = _array(i4, "copies")
 
 

@@ -46,7 +46,7 @@ def step(
     """
     pool = core.pool[0]
     pool.calls += 1
-    growing, count = False, tokens.size // max(1, batch.size)
+    size, most, count = pool.block_size, 0, tokens.size // max(1, batch.size)
     for i in range(batch.size):
         row = core.rows[batch[i]]
         if row.mark == pool.calls:
@@ -72,18 +72,22 @@ def step(
                 return TOO_LONG, i
             if end - written > pool.max_step:
                 return STEP_TOO_LONG, i
-            growing = growing or end > row.room or (row.shared_tail != 0 and end > written)
-        core.written[i], core.ends[i] = written, end
-    if growing:
+            if row.shared_tail != 0 and end > written:
+                most += pool.num_groups
+            if end > row.room:
+                most += pool.num_groups * ((end - row.room + size - 1) // size)
+        row.written, row.end = written, end
+    if most > pool.free + pool.cached:  # no row takes more than a block of each group for each of its entries
         short_at = _first_without_room(core, batch)
         if short_at >= 0:
             return NO_ROOM, short_at
     copied = 0
     for i in range(batch.size):
-        row, end = core.rows[batch[i]], core.ends[i]
+        row = core.rows[batch[i]]
+        end = row.end
         if what & COMMIT:
-            row.computed = core.written[i]
-            if pool.caching and row.computed // pool.block_size > row.published:
+            row.computed = row.written
+            if pool.caching and row.computed >= (row.published + 1) * size:
                 publish(core, batch[i])
         if what & APPEND:
             for at in range(count):
@@ -105,7 +109,8 @@ def _first_without_room(core: Core, batch: Int64Array) -> int:
     available = pool.free + pool.cached
     copied, done, short_at = 0, 0, -1
     for i in range(batch.size):
-        row, computed, end = core.rows[batch[i]], core.written[i], core.ends[i]
+        row = core.rows[batch[i]]
+        computed, end = row.written, row.end
         done += 1
         if row.shared_tail != 0 and end > computed:
             for group in range(pool.num_groups):
@@ -128,8 +133,9 @@ def _first_without_room(core: Core, batch: Int64Array) -> int:
         core.refs[core.copied[i]] += 1
     if pool.windowed:
         for i in range(done):
-            if core.ends[i] > core.rows[batch[i]].room:
-                windows.count_left(core, batch[i], core.written[i], 1)
+            row = core.rows[batch[i]]
+            if row.end > row.room:
+                windows.count_left(core, batch[i], row.written, 1)
     return short_at
 
 
@@ -161,17 +167,19 @@ def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) ->
         return copied
     if pool.windowed:
         windows.drop_left(core, at_row)
-    short = -pool.free
-    for group in range(pool.num_groups):
-        kind = core.groups[group].kind
-        short += entries(kind, end, size) - entries(kind, row.room, size)
-    if short > 0:
-        evict(core, short, FOR_PREFILL if end <= core.requests[slot].prompt else FOR_DECODE)
+    held = (end + size - 1) // size
+    if pool.num_groups * held > pool.free:
+        short = -pool.free
+        for group in range(pool.num_groups):
+            kind = core.groups[group].kind
+            short += entries(kind, end, size) - entries(kind, row.room, size)
+        if short > 0:
+            evict(core, short, FOR_PREFILL if end <= core.requests[slot].prompt else FOR_DECODE)
     for group in range(pool.num_groups):
         kind = core.groups[group].kind
         for at in range(entries(kind, row.room, size), entries(kind, end, size)):
             core.tables[group, at_row, at] = pop_free(core, kind == FULL, slot)
-    row.room = (end + size - 1) // size * size
+    row.room = held * size
     return copied
 
 
