@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tonnage.cache import errors
 from tonnage.cache.admission import (
     Admission,
     AdmissionRequest,
@@ -43,15 +44,6 @@ from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import FULL, in_order, kind_of, num_full, num_states, paged
 from tonnage.cache.blocks.pool import BlockPool, check_num_blocks
 from tonnage.cache.blocks.state import Int32Array, Int64Array, columns, new_core
-from tonnage.cache.errors import (
-    CacheBusy,
-    CacheConfigError,
-    DoubleFree,
-    InvalidRequest,
-    OutOfOrder,
-    ReservationExceeded,
-    SequenceExists,
-)
 from tonnage.cache.eviction.choice import Eviction
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.laws.invariants import check_invariants
@@ -172,7 +164,7 @@ class KVCacheManager:
         SequenceExists, InvalidRequest.
         """
         if sequence_id in self.sequences.row_of:
-            raise SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
+            raise errors.SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
         # Straight into the row that it would get: an unused row is no state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
@@ -303,7 +295,7 @@ class KVCacheManager:
         tokens = token_array(token_ids)
         whole = len(tokens) // self.block_size * self.block_size
         if whole == 0:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 f"{len(tokens)} tokens are less than a block of {self.block_size}", field="token_ids"
             )
         self.salts.allow(tokens[:whole], self.block_size)
@@ -365,17 +357,17 @@ class KVCacheManager:
         """
         parent = self.sequences.row(parent_id)
         if child_id in self.sequences.row_of:
-            raise SequenceExists(f"sequence {child_id} is already live", field="child_id")
+            raise errors.SequenceExists(f"sequence {child_id} is already live", field="child_id")
         reservation = self.reservations[parent]
         request, computed = reservation.request, int(self.rows.computed[parent])
         if self.reservations.forks_left(reservation) == 0:
-            raise ReservationExceeded(
+            raise errors.ReservationExceeded(
                 f"sequence {parent_id} has no fork left of n = {request.n}",
                 field="n",
                 hint="admit with n",
             )
         if computed < request.prompt_tokens // self.block_size * self.block_size:
-            raise OutOfOrder(
+            raise errors.OutOfOrder(
                 f"{computed} of {request.prompt_tokens} prompt tokens are computed",
                 field="parent_id",
                 hint="commit the whole prompt, then fork",
@@ -390,7 +382,7 @@ class KVCacheManager:
         """Give back the blocks, last block first, and at once the reservation. Published blocks stay cached and
         reusable; the others are reused before any cached one. Raises DoubleFree, UnknownSequence."""
         if self.sequences.finished(sequence_id):
-            raise DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
+            raise errors.DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
         row = self.sequences.row(sequence_id)
         reservation = self.reservations[row]
         self.salts.leave(row)
@@ -409,7 +401,7 @@ class KVCacheManager:
         has left are slots of the null block. Raises OutOfOrder beyond what `extend` has made."""
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
-            raise OutOfOrder(
+            raise errors.OutOfOrder(
                 f"positions {start} to {stop} of sequence {sequence_id}, slots below {self.rows.slots[row]}",
                 field="stop",
                 hint="extend first",
@@ -465,7 +457,7 @@ class KVCacheManager:
         """Call ``subscriber`` with the KV events of every call that has any. Raises CacheConfigError unless the
         manager was made with ``kv_events``."""
         if self._events is None:
-            raise CacheConfigError(
+            raise errors.CacheConfigError(
                 "KV events are off", field="kv_events", hint="make the manager with kv_events"
             )
         self._events.subscribe(subscriber)
@@ -474,7 +466,7 @@ class KVCacheManager:
         """Forget everything cached, e.g. after the weights have changed. Raises CacheBusy while a sequence
         lives: its blocks are in the index."""
         if len(self.sequences):
-            raise CacheBusy(
+            raise errors.CacheBusy(
                 f"{len(self.sequences)} sequences are live",
                 field="sequences",
                 hint="finish or abort them first",
@@ -510,7 +502,7 @@ class KVCacheManager:
         batch = self.sequences.rows(sequence_ids)
         numbers: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
         if numbers.shape != batch.shape:
-            raise InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
+            raise errors.InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
         return batch, numbers, _NO_TOKENS
 
     def _batch_tokens(
@@ -521,7 +513,7 @@ class KVCacheManager:
             count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
         batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids, signed=True)
         if tokens.size != batch.size * count:
-            raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
+            raise errors.InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
         return batch, _NO_ENDS, tokens
 
     def _hash(self, batch: Iterable[int]) -> None:

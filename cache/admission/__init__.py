@@ -7,22 +7,15 @@
 ``safety``      the law of guaranteed mode: states in which everybody can still finish
 ``peak``        the most blocks the running requests will hold over time, for given remaining lengths
 ``forecast``    output lengths still to come, learned from those that have ended
+``passing``     when the head of the queue begins: who may pass it
 ``policy``      guaranteed, predictive, greedy: `decide_running`
 ``controller``  the policy together with what it has learned: what a manager asks
 =============== ==================================================================================
 """
 
 from tonnage.cache.admission.controller import Admission
-from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.policy import (
-    AdmissionMode,
-    Head,
-    Newcomer,
-    Policy,
-    decide_running,
-    head_start,
-    victim,
-)
+from tonnage.cache.admission.passing import Head
+from tonnage.cache.admission.policy import AdmissionMode, Policy
 from tonnage.cache.admission.reservation import (
     group_reservation,
     largest_prompt,
@@ -52,26 +45,21 @@ __all__ = [
     "Decision",
     "Head",
     "Leaving",
-    "LengthForecast",
     "Limits",
     "Never",
     "NeverReason",
-    "Newcomer",
     "Policy",
     "ReservedTotals",
     "Wait",
     "WaitReason",
     "committed_peak",
     "decide",
-    "decide_running",
     "grant",
     "group_reservation",
-    "head_start",
     "is_safe",
     "largest_prompt",
     "last_owners",
     "refusal",
     "reserved_blocks",
     "split_reservation",
-    "victim",
 ]

@@ -12,15 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.policy import (
-    AdmissionMode,
-    Head,
-    Newcomer,
-    Policy,
-    decide_running,
-    head_start,
-    victim,
-)
+from tonnage.cache.admission.passing import Head, head_start
+from tonnage.cache.admission.policy import AdmissionMode, Newcomer, Policy, decide_running, victim
 from tonnage.cache.admission.safety import Int64Array, Leaving, grant, is_safe
 from tonnage.cache.admission.snapshot import Int32Array, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Decision, Limits
@@ -61,8 +54,7 @@ class Admission:
     ) -> Head:
         """When ``request``, first in the queue and without room, begins if all goes as forecast."""
         left = self._left(request, snapshot, running)
-        new = Newcomer(request, int(left[-1]))
-        return head_start(new, snapshot, left[:-1], self.limits, self.policy)
+        return head_start(request, int(left[-1]), snapshot, left[:-1], self.limits, self.policy.reserve)
 
     def grant(
         self,

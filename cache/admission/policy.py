@@ -22,6 +22,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from tonnage.cache.admission.passing import Head, with_head
 from tonnage.cache.admission.peak import Growth, growth_of, peak_of
 from tonnage.cache.admission.reservation import refusal, split_reservation
 from tonnage.cache.admission.safety import finishing_order, slack_of
@@ -114,15 +115,6 @@ class Newcomer:
     tenant_reserved: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The first of the queue, waiting for room; ``start`` steps from now it begins if all goes as forecast."""
-
-    request: AdmissionRequest
-    output_left: int
-    start: int
-
-
 def decide_running(
     new: Newcomer,
     snapshot: RunningSnapshot,
@@ -201,7 +193,7 @@ def _blocks_short(
         growth.fixed[:-1] -= new.private_lost // groups
     short = common + groups * peak_of(growth, block_size) - capacity
     if short <= 0 and head is not None:
-        growth = _with_head(growth, head, block_size)
+        growth = with_head(growth, head, block_size)
         short = common + groups * peak_of(growth, block_size, head.start) - capacity
     if short <= 0 and policy.safe:
         short = _unsafe_by(new, full, sliding, snapshot)
@@ -220,13 +212,6 @@ def _with_newcomer(
     return growth.with_one(fixed, request.prompt_tokens % block_size, request.n, end)
 
 
-def _with_head(growth: Growth, head: Head, block_size: int) -> Growth:
-    prompt = head.request.prompt_tokens
-    return growth.with_one(
-        prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
-    )
-
-
 def _unsafe_by(new: Newcomer, full: int, sliding: int, snapshot: RunningSnapshot) -> int:
     """Blocks missing for the state with the newcomer to be safe."""
     private = snapshot.private if new.private_lost is None else snapshot.private - new.private_lost
@@ -242,31 +227,6 @@ def _steps_until(short: int, snapshot: RunningSnapshot, output_left: IntArray) -
     given = np.cumsum(snapshot.private[order])
     at = int(np.searchsorted(given, short))
     return int(output_left[order[min(at, len(order) - 1)]])
-
-
-def head_start(
-    new: Newcomer, snapshot: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy
-) -> Head:
-    """When the waiting head of the queue begins if all goes as forecast and nobody else is admitted.
-
-    The first end of a running request after which the peak with the head fits; the later the start, the less
-    there is beside it, so it is found by bisection.
-    """
-    block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    if groups == 0:  # nobody passes it
-        return Head(new.request, new.output_left, 0)
-    _, sliding = split_reservation(new.request, limits)
-    capacity = snapshot.capacity - sliding - int(policy.reserve * limits.usable_blocks)
-    growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
-    common = snapshot.used - int(snapshot.private.sum())
-    starts = np.unique(growth.end) + 1
-    low, high = 0, len(starts) - 1
-    while low < high:
-        middle = (low + high) // 2
-        head = Head(new.request, new.output_left, int(starts[middle]))
-        peak = peak_of(_with_head(growth, head, block_size), block_size, head.start)
-        low, high = (low, middle) if common + groups * peak <= capacity else (middle + 1, high)
-    return Head(new.request, new.output_left, int(starts[low]) if len(starts) else 0)
 
 
 def victim(snapshot: RunningSnapshot, candidates: IntArray, mode: AdmissionMode) -> int:

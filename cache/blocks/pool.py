@@ -21,7 +21,6 @@ from tonnage.cache.blocks.state import (
     NULL_BLOCK,
     ONE_CHILD,
     Core,
-    Int32Array,
     columns,
 )
 from tonnage.cache.compiled import inlined
@@ -134,10 +133,10 @@ def _own(core: Core, block: int, slot: int) -> None:
 
 
 class BlockPool:
-    """What may be read of the pool: counts without walking anything, lists for checks."""
+    """What may be read of the pool: counts. Its lists: `tonnage.cache.laws.readers`."""
 
     def __init__(self, core: Core) -> None:
-        self._core, self._counts = core, columns(core.pool)
+        self._counts = columns(core.pool)
         self.num_blocks = int(core.refs.size)
         self.usable = self.num_blocks - 1
         self.refs = core.refs
@@ -161,30 +160,6 @@ class BlockPool:
     def used_full(self) -> int:
         """Those of them that stand in tables of full groups."""
         return int(self._counts.used_full[0])
-
-    def listed(self, kind: int, *, backward: bool = False) -> list[int]:
-        """Blocks of a class that may be evicted, the oldest first. O(cached): for checks."""
-        links = self._core.prev if backward else self._core.next
-        order: list[int] = []
-        block = int(links[self.num_blocks + kind])
-        while block < self.num_blocks and len(order) <= self.num_blocks:
-            order.append(block)
-            block = int(links[block])
-        return order
-
-    def all_cached(self) -> list[int]:
-        """Cached blocks, listed or not. O(pool): for checks."""
-        cached: list[int] = np.flatnonzero((self.refs == 0) & (self._core.node_of != NULL_BLOCK)).tolist()
-        return cached
-
-    def free_blocks(self) -> Int32Array:
-        """Free blocks, the next to be handed out first. O(free): for checks."""
-        order: list[int] = []
-        block = int(self._counts.free_head[0])
-        while block != NULL_BLOCK and len(order) <= self.num_blocks:
-            order.append(block)
-            block = int(self._core.next[block])
-        return np.array(order, np.int32)
 
 
 def check_num_blocks(num_blocks: int) -> None:

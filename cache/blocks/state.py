@@ -163,8 +163,6 @@ class Core(NamedTuple):
     # where somebody listens, since the last look: hashes evicted, and nodes inserted, in order
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
-    # scratch: compiled code allocates nothing
-    copied: Int32Array = _array(i4, "copies")
 
 
 def new_core(
@@ -198,7 +196,6 @@ def new_core(
         "history": history,
         "history_buckets": 1 << max(0, (history // 2).bit_length() - 1),
         "log": num_blocks if logged else 1,
-        "copies": len(groups) * rows,
     }
     fields = Core._field_defaults
     side_by_side = [name for name, spec in fields.items() if spec.column]

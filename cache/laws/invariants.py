@@ -42,6 +42,7 @@ from tonnage.cache.blocks.pool import BlockPool
 from tonnage.cache.blocks.state import CLASS_MASK, NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.eviction.model import CLASSES
+from tonnage.cache.laws import readers
 from tonnage.cache.prefix.index import PrefixIndex
 from tonnage.cache.prefix.salts import Salts
 from tonnage.cache.results import CacheStats
@@ -160,7 +161,7 @@ def _check_tables(manager: Checked) -> None:
 
 def _check_states(manager: Checked) -> None:
     pool = manager.pool
-    cached, free = pool.all_cached(), pool.free_blocks().tolist()
+    cached, free = readers.all_cached(manager.core), readers.free_blocks(manager.core)
     used = np.flatnonzero(pool.refs > 0).tolist()
     if NULL_BLOCK in cached or NULL_BLOCK in free or NULL_BLOCK in used:
         _broken("null block", "block 0 is free, cached or used")
@@ -169,8 +170,8 @@ def _check_states(manager: Checked) -> None:
     if (len(used), len(cached), len(free)) != (pool.used, pool.cached, pool.free):
         _broken("conservation", f"counted {(len(used), len(cached), len(free))}, kept {manager.stats()}")
     for kind in range(CLASSES):
-        listed = pool.listed(kind)
-        if pool.listed(kind, backward=True)[::-1] != listed:
+        listed = readers.listed(manager.core, kind)
+        if readers.listed(manager.core, kind, backward=True)[::-1] != listed:
             _broken("conservation", f"the list of class {kind} differs read from its two ends")
         if bool(listed) != bool(manager.counts.lists[0] >> kind & 1):
             _broken("conservation", f"the list of class {kind} has {len(listed)} blocks, and is kept otherwise")
@@ -256,13 +257,13 @@ def _check_reservations(manager: Checked) -> None:
 def _check_nodes(manager: Checked) -> None:
     reader, core, windows = manager.index, manager.core, _windows(manager)
     assert reader is not None
-    nodes = set(reader.nodes().tolist())
+    nodes = set(readers.nodes(core))
     full = [group for group, window in enumerate(windows) if window == 0]
     if len(nodes) != len(reader):
         _broken("prefix index", f"{len(nodes)} nodes, kept {len(reader)}")
     contents = set()
     for node in nodes:
-        if node not in reader.bucket(int(core.node_hash[node])):
+        if node not in readers.bucket(core, int(core.node_hash[node])):
             _broken("prefix index", f"node {node} is not in the bucket of its hash")
         if not all(core.node_blocks[group, node] for group in full):
             _broken("prefix index", f"node {node} has no block in a full group")
@@ -285,10 +286,10 @@ def _check_nodes(manager: Checked) -> None:
     for block, node in enumerate(core.node_of.tolist()):
         if owners.get(block, 0) != node:
             _broken("prefix index", f"block {block} names node {node}, listed for {owners.get(block, 0)}")
-    for block in manager.pool.all_cached():
+    for block in readers.all_cached(core):
         if block not in owners:
             _broken("reachability", f"block {block} is cached without a node")
-    for block in manager.pool.free_blocks().tolist():
+    for block in readers.free_blocks(core):
         if block in owners:
             _broken("prefix index", f"block {block} is free and has node {owners[block]}")
 
@@ -331,10 +332,10 @@ def _check_holders(manager: Checked) -> None:
 def _check_order(manager: Checked) -> None:
     """Who may be evicted: whoever leaves no child behind."""
     assert manager.index is not None
-    core, pool, windows = manager.core, manager.pool, _windows(manager)
-    cached = set(pool.all_cached())
-    listed = {block: kind for kind in range(CLASSES) for block in pool.listed(kind)}
-    nodes = manager.index.nodes().tolist()
+    core, windows = manager.core, _windows(manager)
+    cached = set(readers.all_cached(core))
+    listed = {block: kind for kind in range(CLASSES) for block in readers.listed(core, kind)}
+    nodes = readers.nodes(core)
     children = Counter(int(core.parent[node]) for node in nodes)
     expected = set()
     for node in nodes:

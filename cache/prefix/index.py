@@ -40,7 +40,6 @@ from tonnage.cache.blocks.state import (
     ONE_CHILD,
     ROOT,
     Core,
-    Int32Array,
     columns,
 )
 from tonnage.cache.compiled import compiled, inlined
@@ -263,31 +262,13 @@ def _enlist_by_age(core: Core, node: int) -> None:
 
 
 class PrefixIndex:
-    """What may be read of the index: for events, tests and checks."""
+    """The index from outside; its nodes are in `tonnage.cache.laws.readers`."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._counts = core, columns(core.pool)
 
     def __len__(self) -> int:
         return int(self._counts.nodes[0])
-
-    def nodes(self) -> Int32Array:
-        """All nodes, ordered by their block. O(pool): for checks."""
-        node_of = self._core.node_of
-        own = node_of == np.arange(len(node_of), dtype=np.int32)
-        own[NULL_BLOCK] = False
-        nodes: Int32Array = np.flatnonzero(own).astype(np.int32)
-        return nodes
-
-    def bucket(self, value: int) -> list[int]:
-        """Nodes of the bucket of a hash, newest first: for checks."""
-        index = self._core
-        node = int(index.heads[value & (index.heads.size - 1)])
-        found: list[int] = []
-        while node != NULL_BLOCK and len(found) <= index.chain.size:
-            found.append(node)
-            node = int(index.chain[node])
-        return found
 
     def evict(self, count: int) -> None:
         """`evict`, to forget everything or for tests; ``count`` blocks must be cached."""

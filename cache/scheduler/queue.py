@@ -5,7 +5,7 @@ one step of priority is worth ``ageing`` seconds of waiting. The key never chang
 only by what arrives within a bounded time after it: nobody starves, and nothing is sorted again.
 
 **Passing.** While the head waits for room, the next ones are asked too, and start only if the head's own start
-is not delayed (`tonnage.cache.admission.policy.decide_running`, ``head``). The first start forecast for a head
+is not delayed (`tonnage.cache.admission.passing`). The first start forecast for a head
 is remembered: once it is past due nobody passes any more. A request that waits for its tenant's quota holds up
 nobody.
 """

@@ -78,7 +78,7 @@ def step(
                 most += pool.num_groups * ((end - row.room + size - 1) // size)
         row.written, row.end = written, end
     if most > pool.free + pool.cached:  # no row takes more than a block of each group for each of its entries
-        short_at = _first_without_room(core, batch)
+        short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:
             return NO_ROOM, short_at
     copied = 0
@@ -101,10 +101,10 @@ def step(
 
 
 @compiled
-def _first_without_room(core: Core, batch: Int64Array) -> int:
+def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
     """Place of the first row that would not get every block that `_grow` will take; -1: all are there. A block
     given back on the way (a window moves on, all sharers but the last copy) counts: references are taken off as
-    if it had happened, and put back."""
+    if it had happened, and put back; ``copies`` names them meanwhile."""
     pool, size = core.pool[0], core.pool[0].block_size
     available = pool.free + pool.cached
     copied, done, short_at = 0, 0, -1
@@ -117,7 +117,7 @@ def _first_without_room(core: Core, batch: Int64Array) -> int:
                 block = core.tables[group, batch[i], entry_of(core.groups[group].kind, computed, size)]
                 if core.refs[block] > 1:
                     core.refs[block] -= 1
-                    core.copied[copied] = block
+                    copies[0, copied] = block
                     copied += 1
                     available -= 1
         if end > row.room:
@@ -130,7 +130,7 @@ def _first_without_room(core: Core, batch: Int64Array) -> int:
             short_at = i
             break
     for i in range(copied):
-        core.refs[core.copied[i]] += 1
+        core.refs[copies[0, i]] += 1
     if pool.windowed:
         for i in range(done):
             row = core.rows[batch[i]]

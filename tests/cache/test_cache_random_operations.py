@@ -21,6 +21,7 @@ from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import Never, Wait
 from tonnage.cache.eviction.model import CLASSES
+from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
 from tonnage.planner.layout import KVGroup, KVLayout
@@ -222,7 +223,7 @@ class Oracle:
     def check(self) -> None:
         self.manager.check_invariants()
         assert self.manager.sample_invariants() is None
-        for block in self.manager.pool.free_blocks().tolist():
+        for block in readers.free_blocks(self.manager.core):
             self.pool[block * self.block_size : (block + 1) * self.block_size] = [POISON] * self.block_size
         for sequence, model in self.live.items():
             self.check_reads(sequence, model.computed)

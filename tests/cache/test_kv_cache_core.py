@@ -18,6 +18,7 @@ from kv_calls import commit, extend
 from tonnage.cache.blocks.state import columns
 from tonnage.cache.errors import NoFreeBlocks
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU, SCORES
+from tonnage.cache.laws import readers
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
@@ -281,8 +282,8 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
         return found
 
     block = int(fresh().tables[0][0, 0])
-    cached = fresh().pool.all_cached()
-    ends = [block for kind in range(CLASSES) for block in fresh().pool.listed(kind)]
+    cached = readers.all_cached(fresh().core)
+    ends = [block for kind in range(CLASSES) for block in readers.listed(fresh().core, kind)]
     assert damage("core", "refs", block, 1) == "reference counts"
     assert damage("counts", "free", 0, 3) == "conservation"
     assert damage("core", "next", cached[0], cached[0]) == "conservation"
@@ -371,8 +372,8 @@ def test_only_the_end_of_a_chain_may_be_evicted() -> None:
     manager.free(1)
     compute(manager, 2, [*range(8), 99, 98, 97, 96, 95])
     manager.free(2)
-    ends = [block for kind in range(CLASSES) for block in manager.pool.listed(kind)]
-    assert manager.pool.cached == len(manager.pool.all_cached()) == 4 + 1
+    ends = [block for kind in range(CLASSES) for block in readers.listed(manager.core, kind)]
+    assert manager.pool.cached == len(readers.all_cached(manager.core)) == 4 + 1
     assert len(ends) == 2
     assert manager.index is not None
     manager.index.evict(4)  # both branches, from their ends, and half of what they share

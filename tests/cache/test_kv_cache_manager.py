@@ -22,6 +22,7 @@ from tonnage.cache.errors import (
     SequenceFinished,
     UnknownSequence,
 )
+from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
 from tonnage.planner.layout import KVGroup, KVLayout
@@ -162,6 +163,42 @@ def test_slots_made_before_a_fork_are_made_again_after_it() -> None:
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("extended", [False, True])
+def test_a_fork_before_anything_is_computed_shares_no_state(extended: bool) -> None:
+    manager = make(FULL, KVGroup("state", (1,)), KVGroup("sliding", (2,), window=8))
+    assert isinstance(manager.admit(1, [1, 2, 3], 8, n=2), Admitted)  # less than a block
+    if extended:
+        assert extend(manager, 1, 3) == ()
+    first, second = manager.row(1), manager.fork(1, 2)
+    assert (manager.states[0][first] != 0) == extended
+    assert manager.states[0][second] == 0
+    manager.check_invariants()
+    assert manager.extend_many([2, 1], [3, 3]) == ()  # nothing was written: nothing is copied
+    assert manager.states[0][first] != manager.states[0][second] != 0
+    manager.commit_many([1, 2], [3, 3])
+    manager.check_invariants()
+    assert manager.decode_many([1, 2], [7, 8]) == ()
+    manager.check_invariants()
+    manager.free(1)
+    manager.check_invariants()
+    manager.free(2)
+    assert manager.stats().used == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
+    manager = make(FULL, KVGroup("state", (1,)))
+    start(manager, 1, list(range(8)), n=2)
+    state = int(manager.states[0][manager.row(1)])
+    child = manager.fork(1, 2)
+    assert manager.states[0][child] == state
+    copies = manager.extend_many([1, 2] if ahead else [2, 1], [9, 9])
+    own = int(manager.states[0][manager.row(1 if ahead else 2)])
+    assert copies == (BlockCopy(state, own),)  # on a block border the state alone
+    assert own != state
+    manager.check_invariants()
+
+
 def test_extend_many_never_takes_slots_back() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
@@ -261,7 +298,7 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     lost = int(manager.core.node_blocks[1, deepest])
     _oldest(manager, lost)
     index.evict(1)
-    assert lost not in manager.pool.all_cached()
+    assert lost not in readers.all_cached(manager.core)
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
@@ -284,7 +321,7 @@ def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None
     assert manager.stats().evictions == 1
     manager.check_invariants()
     assert manager.index is not None
-    kept = {int(manager.core.node_tokens[node, 0]) for node in manager.index.nodes()}
+    kept = {int(manager.core.node_tokens[node, 0]) for node in readers.nodes(manager.core)}
     assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
 
@@ -320,10 +357,9 @@ def state(manager: KVCacheManager) -> tuple[object, ...]:
             # Rows without a sequence are no state: `admit` looks at a prompt in the one it would use.
             arrays.append(array[sorted(manager.sequences.row_of.values())])
         elif array.dtype.names:
-            arrays += [
-                column for field, column in vars(columns(array)).items() if field not in ("calls", "mark")
-            ]
-        elif name not in ("written", "ends", "copied"):  # scratch of a call
+            scratch = ("calls", "mark", "written", "end")  # of a call
+            arrays += [column for field, column in vars(columns(array)).items() if field not in scratch]
+        else:
             arrays.append(array)
     owned = [(slot, str(each)) for slot, each in manager.reservations.by_slot.items()]
     contents = tuple(array.tobytes() for array in arrays)
@@ -459,7 +495,7 @@ def _oldest(manager: KVCacheManager, block: int) -> None:
 
 
 def _list_a_parent(manager: KVCacheManager) -> None:
-    parent = next(block for block in manager.pool.all_cached() if manager.core.next[block] == 0)
+    parent = next(block for block in readers.all_cached(manager.core) if manager.core.next[block] == 0)
     enlist(manager.core, parent, parent, 1)
 
 

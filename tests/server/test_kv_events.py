@@ -14,6 +14,7 @@ from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.cache.errors import CacheBusy, CacheConfigError
+from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tonnage.planner.layout import KVGroup, KVLayout
@@ -74,7 +75,7 @@ def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
             manager.free(live.pop(0))
         index = manager.core
         assert manager.index is not None
-        nodes = manager.index.nodes().tolist()
+        nodes = readers.nodes(manager.core)
         known = {
             int(index.node_hash[n]): (
                 int(index.node_hash[index.parent[n]]) if index.parent[n] else None,
