@@ -20,25 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tonnage.cache import errors
-from tonnage.cache.admission import (
-    Admission,
-    AdmissionRequest,
-    Admit,
-    Decision,
-    Head,
-    Leaving,
-    Limits,
-    Never,
-    Policy,
-    ReservedTotals,
-    Wait,
-    WaitReason,
-    decide,
-    last_owners,
-    refusal,
-    split_reservation,
-)
+from tonnage.cache import admission, errors
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import FULL, in_order, kind_of, num_full, num_states, paged
@@ -82,14 +64,16 @@ class KVCacheManager:
         max_model_len: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
-        policy: Policy | None = None,
+        policy: admission.Policy | None = None,
         eviction: Eviction = "adaptive",
         hash_seed: int | None = None,
         kv_events: bool = False,
         hash_block: HashBlock | None = None,
     ) -> None:
         check_num_blocks(num_blocks)
-        self.limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens)
+        self.limits = admission.Limits(
+            layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens
+        )
         self.block_size = layout.block_size
         # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index. And a
         # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
@@ -123,7 +107,7 @@ class KVCacheManager:
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
         self.reservations = Reservations(self.core, self.limits)
         # Without a policy the sum of all reservations fits: no call of `grant` is needed then.
-        self.admission = None if policy is None else Admission(policy, self.limits)
+        self.admission = None if policy is None else admission.Admission(policy, self.limits)
         self._query_tokens = 0
         self._hit_tokens = 0
         self._shared_hit_tokens = 0
@@ -131,17 +115,17 @@ class KVCacheManager:
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def snapshot(self) -> ReservedTotals:
+    def snapshot(self) -> admission.ReservedTotals:
         """What is reserved now."""
-        return ReservedTotals(self.reservations.reserved, self.reservations.sequences)
+        return admission.ReservedTotals(self.reservations.reserved, self.reservations.sequences)
 
     def running(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies, in order of admission."""
         return self.reservations.snapshot(self.pool.usable, self.pool.used_full)
 
-    def decide(self, request: AdmissionRequest) -> Decision:
+    def decide(self, request: admission.AdmissionRequest) -> admission.Decision:
         """`admission.decide` against the current state; changes nothing."""
-        return decide(request, self.snapshot(), self.limits)
+        return admission.decide(request, self.snapshot(), self.limits)
 
     def admit(
         self,
@@ -153,8 +137,8 @@ class KVCacheManager:
         salt: str | bytes = "",
         tenant: str = "",
         produced: int = 0,
-        head: Head | None = None,
-    ) -> Admitted | Wait | Never:
+        head: admission.Head | None = None,
+    ) -> Admitted | admission.Wait | admission.Never:
         """Decide, lock the prefix hit and register the sequence, or change nothing.
 
         At least the last prompt token is left to compute: its logits are needed. The n - 1 other sequences
@@ -168,15 +152,15 @@ class KVCacheManager:
         row = self.sequences.next_row
         # Straight into the row that it would get: an unused row is no state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
-        request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
+        request = admission.AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else bytes(salt)
         early = self.decide(request) if self.admission is None else self._without_room(request)
-        if early is not None and not isinstance(early, Admit):
+        if early is not None and not isinstance(early, admission.Admit):
             return early
         count = self._find_hit(row, tokens, salt_bytes)
         if self.admission is not None:
             decision = self._decide_with_hit(self.admission, request, row, count, head)
-            if not isinstance(decision, Admit):
+            if not isinstance(decision, admission.Admit):
                 self._drop_hit(row, count)
                 return decision
         self._register(sequence_id, request, salt_bytes)
@@ -188,7 +172,7 @@ class KVCacheManager:
         self._shared_hit_tokens += shared
         return Admitted(row, hit, shared)
 
-    def start_of(self, request: AdmissionRequest) -> Head:
+    def start_of(self, request: admission.AdmissionRequest) -> admission.Head:
         """When a waiting request begins if all ends as forecast: what `admit` wants as ``head``."""
         assert self.admission is not None
         return self.admission.start_of(request, self.running(), self.reservations.requests())
@@ -219,41 +203,42 @@ class KVCacheManager:
         reach[rows.shared_tail[batch] != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
-    def _without_room(self, request: AdmissionRequest) -> Never | Wait | None:
-        never = refusal(request, self.limits)
+    def _without_room(self, request: admission.AdmissionRequest) -> admission.Never | admission.Wait | None:
+        never = admission.refusal(request, self.limits)
         if never is not None:
             return never
         short = self.reservations.sequences + request.n - self.limits.max_num_seqs
-        return Wait(WaitReason.SEQUENCES, 0, short) if short > 0 else None
+        return admission.Wait(admission.WaitReason.SEQUENCES, 0, short) if short > 0 else None
 
     def _decide_with_hit(
-        self, admission: Admission, request: AdmissionRequest, row: int, count: int, head: Head | None
-    ) -> Decision:
-        policy = admission.policy
+        self,
+        controller: admission.Admission,
+        request: admission.AdmissionRequest,
+        row: int,
+        count: int,
+        head: admission.Head | None,
+    ) -> admission.Decision:
+        policy = controller.policy
         if head is None and policy.tenant_blocks is None:
             reservation, margin = (
-                sum(split_reservation(request, self.limits)),
+                sum(admission.split_reservation(request, self.limits)),
                 policy.reserve * self.pool.usable,
             )
             if self.reservations.reserved + reservation + margin <= self.pool.usable:
-                return Admit(reservation)  # so do all reservations together: no schedule can go wrong
+                return admission.Admit(reservation)  # so do all reservations together: no schedule can go wrong
         lost = np.zeros(self.limits.max_num_seqs, np.int32)
         used, cached = hits.count_hit(self.core, row, count, lost)
         order = self.reservations.order()
-        return admission.decide(
+        return controller.decide(
             request,
             self.running(),
             self.reservations.requests(),
             hit_used=used,
             hit_cached=cached,
             private_lost=lost[order] if used else None,
-            tenant_reserved=self._tenant_reserved(request.tenant),
+            tenant_reserved=self.reservations.of_tenant(request.tenant) if policy.tenant_blocks else 0,
             head=head,
         )
-
-    def _tenant_reserved(self, tenant: str) -> int:
-        quota = self.admission is not None and self.admission.policy.tenant_blocks is not None
-        return self.reservations.of_tenant(tenant) if quota else 0
 
     def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
         if not np.shares_memory(tokens, self.core.tokens[row]):
@@ -270,12 +255,12 @@ class KVCacheManager:
             self.salts.leave(row)
         hits.drop_hit(self.core, row, count)
 
-    def _register(self, sequence_id: int, request: AdmissionRequest, salt: bytes) -> None:
+    def _register(self, sequence_id: int, request: admission.AdmissionRequest, salt: bytes) -> None:
         row = self.sequences.open(sequence_id)
         self.rows.limit[row] = request.total_tokens
         self.rows.request[row] = self.reservations.reserve(request, salt).slot
 
-    def leaving(self) -> Leaving:
+    def leaving(self) -> admission.Leaving:
         """In which order the running requests can finish, and what each gives back; walks all tables."""
         tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         place = {slot: entry for entry, slot in enumerate(self.reservations.by_slot)}
@@ -284,7 +269,9 @@ class KVCacheManager:
             for group in self._full:
                 tables.append(self.tables[group][row, :held])
                 owners.append(np.full(held, place[int(self.rows.request[row])]))
-        return last_owners(self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks)
+        return admission.last_owners(
+            self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks
+        )
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
         """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).
@@ -360,7 +347,7 @@ class KVCacheManager:
             raise errors.SequenceExists(f"sequence {child_id} is already live", field="child_id")
         reservation = self.reservations[parent]
         request, computed = reservation.request, int(self.rows.computed[parent])
-        if self.reservations.forks_left(reservation) == 0:
+        if self.requests.forks_left[reservation.slot] == 0:
             raise errors.ReservationExceeded(
                 f"sequence {parent_id} has no fork left of n = {request.n}",
                 field="n",
@@ -445,11 +432,9 @@ class KVCacheManager:
 
         Compiled, milliseconds for a large pool: what a server calls now and then between steps.
         """
-        counts, states = np.zeros((2, self.pool.num_blocks), np.int32)
-        owned = np.zeros(self.limits.max_num_seqs, np.int32)
-        law, _ = laws.broken_law(self.core, counts, states, owned)
-        self._violations += law != laws.HOLD
-        return laws.LAWS[law] or None
+        law = laws.first_broken(self.core)
+        self._violations += law is not None
+        return law
 
     # -- events ------------------------------------------------------------------------------------------
 

@@ -60,10 +60,6 @@ class Reservations:
         requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
         return reservation
 
-    def forks_left(self, reservation: Reservation) -> int:
-        """Sequences still to be forked."""
-        return int(self._requests.forks_left[reservation.slot])
-
     def fork(self, reservation: Reservation) -> None:
         """One of its sequences to come has come."""
         self._requests.forks_left[reservation.slot] -= 1

@@ -6,6 +6,8 @@ independently of it, says what is wrong.
 
 from __future__ import annotations
 
+import numpy as np
+
 from tonnage.cache.blocks.groups import FULL, STATE
 from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
 from tonnage.cache.compiled import compiled
@@ -24,6 +26,13 @@ LAWS = (
 )
 HOLD, CONSERVATION, NULL, REFERENCES, TABLES, WRITES, INDEX, REACH, RESERVATION = range(9)
 _FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
+
+
+def first_broken(core: Core) -> str | None:
+    """Name of the first broken law; None: all hold."""
+    counts, states = np.zeros((2, core.refs.size), np.int32)
+    law, _ = broken_law(core, counts, states, np.zeros(core.requests.size, np.int32))
+    return LAWS[law] or None
 
 
 @compiled
