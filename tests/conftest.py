@@ -24,6 +24,7 @@ LONGEST = (
     "tests/server/test_both_engines.py",
     "tests/server/test_vllm_embeddings.py",
     "tests/server/test_vllm_adapters.py",
+    "tests/server/test_one_step_loop.py",
     "tests/server/test_hf_engine.py",
     "tests/server/test_cli.py",
     "tests/server/test_hf_formats.py",

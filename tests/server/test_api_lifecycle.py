@@ -67,11 +67,21 @@ async def test_health_answers_while_the_model_loads(run_server, small_plan) -> N
 
 
 async def test_the_sdk_waits_for_a_loading_model(run_server, small_plan) -> None:
-    async with run_server(FakeEngine(small_plan(), load_seconds=1.0), ready=False) as server:
+    loaded = asyncio.Event()
+
+    class Loading(FakeEngine):
+        async def start(self) -> None:
+            await loaded.wait()
+            await super().start()
+
+    async with run_server(Loading(small_plan()), ready=False) as server:
         client = server.openai.with_options(max_retries=5)
-        answer = await client.completions.create(model="demo", prompt="hi", max_tokens=2)
-        assert answer.usage.completion_tokens == 2
-        assert server.state.accounts.outcomes["rejected"] >= 1
+        asked = asyncio.create_task(client.completions.create(model="demo", prompt="hi", max_tokens=2))
+        async with asyncio.timeout(PATIENCE):
+            while not server.state.accounts.outcomes["rejected"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        loaded.set()
+        assert (await asked).usage.completion_tokens == 2
 
 
 async def test_a_failed_start_is_told_and_the_engine_stopped(small_plan, tokenizer) -> None:
