@@ -101,6 +101,7 @@ def server() -> Iterator[str]:
     """
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024", "--max-num-seqs", "6"]
+    command += ["--max-num-batched-tokens", "256"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -41,7 +41,7 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 SEQUENCES = 2
 FLAGS = [
     *("--served-model-name", "demo", "--kv-cache-memory-bytes", "256MiB"),
-    *("--max-model-len", "1024", "--max-num-seqs", str(SEQUENCES)),
+    *("--max-model-len", "1024", "--max-num-seqs", str(SEQUENCES), "--max-num-batched-tokens", "256"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 ]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

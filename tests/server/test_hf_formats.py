@@ -73,6 +73,7 @@ def warm_weights(plan: Plan, what: str) -> int:
 def test_it_is_served_over_http_and_holds_the_planned_bytes_loaded_and_warm(what: str, gguf: Path) -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "32MiB", "--max-model-len", "512", "--max-num-seqs", "8", "--port", "0"]
+    flags += ["--max-num-batched-tokens", "256"]
     command = [sys.executable, "-m", "tonnage.server.cli", "serve"]
     command += [str(gguf)] if what == "gguf" else ["demo", "--quantization", what]
     plan = plan_for(str(gguf)) if what == "gguf" else plan_for("demo", quantization=what)
