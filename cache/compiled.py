@@ -31,7 +31,8 @@ class Compiler:
     """
 
     def __init__(self, sources: Path) -> None:
-        digest = xxhash.xxh3_64(numba.__version__.encode())
+        # numba keeps code by the path of its source, so another installation finds nothing in this folder.
+        digest = xxhash.xxh3_64(f"{numba.__version__} {sources.resolve()}".encode())
         for path in (Path(__file__), *sorted(sources.rglob("*.py"))):
             digest.update(path.read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tonnage"

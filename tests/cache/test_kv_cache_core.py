@@ -132,7 +132,7 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
         assert compiled.COMPILER.folder is None
         return
     folder = Path(compiled.__file__).parent
-    digest = xxhash.xxh3_64(numba.__version__.encode())
+    digest = xxhash.xxh3_64(f"{numba.__version__} {folder.resolve()}".encode())
     for path in [Path(compiled.__file__), *sorted(folder.rglob("*.py"))]:
         digest.update(path.read_bytes())
     assert compiled.COMPILER.folder is not None
