@@ -156,5 +156,5 @@ class ServerState:
                 f"the model is loading ({waited:.0f} s so far)",
                 retry_after_seconds=min(30.0, max(1.0, waited)),
             )
-        if not self.engine.stats().ready:
+        if not self.engine.ready:
             raise ApiError(ErrorCode.ENGINE_DEAD, "the engine is not running", retry_after_seconds=5)

@@ -75,6 +75,11 @@ class Engine(ABC):
     def stats(self) -> EngineStats:
         """A snapshot, from what is known: it never waits."""
 
+    @property
+    def ready(self) -> bool:
+        """It serves now. Asked for every request: to be answered without a snapshot where that costs."""
+        return self.stats().ready
+
     @abstractmethod
     def capacity(self) -> Capacity:
         """What it has after the load. Raises QueueFull before."""

@@ -198,9 +198,12 @@ class FakeEngine(Engine):
         if index is None:
             self._forget(request_id)
 
+    @property
+    def ready(self) -> bool:
+        return self._ready and self._dead is None
+
     def stats(self) -> EngineStats:
-        ready = self._ready and self._dead is None
-        stats = engine_stats(self.scheduler, self._generation_tokens, ready=ready)
+        stats = engine_stats(self.scheduler, self._generation_tokens, ready=self.ready)
         return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:

@@ -26,7 +26,7 @@ from tonnage.server.engines.stats import EngineStats, merged
 
 log = logging.getLogger("tonnage.server")
 
-_POLL_SECONDS = 0.1  # reading a snapshot costs microseconds
+_POLL_SECONDS = 0.1
 _WINDOW_SECONDS = 3600.0
 # Seconds before the first, second, ... restart of a series; the last one repeats. A series ends once an engine
 # has lived for a minute.
@@ -95,6 +95,10 @@ class SupervisedEngine(Engine):
     async def abort(self, request_id: str, index: int | None = None) -> None:
         await self._engine.abort(request_id, index)
 
+    @property
+    def ready(self) -> bool:
+        return self._engine.ready and not self._between
+
     def stats(self) -> EngineStats:
         stats = self._engine.stats()
         if self._before is not None:
@@ -119,7 +123,7 @@ class SupervisedEngine(Engine):
         attempt, since = 0, time.monotonic()
         while not self._stopping:
             await asyncio.sleep(_POLL_SECONDS)
-            if self._engine.stats().ready or self._stopping:
+            if self._engine.ready or self._stopping:
                 continue
             if time.monotonic() - since > _HEALTHY_SECONDS:
                 attempt = 0

@@ -90,7 +90,7 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises EngineDead; Ray then replaces this replica."""
-        if not self._engine.stats().ready:
+        if not self._engine.ready:
             raise EngineDead("the engine is not running")
 
     async def __del__(self) -> None:
