@@ -13,6 +13,9 @@ PORT ?= 8000
 POOL ?= 512MiB
 WORKERS ?= 2
 
+# Tests start some 80 processes: each would compile what it imports from the sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test lint dashboard soak clean
 

@@ -31,8 +31,9 @@ class Compiler:
     """
 
     def __init__(self, sources: Path) -> None:
-        # numba keeps code by the path of its source, so another installation finds nothing in this folder.
-        digest = xxhash.xxh3_64(f"{numba.__version__} {sources.resolve()}".encode())
+        # numba keeps code by the path of its source as it was imported (core/caching.py, 0.65), so another
+        # installation finds nothing in this folder.
+        digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
         for path in (Path(__file__), *sorted(sources.rglob("*.py"))):
             digest.update(path.read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tonnage"

@@ -13,34 +13,43 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # vLLM would bind each engine's only thread to the same core (platforms/cpu.py, 0.32).
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# Where a test wants two threads, they wait for each other asleep: one that spins keeps the other from its core.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A file is one worker's, with its servers. First the one that compiles what later ones load, beside it those
 # that need nothing of it, then the longest.
 FIRST = "tests/server/test_cold_start.py"
 MEANWHILE = "tests/planner/"
 LONGEST = (
+    "tests/server/vllm/",
     "tests/server/test_fields_honoured.py",
-    "tests/server/test_vllm_engine.py",
     "tests/server/test_both_engines.py",
-    "tests/server/test_vllm_embeddings.py",
-    "tests/server/test_vllm_adapters.py",
-    "tests/server/test_one_step_loop.py",
+    "tests/server/test_demo_model.py",
     "tests/server/test_hf_engine.py",
     "tests/server/test_cli.py",
+    "tests/server/test_vllm_embeddings.py",
+    "tests/server/test_hf_families.py",
     "tests/server/test_hf_formats.py",
-    "tests/server/test_demo_model.py",
+    "tests/server/test_one_step_loop.py",
+    "tests/server/test_supervision.py",
+    "tests/server/test_hf_runner.py",
     "tests/deploy/test_queries_live.py",
     "tests/server/test_hf_adjust.py",
     "tests/server/test_schema_generated.py",
-    "tests/server/test_hf_families.py",
+    "tests/server/test_hf_kv_dtype.py",
     "tests/cache/test_cache_random_operations.py",
     "tests/server/test_hf_http.py",
-    "tests/server/test_supervision.py",
+    "tests/server/test_hf_profile.py",
 )
 
 
+TOGETHER = ("tests/server/vllm/",)  # folders whose files share their servers
+
+
 def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+    """The file of a test, or the folder that goes together."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -132,7 +133,7 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
         assert compiled.COMPILER.folder is None
         return
     folder = Path(compiled.__file__).parent
-    digest = xxhash.xxh3_64(f"{numba.__version__} {folder.resolve()}".encode())
+    digest = xxhash.xxh3_64(f"{numba.__version__} {folder.absolute()}".encode())
     for path in [Path(compiled.__file__), *sorted(folder.rglob("*.py"))]:
         digest.update(path.read_bytes())
     assert compiled.COMPILER.folder is not None
@@ -147,7 +148,13 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
     assert before is not None
     assert before.is_relative_to(tmp_path / "kept")
     module.write_text("ONE = 2")
-    assert compiled.Compiler(tmp_path / "sources").folder != before
+    changed = compiled.Compiler(tmp_path / "sources").folder
+    assert changed != before
+    # Another installation with the same sources: what was compiled for this one is nothing to it.
+    for other in ("copied", "linked"):
+        twin = tmp_path / other
+        shutil.copytree(module.parent.parent, twin) if other == "copied" else twin.symlink_to("sources")
+        assert compiled.Compiler(twin).folder not in (changed, None)
 
 
 def test_where_nothing_can_be_kept_code_is_compiled_at_every_start(

@@ -161,6 +161,7 @@ async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
 async def test_the_same_tokens_when_requests_must_wait_for_blocks(
     prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
+    prompts, expected = prompts[1::2], expected[1::2]
     longest = max(map(len, prompts)) + TOKENS
     blocks = -(-longest // 16) + 8
     plan = plan_for(max_num_batched_tokens=32, kv_cache_memory_bytes=None)
@@ -197,7 +198,7 @@ async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(
 async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]]) -> None:
     async def leave(engine: HFEngine, number: int) -> None:
         params = SamplingParams(max_tokens=400, temperature=0.0)
-        request = GenerationRequest(str(number), tuple(prompts[number]), params, n=1 + number % 3)
+        request = GenerationRequest(str(number), tuple(prompts[number % 25]), params, n=1 + number % 3)
         stream = engine.generate(request)
         async for _ in stream:
             break

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
@@ -17,44 +13,27 @@ import httpx
 import openai
 import psutil
 import pytest
-from serving import BARE_ENVIRONMENT, PATIENCE, serving
+from serving import PATIENCE
+from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plan import Deployment, Plan
-from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
-
-POOL = 512 * 2**20
-FLAGS = ["--kv-cache-memory-bytes", str(POOL), "--max-model-len", "2048", "--max-num-seqs", "16"]
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time there was a fox who",
-    "def fibonacci(n):",
-    "Q: What is 12 times 12?\nA:",
-]
-MAX_TOKENS = 24
-
-# vLLM on its own, told nothing but the pool and the length; one prompt at a time.
-BARE = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    folder, pool, prompts, max_tokens = json.loads(sys.argv[1])
-    llm = LLM(folder, dtype="bfloat16", max_model_len=2048, kv_cache_memory_bytes=pool, enforce_eager=True)
-    texts = [llm.generate([p], SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
-             for p in prompts]
-    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
-    print("RESULT " + json.dumps({"texts": texts, "blocks": blocks}))
-"""
 
 
 def small_plan(**flags: Any) -> Plan:
     return make_plan(
         "demo",
-        Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=16, **flags),
+        Deployment(
+            engine="vllm",
+            kv_cache_memory_bytes=POOL,
+            max_model_len=LENGTH,
+            max_num_seqs=SEQUENCES,
+            **flags,
+        ),
     )
 
 
@@ -66,8 +45,8 @@ def test_the_plan_becomes_vllms_arguments() -> None:
         arguments["kv_cache_memory_bytes"] // plan.kv_cache.layout.bytes_per_block == plan.kv_cache.num_blocks
     )
     assert arguments["block_size"] == plan.kv_cache.layout.block_size == 128
-    assert arguments["max_model_len"] == 2048
-    assert arguments["max_num_seqs"] == 16
+    assert arguments["max_model_len"] == LENGTH
+    assert arguments["max_num_seqs"] == SEQUENCES
     assert engine_arguments(small_plan(dtype="float32"), enforce_eager=True)["kv_cache_dtype"] == "auto"
     fp8 = small_plan(kv_cache_dtype="fp8")
     assert engine_arguments(fp8, enforce_eager=True)["kv_cache_dtype"] == "fp8"
@@ -79,38 +58,6 @@ async def test_what_would_override_the_pool_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(DeploymentError, match=r"VLLM_CPU_KVCACHE_SPACE.*unset it"):
         await engine.start()
     await engine.stop()
-
-
-@pytest.fixture(scope="module")
-def bare() -> dict[str, Any]:
-    folder = str(ensure_demo())
-    done = subprocess.run(
-        [sys.executable, "-c", BARE, json.dumps([folder, POOL, PROMPTS, MAX_TOKENS])],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        env=os.environ | BARE_ENVIRONMENT,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return result
-
-
-@pytest.fixture(scope="module")
-def server(bare: dict[str, Any]) -> Iterator[str]:
-    """A real server with the vLLM backend; after the bare one, so that two do not compete for the cores."""
-    with serving("demo", "--backend", "vllm", *FLAGS) as url:
-        yield url
-
-
-@pytest.fixture
-def client(server: str) -> Iterator[openai.OpenAI]:
-    with (
-        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
-        openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, http_client=http) as made,
-    ):
-        yield made
 
 
 def memory(server: str) -> dict[str, Any]:
@@ -126,9 +73,9 @@ def until(condition: Any, server: str) -> None:
 
 
 @needs_vllm
-def test_block_count_is_the_plans(server: str, bare: dict[str, Any]) -> None:
+def test_block_count_is_the_plans(server: str, bare: Bare) -> None:
     report = memory(server)
-    assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == bare["blocks"]
+    assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == bare.blocks
     assert report["plan"]["kv_cache"]["num_blocks"] == small_plan().kv_cache.num_blocks
     assert report["measured"]["kv_pool_bytes"] == report["plan"]["ranks"][0]["kv_pool_bytes"]
     assert report["difference"]["kv_pool_bytes"] == 0
@@ -136,14 +83,14 @@ def test_block_count_is_the_plans(server: str, bare: dict[str, Any]) -> None:
 
 
 @needs_vllm
-def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: dict[str, Any]) -> None:
-    for prompt, expected in zip(PROMPTS, bare["texts"], strict=True):
+def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: Bare) -> None:
+    for prompt, expected in zip(PROMPTS, bare.texts, strict=True):
         answer = client.completions.create(model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
         assert answer.choices[0].text == expected
 
 
 @needs_vllm
-def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: dict[str, Any]) -> None:
+def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: Bare) -> None:
     chunks = list(
         client.completions.create(
             model="demo",
@@ -155,7 +102,7 @@ def test_stream_with_usage_is_the_same_text(client: openai.OpenAI, bare: dict[st
         )
     )
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-    assert text == bare["texts"][1]
+    assert text == bare.texts[1]
     usage = chunks[-1].usage
     assert usage is not None
     assert usage.completion_tokens == MAX_TOKENS
@@ -183,7 +130,7 @@ def test_what_never_fits_is_told_with_numbers(server: str, client: openai.OpenAI
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="hello " * 300, max_tokens=2000)
     assert caught.value.response.headers["x-should-retry"] == "false"
-    assert "2048" in caught.value.message
+    assert str(LENGTH) in caught.value.message
     # n sequences that fit one by one but never together: 13 x 16 blocks of 181
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="hello", max_tokens=2000, n=13)
@@ -206,6 +153,7 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
         httpx.Client(trust_env=False, timeout=PATIENCE) as http,
         http.stream("POST", f"{server}/v1/completions", json=body) as response,
     ):
+        assert response.status_code == 200, response.read()
         next(response.iter_lines())
         leave.wait(PATIENCE)
 
@@ -229,12 +177,13 @@ def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.O
     for _ in range(2):
         leave = threading.Event()
         with ThreadPoolExecutor(24) as threads:
+            streams = [threads.submit(stream_until, leave, server, number) for number in range(24)]
             try:
-                for number in range(24):
-                    threads.submit(stream_until, leave, server, number)
                 until(lambda: pool_is_full(server) and waiting(server) > 0, server)
             finally:
                 leave.set()
+        for stream in streams:
+            stream.result()
         until(lambda: memory(server)["pool"]["blocks"]["promised"] == 0, server)
         assert memory(server)["pool"]["blocks"]["used"] == 0
     # vLLM itself has let go of them: another pool full is served without waiting for the aborted ones.

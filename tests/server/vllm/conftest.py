@@ -1,0 +1,85 @@
+"""One bare vLLM and one server with the vLLM backend for all files here: the demo model and two adapters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from serving import BARE_ENVIRONMENT, PATIENCE, serving
+from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
+
+from tonnage.server.demo.model import ensure_demo
+
+# vLLM on its own, told nothing but the pool, the length and the slots; one prompt at a time.
+BARE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+if __name__ == "__main__":
+    folder, adapters, flags, prompts, adapted, max_tokens = json.loads(sys.argv[1])
+    llm = LLM(folder, dtype="bfloat16", enforce_eager=True, enable_lora=True, **flags,
+              worker_extension_cls="tonnage.server.engines.vllm.worker.WorkerExtension")
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    def ask(prompts, lora=None):
+        return [llm.generate([p], greedy, lora_request=lora)[0].outputs[0].text for p in prompts]
+    print("RESULT " + json.dumps({
+        "texts": ask(prompts),
+        "adapted": {n: ask(adapted, LoRARequest(n, i, p)) for i, (n, p) in enumerate(adapters.items(), 1)},
+        "slots": sum(llm.collective_rpc("tonnage_lora_memory")),
+        "blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+    }))
+"""
+
+
+@pytest.fixture(scope="package")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: make_adapter(folder / name, seed) for seed, name in enumerate(("first", "second"))}
+
+
+@pytest.fixture(scope="package")
+def bare(adapters: dict[str, Path]) -> Bare:
+    flags = {
+        "max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_loras": SLOTS, "max_lora_rank": RANK,
+    }  # fmt: skip
+    paths = {name: str(path) for name, path in adapters.items()}
+    asked = [str(ensure_demo()), paths, flags, PROMPTS, ADAPTED, MAX_TOKENS]
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        env=os.environ | BARE_ENVIRONMENT,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    return Bare(**json.loads(lines[0].removeprefix("RESULT ")))
+
+
+@pytest.fixture(scope="package")
+def server(adapters: dict[str, Path], bare: Bare) -> Iterator[str]:
+    """URL of a real server; after the bare one, so that two do not compete for the cores."""
+    flags = [
+        *("--kv-cache-memory-bytes", str(POOL), "--max-model-len", str(LENGTH)),
+        *("--max-num-seqs", str(SEQUENCES), "--enable-lora", "--max-loras", str(SLOTS)),
+        *("--max-lora-rank", str(RANK), "--lora-modules"),
+        ",".join(f"{name}={path}" for name, path in adapters.items()),
+    ]
+    with serving("demo", "--backend", "vllm", *flags) as url:
+        yield url
+
+
+@pytest.fixture
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with (
+        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
+        openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, http_client=http) as made,
+    ):
+        yield made
