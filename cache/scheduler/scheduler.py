@@ -20,16 +20,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
+from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.errors import CacheConfigError, InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.sequence import Counters, S, Step
 from tonnage.cache.sequences.tables import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes(Generic[S]):
+    """``order``, the first ``decodes`` of them with one token to compute, and how far each would go."""
+
+    order: list[S]
+    ids: list[int]
+    ends: list[int]
+    decodes: int
 
 
 class Scheduler(Generic[S]):
@@ -139,12 +151,11 @@ class Scheduler(Generic[S]):
         while True:
             todo, budget = list(self.running.values()), self.budget
             while todo and budget > 0:
-                order, ends = self._order(step, todo, budget)
-                granted = self.manager.grant([s.id for s in order], ends).tolist()
-                budget -= self._take(step, order, granted)
-                if len(order) == len(todo):
+                wishes = self._order(step, todo, budget)
+                budget -= self._take(step, wishes, self._grant(wishes))
+                if len(wishes.order) == len(todo):
                     break
-                asked = {s.id for s in order}
+                asked = {s.id for s in wishes.order}
                 todo = [s for s in todo if s.id not in asked]
             if step.picked or not self.running:
                 return budget
@@ -156,64 +167,63 @@ class Scheduler(Generic[S]):
     def _run_last_out(self, step: Step[S]) -> int:
         """The same by vLLM's rule: who gets no block preempts the last, all or nothing."""
         while self.running:
-            order, ends = self._order(step, list(self.running.values()), self.budget)
-            granted = self.manager.grant([s.id for s in order], ends).tolist()
-            if granted == ends:
-                return self.budget - self._take(step, order, granted)
+            wishes = self._order(step, list(self.running.values()), self.budget)
+            granted = self._grant(wishes)
+            if granted.tolist() == wishes.ends:
+                return self.budget - self._take(step, wishes, granted)
             self._preempt(step, [next(reversed(self.running.values()))])
         return self.budget
 
-    def _order(self, step: Step[S], sequences: list[S], budget: int) -> tuple[list[S], list[int]]:
+    def _order(self, step: Step[S], sequences: list[S], budget: int) -> _Wishes[S]:
         """Who may compute up to where in this step: decodes first, then prompts while the budget lasts."""
         order = [s for s in sequences if s.length - s.computed == 1]
         if not self.whole_prompts:
             order = order[:budget]
             budget -= len(order)
-        ends = [s.length for s in order]
-        if len(order) == len(sequences):
-            return order, ends
-        # There is room for the logits of most_logits tokens, and each sequence may want those of one.
-        spare = self.most_logits - step.rows - len(sequences)
-        for sequence in sequences:
-            left = sequence.length - sequence.computed
-            if left == 1:
-                continue
-            if budget <= 0:
-                break
-            chunk = min(budget, left)
-            if sequence.scores:
-                chunk = min(chunk, 1 + max(0, spare))
-                spare -= chunk - 1
-            budget -= chunk
-            order.append(sequence)
-            ends.append(sequence.computed + chunk)
-        return order, ends
+        ends, decodes = [s.length for s in order], len(order)
+        if decodes < len(sequences):
+            # There is room for the logits of most_logits tokens, and each sequence may want those of one.
+            spare = self.most_logits - step.rows - len(sequences)
+            for sequence in sequences:
+                left = sequence.length - sequence.computed
+                if left == 1:
+                    continue
+                if budget <= 0:
+                    break
+                chunk = min(budget, left)
+                if sequence.scores:
+                    chunk = min(chunk, 1 + max(0, spare))
+                    spare -= chunk - 1
+                budget -= chunk
+                order.append(sequence)
+                ends.append(sequence.computed + chunk)
+        return _Wishes(order, [s.id for s in order], ends, decodes)
 
-    def _take(self, step: Step[S], order: list[S], granted: list[int]) -> int:
+    def _grant(self, wishes: _Wishes[S]) -> Int64Array:
+        return self.manager.grant(wishes.ids, wishes.ends)
+
+    def _take(self, step: Step[S], wishes: _Wishes[S], granted: Int64Array) -> int:
         """Blocks for what was granted; returns the budget that it costs. Who is granted nothing stalls."""
-        picked: list[S] = []
-        ends: list[int] = []
-        decodes = cost = 0
-        for sequence, end in zip(order, granted, strict=True):
-            left = sequence.length - sequence.computed
-            sequence.chunk = chunk = end - sequence.computed
-            if chunk <= 0:
-                step.stalled.append(sequence)
-                continue
-            picked.append(sequence)
-            ends.append(end)
-            if chunk == left:
-                step.drawing.append(sequence)
-            if left == 1:
-                decodes += 1
-            else:
-                cost += chunk
-                step.rows += chunk if sequence.scores else chunk == left
+        order, ids, decodes, ends = wishes.order, wishes.ids, wishes.decodes, granted.tolist()
+        for sequence, end in zip(order, ends, strict=True):
+            sequence.chunk = end - sequence.computed
+        if ends != wishes.ends and (stalled := [s for s in order if s.chunk <= 0]):
+            step.stalled += stalled
+            decodes = sum([s.chunk > 0 for s in order[:decodes]])
+            order = [s for s in order if s.chunk > 0]
+            ids, granted = [s.id for s in order], np.array([s.computed + s.chunk for s in order], np.int64)
+        cost = 0 if self.whole_prompts else decodes
         step.rows += decodes
-        if picked:
-            step.copies += self.manager.extend_many([s.id for s in picked], ends)
-            step.picked += picked
-        return cost if self.whole_prompts else cost + decodes
+        step.drawing += order[:decodes]
+        for sequence in order[decodes:]:
+            cost += sequence.chunk
+            step.rows += sequence.chunk if sequence.scores else sequence.samples
+            if sequence.samples:
+                step.drawing.append(sequence)
+        if order:
+            step.copies += self.manager.extend_many(ids, granted)
+            step.picked += order
+        return cost
 
     # -- preemption --------------------------------------------------------------------------------------
 
@@ -262,9 +272,8 @@ class Scheduler(Generic[S]):
             self._start(sequence, answer)
             step.admitted.append(sequence)
             room = max(budget, sequence.length) if self.whole_prompts else budget
-            order, ends = self._order(step, [sequence], room)
-            granted = self.manager.grant([s.id for s in order], ends).tolist()
-            budget -= self._take(step, order, granted)
+            wishes = self._order(step, [sequence], room)
+            budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
 
     def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
@@ -302,10 +311,10 @@ class Scheduler(Generic[S]):
 
     def computed(self, picked: Rows[S]) -> None:
         """K/V of the chunks of ``picked`` is written: publish it in the prefix index."""
-        for sequence in picked:
-            sequence.computed += sequence.chunk
-            sequence.chunk = 0
-        self.manager.commit_many([s.id for s in picked], [s.computed for s in picked])
+        ends = [s.computed + s.chunk for s in picked]
+        self.manager.commit_many([s.id for s in picked], ends)
+        for sequence, end in zip(picked, ends, strict=True):
+            sequence.computed, sequence.chunk = end, 0
 
     def fork(self, parent: S, children: Iterable[S]) -> None:
         """The sequences that ``parent`` stood for, made by the engine, go on from what it has computed."""

@@ -29,6 +29,7 @@ class Sequences:
         self._unused = list(range(rows - 1, -1, -1))
         self._last_id: list[int | None] = [None] * rows
         self._finished: dict[int, int] = {}  # ids whose row has not been reused yet
+        self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)  # what `rows` said last
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -41,11 +42,14 @@ class Sequences:
         return row
 
     def rows(self, sequence_ids: Iterable[int]) -> Int64Array:
-        """Rows of live sequences, int64; raises as `row`."""
-        try:
-            return np.fromiter(map(self.row_of.__getitem__, sequence_ids), dtype=np.int64)
-        except KeyError as error:
-            raise self._missing(error.args[0]) from None
+        """Rows of live sequences, int64, not to be changed; raises as `row`."""
+        ids = tuple(sequence_ids)
+        if ids != self._asked[0]:  # in a step, and while nobody comes or goes, all calls are about the same
+            try:
+                self._asked = ids, np.fromiter(map(self.row_of.__getitem__, ids), dtype=np.int64)
+            except KeyError as error:
+                raise self._missing(error.args[0]) from None
+        return self._asked[1]
 
     @property
     def next_row(self) -> int:
@@ -70,6 +74,7 @@ class Sequences:
     def close(self, sequence_id: int) -> None:
         """Forget the row and remember the id as finished."""
         row = self.row_of.pop(sequence_id)
+        self._asked = (), np.zeros(0, np.int64)
         self._unused.append(row)
         self._last_id[row] = sequence_id
         self._finished[sequence_id] = row

@@ -270,9 +270,11 @@ class FakeEngine(Engine):
             if not sequence.generated:
                 sequence.queued = time.monotonic() - sequence.arrival
         for sequence, never in step.refused:
-            sequence.owner.sequences.remove(sequence)
+            owner = sequence.owner
+            owner.sequences.remove(sequence)
             for index in sequence.indices:
-                self._say(sequence, (), "error", index=index, error=str(never))
+                chunk = Chunk(owner.request.request_id, index, (), "error", sequence.cached, str(never))
+                self._said.append((owner, chunk))
         if step.picked:
             scheduler.computed(step.picked)
         drawing: list[_Sequence] = []
@@ -306,37 +308,35 @@ class FakeEngine(Engine):
     def _draw(self, drawing: list[_Sequence]) -> None:
         """The next token of each. It ends at a stop token or after max_tokens."""
         going: list[_Sequence] = []
+        tokens: list[int] = []
         for sequence in drawing:
-            params = sequence.owner.request.params
+            params, said = sequence.owner.request.params, sequence.said
             token = next(sequence.reply, None)
             if token is None or token in params.stop_token_ids:
                 self._say(sequence, (), "stop")
             else:
-                self._generation_tokens += 1
-                sequence.said.append(token)
-                reason: FinishReason | None = "length" if len(sequence.said) == params.max_tokens else None
-                self._say(sequence, (token,), reason)
-                if reason is None:
+                said.append(token)
+                if len(said) < params.max_tokens:
+                    self._say(sequence, (token,), None)
                     going.append(sequence)
+                    tokens.append(token)
                     continue
+                self._say(sequence, (token,), "length")
+                self._generation_tokens += 1
             self.scheduler.end(sequence, sequence.generated + 1)
             sequence.owner.sequences.remove(sequence)
         if going:
-            self.scheduler.append(going, [s.said[-1] for s in going])
+            self._generation_tokens += len(going)
+            self.scheduler.append(going, tokens)
 
-    def _say(
-        self,
-        sequence: _Sequence,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None,
-        *,
-        index: int | None = None,
-        error: str | None = None,
-    ) -> None:
-        request_id, cached = sequence.owner.request.request_id, sequence.cached
-        at = sequence.index if index is None else index
-        chunk = Chunk(request_id, at, token_ids, reason, cached, error, queued_seconds=sequence.queued)
-        self._said.append((sequence.owner, chunk))
+    def _say(self, sequence: _Sequence, token_ids: tuple[int, ...], reason: FinishReason | None) -> None:
+        owner = sequence.owner
+        # By place: with a keyword it costs a third more.
+        chunk = Chunk(
+            owner.request.request_id, sequence.index, token_ids, reason, sequence.cached,
+            None, (), (), (), sequence.queued,
+        )  # fmt: skip
+        self._said.append((owner, chunk))
 
     def _drop(self, sequence: _Sequence) -> None:
         self.scheduler.drop(sequence)

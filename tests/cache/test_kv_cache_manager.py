@@ -70,6 +70,22 @@ def blocks_of(manager: KVCacheManager, sequence: int, group: int = 0) -> list[in
     return row[: np.flatnonzero(row)[-1] + 1].tolist() if row.any() else []
 
 
+def test_the_same_ids_in_other_rows_are_found_there() -> None:
+    manager = make()
+    start(manager, 1, [1] * 6)
+    start(manager, 2, [2] * 6)
+    manager.extend_many([1, 2], [7, 7])
+    before = [manager.row(1), manager.row(2)]
+    manager.free(1)
+    manager.free(2)
+    manager.admit(1, [1] * 6, 8)
+    manager.admit(2, [2] * 9, 8)
+    assert [manager.row(1), manager.row(2)] == before[::-1]
+    manager.extend_many([1, 2], [6, 9])
+    assert [int(manager.rows.slots[manager.row(id)]) for id in (1, 2)] == [6, 9]
+    manager.check_invariants()
+
+
 def test_a_hit_shares_blocks_of_a_live_and_of_a_finished_sequence() -> None:
     manager = make()
     assert start(manager, 1, list(range(18))) == 0

@@ -20,6 +20,8 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.errors import DoesNotFit
 from tonnage.server.app import create_app
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.stats import EngineStats
+from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.settings import Settings
 
 
@@ -167,6 +169,23 @@ async def test_a_full_queue_says_when_to_come_back(run_server, small_plan) -> No
         ))  # fmt: skip
         assert [(await task).status_code for task in long] == [200, 200]
         assert server.state.accounts.refused["wait", "max_num_queued_reqs"] >= 3
+
+
+async def test_a_request_asks_for_no_snapshot_of_the_engine(run_server, small_plan) -> None:
+    asked = 0
+
+    class Counted(FakeEngine):
+        def stats(self) -> EngineStats:
+            nonlocal asked
+            asked += 1
+            return super().stats()
+
+    engine = Counted(small_plan())
+    async with run_server(engine, served=SupervisedEngine(lambda: engine)) as server:
+        before = asked
+        assert (await server.complete(max_tokens=2)).status_code == 200
+        assert (await server.http.get("/ready")).status_code == 200
+        assert asked == before
 
 
 async def test_requests_wait_for_blocks_and_all_are_served(run_server, small_plan) -> None:
