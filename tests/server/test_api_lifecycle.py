@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,14 +15,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvloop
 from serving import PATIENCE
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.errors import DoesNotFit
 from tonnage.server.app import create_app
+from tonnage.server.commands.serve import accepting, listen
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.engines.supervisor import SupervisedEngine
+from tonnage.server.http.turns import BEGIN_A_ROUND
 from tonnage.server.settings import Settings
 
 
@@ -188,6 +192,30 @@ async def test_a_request_asks_for_no_snapshot_of_the_engine(run_server, small_pl
         assert asked == before
 
 
+def test_of_a_burst_of_connections_several_are_accepted_in_one_round() -> None:
+    rounds, accepted = 0, list[int]()
+
+    class Connection(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            accepted.append(rounds)
+            transport.close()
+
+    async def burst() -> None:
+        nonlocal rounds
+        loop, sock = asyncio.get_running_loop(), listen("127.0.0.1", 0)
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(64)]
+        servers = [await loop.create_server(Connection, sock=one) for one in accepting(sock)]
+        while len(accepted) < 64:
+            rounds += 1
+            await asyncio.sleep(0)
+        for closed in (*clients, *servers):
+            closed.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(burst(), PATIENCE))
+    assert len(set(accepted)) <= 2 * 64 // BEGIN_A_ROUND  # uvloop alone: in each of 64 rounds one
+
+
 async def test_requests_wait_for_blocks_and_all_are_served(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(33, max_model_len=256), token_rate=2000)  # 32 blocks: four at a time
     async with run_server(engine) as server:
@@ -351,6 +379,7 @@ def test_the_api_process_imports_no_torch(small_plan) -> None:
         import httpx
         from tonnage.planner.build import make_plan
         from tonnage.server.app import create_app
+from tonnage.server.commands.serve import accepting, listen
         from tonnage.server.engines.fake import FakeEngine
         from tonnage.server.settings import Settings
 
