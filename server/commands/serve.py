@@ -29,7 +29,6 @@ from tonnage.server.commands.launch import (
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol
-from tonnage.server.http.turns import BEGIN_A_ROUND
 from tonnage.server.observe.logs import configure
 from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import Settings
@@ -42,6 +41,11 @@ _GRACE_SECONDS = 1
 
 # Turns of 50 ms in which a client that is behind can still read its answer's last event.
 _LAST_EVENT_TURNS = 100
+
+# Connections accepted in one round of the event loop. When 512 clients come at once, the worst and the second
+# worst probe of /health take 101 to 1,263 and 19 to 37 ms with 1, 65 to 299 and 19 to 72 with 4, 114 to 383 and
+# 37 to 162 with 8 (benchmarks/server.py, load 5 to 6).
+ACCEPTED_A_ROUND = 4
 
 _EPILOG = """
 Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
@@ -159,10 +163,9 @@ def accepting(sock: socket.socket) -> list[socket.socket]:
     """The socket and copies of it, to be served together; whoever serves them closes them.
 
     uvloop (libuv 1.52, uv__server_io) accepts one connection of a socket in a round of the event loop, asyncio
-    all that wait. With 512 clients at once a probe of /health stood behind them for 512 rounds, up to 0.6 s
-    (benchmarks/server.py). So many are accepted in a round as may begin in it.
+    all that wait. With 512 clients at once a probe of /health stood behind them for 512 rounds.
     """
-    return [sock, *(sock.dup() for _ in range(BEGIN_A_ROUND - 1))]
+    return [sock, *(sock.dup() for _ in range(ACCEPTED_A_ROUND - 1))]
 
 
 class _Stop:

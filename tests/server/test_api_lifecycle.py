@@ -21,11 +21,10 @@ from serving import PATIENCE
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.errors import DoesNotFit
 from tonnage.server.app import create_app
-from tonnage.server.commands.serve import accepting, listen
+from tonnage.server.commands.serve import ACCEPTED_A_ROUND, accepting, listen
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.engines.supervisor import SupervisedEngine
-from tonnage.server.http.turns import BEGIN_A_ROUND
 from tonnage.server.settings import Settings
 
 
@@ -213,7 +212,7 @@ def test_of_a_burst_of_connections_several_are_accepted_in_one_round() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(burst(), PATIENCE))
-    assert len(set(accepted)) <= 2 * 64 // BEGIN_A_ROUND  # uvloop alone: in each of 64 rounds one
+    assert len(set(accepted)) <= 2 * 64 // ACCEPTED_A_ROUND  # uvloop alone: in each of 64 rounds one
 
 
 async def test_requests_wait_for_blocks_and_all_are_served(run_server, small_plan) -> None:
@@ -379,7 +378,7 @@ def test_the_api_process_imports_no_torch(small_plan) -> None:
         import httpx
         from tonnage.planner.build import make_plan
         from tonnage.server.app import create_app
-from tonnage.server.commands.serve import accepting, listen
+from tonnage.server.commands.serve import ACCEPTED_A_ROUND, accepting, listen
         from tonnage.server.engines.fake import FakeEngine
         from tonnage.server.settings import Settings
 
