@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tonnage.cache.admission import Admission, AdmissionMode, AdmissionRequest, Policy
-from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, read_trace
@@ -43,15 +43,12 @@ POLICIES = {
 }
 
 
-class Oracle(Admission):
+class Oracle(LengthForecast):
     """Told the true output length of each request, in its tenant's name."""
 
-    def _left(
-        self, request: AdmissionRequest, snapshot: RunningSnapshot, running: list[AdmissionRequest]
-    ) -> np.ndarray:
-        true = np.array([int(r.tenant) - r.produced for r in [*running, request]], dtype=np.int64)
-        true[:-1] -= snapshot.output
-        return np.maximum(true, 1)
+    def left(self, output: np.ndarray, output_left: np.ndarray, keys: list[str] | None = None) -> np.ndarray:
+        true = np.array([int(key) for key in keys or ()], dtype=np.int64)
+        return np.maximum(true - output, 1)
 
 
 def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str, object]:
@@ -79,8 +76,7 @@ def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str
     )
     simulator = Simulator(trace, setup)
     if name == "oracle":
-        oracle = Oracle(policy, simulator.manager.limits)
-        simulator.scheduler.admission = simulator.manager.admission = oracle
+        simulator.manager.admission.forecast = Oracle(policy.quantile)
     begin = time.process_time()
     result = simulator.run()
     cpu = time.process_time() - begin

@@ -16,24 +16,22 @@ Every error is raised before anything changes. Not thread-safe: one scheduler ow
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tonnage.cache import admission, errors
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.groups import FULL, in_order, kind_of, num_full, num_states, paged
+from tonnage.cache.blocks.groups import num_full, num_states, paged
 from tonnage.cache.blocks.pool import BlockPool, check_num_blocks
 from tonnage.cache.blocks.state import Int32Array, Int64Array, columns, new_core
 from tonnage.cache.eviction.choice import Eviction
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.laws.invariants import check_invariants
-from tonnage.cache.prefix import hits
-from tonnage.cache.prefix.events import AllBlocksCleared, EventLog, Subscriber
-from tonnage.cache.prefix.hashing import HashBlock, hash_rows, seed_of
-from tonnage.cache.prefix.index import PrefixIndex
-from tonnage.cache.prefix.salts import Salts
+from tonnage.cache.prefix.cache import PrefixCache
+from tonnage.cache.prefix.events import Subscriber
+from tonnage.cache.prefix.hashing import HashBlock, seed_of
 from tonnage.cache.results import Admitted, BlockCopy, CacheStats
 from tonnage.cache.sequences import steps
 from tonnage.cache.sequences.refusals import refused
@@ -51,8 +49,8 @@ class KVCacheManager:
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
     reservation depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
-    ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function of their own, slow. Raises
-    CacheConfigError for limits that cannot work.
+    ``policy`` None: ``no_evict``. ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function
+    of their own, slow. Raises CacheConfigError for limits that cannot work.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class KVCacheManager:
         self.block_size = layout.block_size
         # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index. And a
         # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
-        self.prefix_caching = enable_prefix_caching and num_full(layout) > 0 and num_states(layout) == 0
+        caching = enable_prefix_caching and num_full(layout) > 0 and num_states(layout) == 0
         key = secrets.randbits(64) if hash_seed is None else hash_seed
         self.core = new_core(  # all that compiled code knows
             layout,
@@ -85,7 +83,7 @@ class KVCacheManager:
             rows=max_num_seqs,
             max_model_len=max_model_len,
             max_step=max_num_batched_tokens,
-            caching=self.prefix_caching,
+            caching=caching,
             seed=seed_of(b"", key),
             logged=kv_events,
             learning=eviction != "lru",
@@ -93,39 +91,22 @@ class KVCacheManager:
         self.rows, self.requests = columns(self.core.rows), columns(self.core.requests)
         self.counts, self.model = columns(self.core.pool), columns(self.core.model)
         self.pool = BlockPool(self.core)
-        self.index = PrefixIndex(self.core) if self.prefix_caching else None
-        self._events = EventLog(self.core) if kv_events else None
-        groups = len(paged(layout))
-        self.tables: tuple[Int32Array, ...] = tuple(
-            self.core.tables[:groups]
-        )  # [rows, max_blocks] by paged group
-        self.states: tuple[Int32Array, ...] = tuple(self.core.tables[groups:, :, 0])  # [rows] by state group
-        self._full = [at for at, group in enumerate(in_order(layout)) if kind_of(group) == FULL]
+        self.prefix = PrefixCache(self.core, key, hash_block)
+        groups = len(paged(layout))  # [rows, max_blocks] by paged group, [rows] by state group:
+        self.tables: tuple[Int32Array, ...] = tuple(self.core.tables[:groups])
+        self.states: tuple[Int32Array, ...] = tuple(self.core.tables[groups:, :, 0])
         self.sequences = Sequences(max_num_seqs)
-        self.salts = Salts(self.core, key)
-        self._hash_block = hash_block
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
         self.reservations = Reservations(self.core, self.limits)
-        # Without a policy the sum of all reservations fits: no call of `grant` is needed then.
-        self.admission = None if policy is None else admission.Admission(policy, self.limits)
-        self._query_tokens = 0
-        self._hit_tokens = 0
-        self._shared_hit_tokens = 0
+        no_evict = admission.Policy(admission.AdmissionMode.NO_EVICT)
+        self.admission = admission.Admission(policy or no_evict, self.reservations)
         self._violations = 0
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def snapshot(self) -> admission.ReservedTotals:
-        """What is reserved now."""
-        return admission.ReservedTotals(self.reservations.reserved, self.reservations.sequences)
-
     def running(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies, in order of admission."""
-        return self.reservations.snapshot(self.pool.usable, self.pool.used_full)
-
-    def decide(self, request: admission.AdmissionRequest) -> admission.Decision:
-        """`admission.decide` against the current state; changes nothing."""
-        return admission.decide(request, self.snapshot(), self.limits)
+        return self.reservations.snapshot()
 
     def admit(
         self,
@@ -153,29 +134,23 @@ class KVCacheManager:
         # Straight into the row that it would get: an unused row is no state.
         tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
         request = admission.AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced)
+        decision = self.admission.decide_early(request, head)
+        if decision is not None and not isinstance(decision, admission.Admit):
+            return decision
         salt_bytes = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else bytes(salt)
-        early = self.decide(request) if self.admission is None else self._without_room(request)
-        if early is not None and not isinstance(early, admission.Admit):
-            return early
-        count = self._find_hit(row, tokens, salt_bytes)
-        if self.admission is not None:
-            decision = self._decide_with_hit(self.admission, request, row, count, head)
-            if not isinstance(decision, admission.Admit):
-                self._drop_hit(row, count)
-                return decision
-        self._register(sequence_id, request, salt_bytes)
-        hits.lock_hit(self.core, row, count)
-        hit = count * self.block_size
-        self._query_tokens += len(tokens)
-        self._hit_tokens += hit
-        shared = (count if not salt_bytes else min(count, int(self.rows.shared[row]))) * self.block_size
-        self._shared_hit_tokens += shared
-        return Admitted(row, hit, shared)
+        hit = self.prefix.find(row, tokens, salt_bytes)
+        decision = decision or self.admission.decide(request, row, hit, head)
+        if not isinstance(decision, admission.Admit):
+            self.prefix.drop(row, hit)
+            return decision
+        self.sequences.open(sequence_id)
+        self.rows.limit[row] = request.total_tokens
+        self.rows.request[row] = self.reservations.reserve(request, salt_bytes).slot
+        return self.prefix.take(row, hit)
 
     def start_of(self, request: admission.AdmissionRequest) -> admission.Head:
         """When a waiting request begins if all ends as forecast: what `admit` wants as ``head``."""
-        assert self.admission is not None
-        return self.admission.start_of(request, self.running(), self.reservations.requests())
+        return self.admission.start_of(request)
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
         """How far each sequence may be extended in this step, int64; changes nothing.
@@ -185,107 +160,12 @@ class KVCacheManager:
         next. In guaranteed mode, whoever asks for all running sequences is never refused all of them; in the
         others `Admission.victim` says whom to preempt then.
         """
-        batch, ends, _ = self._batch(sequence_ids, num_tokens, "num_tokens")
-        if self.admission is None or self.reservations.reserved <= self.pool.usable:
-            return ends  # all that was ever reserved fits at once: nobody can be in another's way
-        wanted = np.zeros(len(batch), np.int64)
-        steps.wanted_blocks(self.core, batch, ends, wanted)
-        if not wanted.any():
-            return ends
-        entries = self.entries(sequence_ids)
-        granted = self.admission.grant(self.running(), entries, wanted, self.leaving)
-        short = granted < wanted
-        if not short.any():
-            return ends
-        rows, size = self.rows, self.block_size
-        reach = rows.room[batch] + granted // len(self._full) * size
-        # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
-        reach[rows.shared_tail[batch] != 0] = 0
-        return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
+        batch = self.sequences.rows(sequence_ids)
+        return self.admission.grant(batch, _ends(batch, num_tokens, "num_tokens"))
 
-    def _without_room(self, request: admission.AdmissionRequest) -> admission.Never | admission.Wait | None:
-        never = admission.refusal(request, self.limits)
-        if never is not None:
-            return never
-        short = self.reservations.sequences + request.n - self.limits.max_num_seqs
-        return admission.Wait(admission.WaitReason.SEQUENCES, 0, short) if short > 0 else None
-
-    def _decide_with_hit(
-        self,
-        controller: admission.Admission,
-        request: admission.AdmissionRequest,
-        row: int,
-        count: int,
-        head: admission.Head | None,
-    ) -> admission.Decision:
-        policy = controller.policy
-        if head is None and policy.tenant_blocks is None:
-            reservation, margin = (
-                sum(admission.split_reservation(request, self.limits)),
-                policy.reserve * self.pool.usable,
-            )
-            if self.reservations.reserved + reservation + margin <= self.pool.usable:
-                return admission.Admit(reservation)  # so do all reservations together: no schedule can go wrong
-        lost = np.zeros(self.limits.max_num_seqs, np.int32)
-        used, cached = hits.count_hit(self.core, row, count, lost)
-        order = self.reservations.order()
-        return controller.decide(
-            request,
-            self.running(),
-            self.reservations.requests(),
-            hit_used=used,
-            hit_cached=cached,
-            private_lost=lost[order] if used else None,
-            tenant_reserved=self.reservations.of_tenant(request.tenant) if policy.tenant_blocks else 0,
-            head=head,
-        )
-
-    def _find_hit(self, row: int, tokens: Int32Array, salt: bytes) -> int:
-        if not np.shares_memory(tokens, self.core.tokens[row]):
-            self.core.tokens[row, : len(tokens)] = tokens
-        self.rows.length[row] = len(tokens)
-        if not self.prefix_caching:
-            return 0
-        self.salts.enter(row, salt, tokens)
-        self._hash((row,))
-        return hits.find_hit(self.core, row)
-
-    def _drop_hit(self, row: int, count: int) -> None:
-        if self.prefix_caching:
-            self.salts.leave(row)
-        hits.drop_hit(self.core, row, count)
-
-    def _register(self, sequence_id: int, request: admission.AdmissionRequest, salt: bytes) -> None:
-        row = self.sequences.open(sequence_id)
-        self.rows.limit[row] = request.total_tokens
-        self.rows.request[row] = self.reservations.reserve(request, salt).slot
-
-    def leaving(self) -> admission.Leaving:
-        """In which order the running requests can finish, and what each gives back; walks all tables."""
-        tables, owners = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-        place = {slot: entry for entry, slot in enumerate(self.reservations.by_slot)}
-        for row in self.sequences.row_of.values():
-            held = int(self.rows.room[row]) // self.block_size
-            for group in self._full:
-                tables.append(self.tables[group][row, :held])
-                owners.append(np.full(held, place[int(self.rows.request[row])]))
-        return admission.last_owners(
-            self.running(), np.concatenate(tables), np.concatenate(owners), self.pool.num_blocks
-        )
-
-    def allow_prefix(self, token_ids: TokenIds) -> None:
-        """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).
-
-        Holds for requests admitted from now on; the longest allowed prefix that a prompt starts with counts.
-        Raises InvalidRequest when it is shorter than a block.
-        """
-        tokens = token_array(token_ids)
-        whole = len(tokens) // self.block_size * self.block_size
-        if whole == 0:
-            raise errors.InvalidRequest(
-                f"{len(tokens)} tokens are less than a block of {self.block_size}", field="token_ids"
-            )
-        self.salts.allow(tokens[:whole], self.block_size)
+    def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
+        """Index of each sequence's request in the arrays of `running`; int64."""
+        return self.reservations.entries(self.sequences.rows(sequence_ids))
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -297,12 +177,12 @@ class KVCacheManager:
         Raises ReservationExceeded beyond prompt + max_tokens or max_num_batched_tokens beyond what is
         committed, NoFreeBlocks when the pool has too few (which a scheduler that follows admission never sees).
         """
-        return self._step(steps.EXTEND, sequence_ids, *self._batch(sequence_ids, num_tokens, "num_tokens"))
+        return self._step(steps.EXTEND, sequence_ids, num_tokens)
 
     def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
         """A token that the model produced for each of the distinct sequences; as an array [sequences, count],
         so many for each. Raises ReservationExceeded beyond prompt + max_tokens."""
-        self._step(steps.APPEND, sequence_ids, *self._batch_tokens(sequence_ids, token_ids))
+        self._step(steps.APPEND, sequence_ids, token_ids)
 
     def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
@@ -311,7 +191,7 @@ class KVCacheManager:
         Raises OutOfOrder when it goes back, passes what `extend_many` has made writable, or passes the tokens
         known.
         """
-        self._step(steps.COMMIT, sequence_ids, *self._batch(sequence_ids, num_computed, "num_computed"))
+        self._step(steps.COMMIT, sequence_ids, num_computed)
 
     def decode_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
@@ -319,18 +199,25 @@ class KVCacheManager:
         The same as `commit_many` to all known tokens, `append_many` and `extend_many` to one more, all or
         nothing; raises as they do.
         """
-        return self._step(steps.DECODE, sequence_ids, *self._batch_tokens(sequence_ids, token_ids))
+        return self._step(steps.DECODE, sequence_ids, token_ids)
 
-    def wanted_blocks(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
-        """Blocks of full groups that `extend_many` would take for each sequence, copies included; int64."""
-        batch, ends, _ = self._batch(sequence_ids, num_tokens, "num_tokens")
-        wanted = np.zeros(len(batch), np.int64)
-        steps.wanted_blocks(self.core, batch, ends, wanted)
-        return wanted
-
-    def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
-        """Index of each sequence's request in the arrays of `running`; int64."""
-        return self.reservations.entries(self.sequences.rows(sequence_ids))
+    def _step(self, what: int, sequence_ids: Sequence[int], values: TokenIds) -> tuple[BlockCopy, ...]:
+        batch, ends, tokens = self.sequences.rows(sequence_ids), _NO_ENDS, _NO_TOKENS
+        if what & steps.APPEND:
+            tokens = _tokens(batch, values)
+        else:
+            ends = _ends(batch, values, "num_computed" if what == steps.COMMIT else "num_tokens")
+        if what & steps.COMMIT:
+            self.prefix.hash_with_own(batch)
+        code, at = steps.step(self.core, what, batch, ends, tokens, self._copies)
+        self.prefix.tell()
+        if code != steps.OK:
+            count = len(tokens) // len(batch)
+            new = tokens[at * count : at * count + count]
+            raise refused(self.core, code, sequence_ids[at], int(batch[at]), ends[at:], new)
+        if at == 0 or not what & steps.EXTEND:
+            return ()
+        return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :at].T.tolist())
 
     # -- fork and free -----------------------------------------------------------------------------------
 
@@ -362,17 +249,18 @@ class KVCacheManager:
         child = self.sequences.open(child_id)
         self.reservations.fork(reservation)
         steps.share(self.core, parent, child)
-        self.salts.share(child)
+        self.prefix.salts.share(child)
         return child
 
     def free(self, sequence_id: int) -> None:
         """Give back the blocks, last block first, and at once the reservation. Published blocks stay cached and
         reusable; the others are reused before any cached one. Raises DoubleFree, UnknownSequence."""
-        if self.sequences.finished(sequence_id):
-            raise errors.DoubleFree(f"sequence {sequence_id} has already been freed", field="sequence_id")
-        row = self.sequences.row(sequence_id)
+        try:
+            row = self.sequences.row(sequence_id)
+        except errors.SequenceFinished as error:
+            raise errors.DoubleFree(str(error), field="sequence_id") from None
         reservation = self.reservations[row]
-        self.salts.leave(row)
+        self.prefix.salts.leave(row)
         steps.leave(self.core, row)
         self.sequences.close(sequence_id)
         self.reservations.give_back(reservation)
@@ -415,9 +303,9 @@ class KVCacheManager:
             sequences=len(self.sequences),
             evictions=int(counts.evicted.sum()),
             evictions_by_cause=tuple(counts.evicted[0].tolist()),
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            shared_hit_tokens=self._shared_hit_tokens,
+            query_tokens=self.prefix.query_tokens,
+            hit_tokens=self.prefix.hit_tokens,
+            shared_hit_tokens=self.prefix.shared_hit_tokens,
             merged=int(counts.merged[0]),
             violations=self._violations,
         )
@@ -436,16 +324,20 @@ class KVCacheManager:
         self._violations += law is not None
         return law
 
-    # -- events ------------------------------------------------------------------------------------------
+    # -- the prefix cache --------------------------------------------------------------------------------
+
+    def allow_prefix(self, token_ids: TokenIds) -> None:
+        """Let every salt share the whole blocks of this prefix (a system prompt that is no secret).
+
+        Holds for requests admitted from now on; the longest allowed prefix that a prompt starts with counts.
+        Raises InvalidRequest when it is shorter than a block.
+        """
+        self.prefix.allow(token_array(token_ids))
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` with the KV events of every call that has any. Raises CacheConfigError unless the
         manager was made with ``kv_events``."""
-        if self._events is None:
-            raise errors.CacheConfigError(
-                "KV events are off", field="kv_events", hint="make the manager with kv_events"
-            )
-        self._events.subscribe(subscriber)
+        self.prefix.subscribe(subscriber)
 
     def reset_prefix_cache(self) -> None:
         """Forget everything cached, e.g. after the weights have changed. Raises CacheBusy while a sequence
@@ -456,52 +348,22 @@ class KVCacheManager:
                 field="sequences",
                 hint="finish or abort them first",
             )
-        if self.index is not None and self.pool.cached:
-            self.index.evict(self.pool.cached)
-            self.counts.removed[0] = 0
-            self.model.span[0] = self.model.alive[0] = 0  # LRU would have nothing left, either
-        if self._events is not None:
-            self._events.tell([AllBlocksCleared()])
+        self.prefix.forget()
 
-    # -- inside ------------------------------------------------------------------------------------------
 
-    def _step(
-        self, what: int, sequence_ids: Sequence[int], batch: Int64Array, ends: Int64Array, tokens: Int32Array
-    ) -> tuple[BlockCopy, ...]:
-        if self._hash_block is not None and what & steps.COMMIT:
-            self._hash(batch)
-        code, at = steps.step(self.core, what, batch, ends, tokens, self._copies)
-        if self._events is not None:
-            self._events.flush()
-        if code != steps.OK:
-            count = len(tokens) // len(batch)
-            new = tokens[at * count : at * count + count]
-            raise refused(self.core, code, sequence_ids[at], int(batch[at]), ends[at:], new)
-        if at == 0 or not what & steps.EXTEND:
-            return ()
-        return tuple(BlockCopy(src, dst) for src, dst in self._copies[:, :at].T.tolist())
+def _ends(batch: Int64Array, values: TokenIds, field: str) -> Int64Array:
+    ends: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
+    if ends.shape != batch.shape:
+        raise errors.InvalidRequest(f"{len(batch)} sequences, {ends.size} numbers", field=field)
+    return ends
 
-    def _batch(
-        self, sequence_ids: Sequence[int], values: TokenIds, field: str
-    ) -> tuple[Int64Array, Int64Array, Int32Array]:
-        batch = self.sequences.rows(sequence_ids)
-        numbers: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
-        if numbers.shape != batch.shape:
-            raise errors.InvalidRequest(f"{len(batch)} sequences, {numbers.size} numbers", field=field)
-        return batch, numbers, _NO_TOKENS
 
-    def _batch_tokens(
-        self, sequence_ids: Sequence[int], token_ids: TokenIds
-    ) -> tuple[Int64Array, Int64Array, Int32Array]:
-        count = 1
-        if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
-            count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
-        batch, tokens = self.sequences.rows(sequence_ids), token_array(token_ids, signed=True)
-        if tokens.size != batch.size * count:
-            raise errors.InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
-        return batch, _NO_ENDS, tokens
-
-    def _hash(self, batch: Iterable[int]) -> None:
-        """With a hash function of the tests' own: what the compiled loop does otherwise."""
-        if self._hash_block is not None and self.prefix_caching:
-            hash_rows(self.core, batch, self._hash_block, self.block_size)
+def _tokens(batch: Int64Array, values: TokenIds) -> Int32Array:
+    """int32 [rows * count] of one token for each row, or of an array [rows, count]."""
+    count = 1
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        count, values = values.shape[1], values.reshape(-1)
+    tokens = token_array(values, signed=True)
+    if tokens.size != batch.size * count:
+        raise errors.InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
+    return tokens

@@ -2,14 +2,16 @@
 
 =============== ==================================================================================
 ``types``       requests, limits, answers
-``reservation``     the most blocks one request can ever hold; what can never fit
-``sum_rule``    admit while the sum of the reservations fits (for engines that count their own blocks)
+``reservation`` the most blocks one request can ever hold; what can never fit
+``ledger``      what is reserved for the running requests
+``snapshot``    what admission reads of them
 ``safety``      the law of guaranteed mode: states in which everybody can still finish
 ``peak``        the most blocks the running requests will hold over time, for given remaining lengths
 ``forecast``    output lengths still to come, learned from those that have ended
 ``passing``     when the head of the queue begins: who may pass it
-``policy``      guaranteed, predictive, greedy: `decide_running`
-``controller``  the policy together with what it has learned: what a manager asks
+``policy``      guaranteed, predictive, greedy, no_evict: the rules of each
+``controller``  policy, ledger and forecast together: what a manager asks
+``sum_rule``    admit while the sum of the reservations fits, for engines that count their own blocks
 =============== ==================================================================================
 """
 

@@ -10,7 +10,7 @@ from tonnage.cache.admission.reservation import split_reservation
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 from tonnage.cache.blocks.state import Core, Int32Array, Int64Array, columns
-from tonnage.cache.sequences import steps
+from tonnage.cache.compiled import compiled
 
 
 @dataclass(slots=True)
@@ -39,8 +39,9 @@ class Reservations:
         self.reserved = 0
         self.windowed = 0
         self.sequences = 0
-        self._core, self._limits = core, limits
+        self.core, self.limits = core, limits
         self._rows, self._requests = columns(core.rows), columns(core.requests)
+        self._pool = columns(core.pool)
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
 
     def __getitem__(self, row: int) -> Reservation:
@@ -49,7 +50,7 @@ class Reservations:
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
         """A slot and a reservation for an admitted request."""
-        full, windowed = split_reservation(request, self._limits)
+        full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
         reservation = Reservation(request, salt, slot, full + windowed, windowed)
         self.by_slot[slot] = reservation
@@ -77,7 +78,7 @@ class Reservations:
             self._unused.append(slot)
         else:
             self.sequences -= 1
-            full, windowed = split_reservation(replace(reservation.request, n=live + forks), self._limits)
+            full, windowed = split_reservation(replace(reservation.request, n=live + forks), self.limits)
         self.reserved += full + windowed - reservation.blocks
         self.windowed += windowed - reservation.windowed
         reservation.blocks, reservation.windowed = full + windowed, windowed
@@ -89,7 +90,7 @@ class Reservations:
 
     def entries(self, rows: Int64Array) -> Int64Array:
         """int64 [rows]: the entry of each row's request."""
-        place = np.zeros(self._limits.max_num_seqs, np.int64)
+        place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]
         return entries
@@ -102,24 +103,31 @@ class Reservations:
         """Blocks reserved to a tenant's requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
-    def snapshot(self, usable: int, used: int) -> RunningSnapshot:
-        """Copies of what admission reads; ``used`` blocks of full groups have a reference."""
+    @property
+    def used(self) -> int:
+        """Distinct blocks of full groups with a reference."""
+        return int(self._pool.used_full[0])
+
+    def snapshot(self) -> RunningSnapshot:
+        """What every running request holds and may still ask for; copies."""
         order = self.order()
-        place = np.zeros(self._limits.max_num_seqs, np.int32)
-        place[order] = np.arange(len(order), dtype=np.int32)
-        lengths = np.zeros((3, len(order)), np.int32)
-        steps.summarize(self._core, place, lengths)
-        requests = self._requests
-        return RunningSnapshot(
-            usable=usable,
-            used=used,
-            windowed=self.windowed,
-            held=requests.held[order],
-            private=requests.private[order],
-            reserved=requests.reserved[order],
-            prompt=requests.prompt[order],
-            prompt_left=lengths[0],
-            output=lengths[1],
-            output_left=lengths[2],
-            sequences=requests.live[order] + requests.forks_left[order],
-        )
+        out = np.zeros((8, len(order)), np.int32)
+        _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
+        return RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, *out)
+
+
+@compiled
+def _summarize(core: Core, order: Int32Array, place: Int64Array, out: Int32Array) -> None:
+    """``out`` int32 [8, running], zero before: the arrays of `RunningSnapshot`. ``place`` [slots]: scratch."""
+    for entry in range(order.size):
+        request = core.requests[order[entry]]
+        place[order[entry]] = entry
+        out[0, entry], out[1, entry], out[2, entry] = request.held, request.private, request.reserved
+        out[3, entry], out[7, entry] = request.prompt, request.live + request.forks_left
+    for at in range(core.rows.size):
+        row = core.rows[at]
+        if row.request >= 0:
+            entry = place[row.request]
+            out[4, entry] = max(out[4, entry], out[3, entry] - row.computed)
+            out[5, entry] = max(out[5, entry], row.length - out[3, entry])
+            out[6, entry] = max(out[6, entry], row.limit - row.length)

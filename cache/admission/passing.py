@@ -37,19 +37,19 @@ def head_start(
     snapshot: RunningSnapshot,
     output_left: npt.NDArray[np.integer],
     limits: Limits,
-    reserve: float,
+    margin: int,
 ) -> Head:
     """When the waiting head of the queue begins if all goes as forecast and nobody else is admitted.
 
     ``request_left`` and ``output_left`` [running]: output tokens forecast for it and for each running request;
-    ``reserve`` as `Policy.reserve`. The first end of a running request after which the peak with the head fits;
+    ``margin`` as `Policy.margin`. The first end of a running request after which the peak with the head fits;
     the later the start, the less there is beside it, so it is found by bisection.
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     if groups == 0:  # nobody passes it
         return Head(request, request_left, 0)
     _, sliding = split_reservation(request, limits)
-    capacity = snapshot.capacity - sliding - int(reserve * limits.usable_blocks)
+    capacity = snapshot.capacity - sliding - margin
     growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
     common = snapshot.used - int(snapshot.private.sum())
     starts = np.unique(growth.end) + 1

@@ -1,4 +1,4 @@
-"""The modes of admission, as one pure question: may this request start beside those that run?
+"""The modes of admission: what must hold of the state with a new request for it to start.
 
 =============== ============================================================================================
 ``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak over time fits if
@@ -11,27 +11,25 @@
 ``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
 =============== ============================================================================================
 
-Nothing here sees the true output length.
+Everywhere a request may start that runs alone or whose reservation fits beside all others
+(`tonnage.cache.admission.controller`). Nothing here sees the true output length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from tonnage.cache.admission.passing import Head, with_head
-from tonnage.cache.admission.peak import Growth, growth_of, peak_of
-from tonnage.cache.admission.reservation import refusal, split_reservation
-from tonnage.cache.admission.safety import finishing_order, slack_of
-from tonnage.cache.admission.snapshot import Int32Array, RunningSnapshot
-from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Limits, Never, Wait, WaitReason
+from tonnage.cache.admission.peak import growth_of, peak_of
+from tonnage.cache.admission.safety import IntArray
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.types import Limits
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.errors import CacheConfigError
-
-IntArray = npt.NDArray[np.integer]
 
 
 class AdmissionMode(StrEnum):
@@ -92,151 +90,33 @@ class Policy:
         return 8 if self.quantile == 1 and self.mode is AdmissionMode.GUARANTEED else 0
 
     @property
-    def safe(self) -> bool:
-        """Whether only safe states are allowed: blocks are granted by `safety.grant`, nobody is preempted."""
-        return self.mode is AdmissionMode.GUARANTEED
+    def forecasts(self) -> bool:
+        """Whether the mode looks at blocks over time. Where not, nobody passes the head of the queue."""
+        return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
+
+    def margin(self, limits: Limits) -> int:
+        """Blocks that a new request must leave."""
+        return int(self.reserve * limits.usable_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A request as it would enter: its reservation, its prefix hit, and how long its output is forecast to be.
+def blocks_taken(
+    state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
+) -> Iterator[int]:
+    """Blocks of all groups that count as taken with everybody in ``state``, by each rule of the mode, the cheap
+    one first: each must leave the margin. For layouts with a full group, in every mode but ``no_evict``.
 
-    ``hit_used`` blocks (full groups) are referenced by others, ``hit_cached`` by nobody: these cost capacity as
-    an allocation does. ``private_lost`` int32 [running]: blocks of the hit that each running request had to
-    itself; None where the hit touches none. ``output`` is what it has produced before it was preempted.
-    ``tenant_reserved``: blocks reserved to its tenant's running requests.
+    ``output_left`` [running]: tokens forecast for each request (its longest sequence), by
+    `forecast.LengthForecast` at ``policy.quantile``. ``head``: the request that the last one of ``state`` would
+    pass, which must not delay it. O(running * 16), some tens of microseconds at 256.
     """
-
-    request: AdmissionRequest
-    output_left: int
-    hit_used: int = 0
-    hit_cached: int = 0
-    private_lost: Int32Array | None = None
-    tenant_reserved: int = 0
-
-
-def decide_running(
-    new: Newcomer,
-    snapshot: RunningSnapshot,
-    output_left: IntArray,
-    limits: Limits,
-    policy: Policy,
-    head: Head | None = None,
-) -> Decision:
-    """Admit now, wait or never; changes nothing. O(running * 16), some tens of microseconds at 256.
-
-    ``output_left`` [running]: tokens forecast for each running request (its longest sequence), by
-    `forecast.LengthForecast` at ``policy.quantile``. With ``head`` the newcomer stands behind it and passes
-    only if the head's start is not delayed.
-    """
-    request = new.request
-    never = _refusal(new, limits, policy)
-    if never is not None:
-        return never
-    full, sliding = split_reservation(request, limits)
-    running = int(snapshot.sequences.sum())
-    sequences_short = running + request.n - limits.max_num_seqs
-    if sequences_short > 0:
-        return Wait(WaitReason.SEQUENCES, 0, sequences_short)
-    if policy.tenant_blocks is not None:
-        short = new.tenant_reserved + full + sliding - policy.tenant_blocks
-        if short > 0:
-            return Wait(WaitReason.TENANT_QUOTA, short)
-    if len(snapshot) == 0:  # refusal() has said that it fits alone
-        return Admit(full + sliding)
-    short = _blocks_short(new, full, sliding, snapshot, output_left, limits, policy, head)
-    if short > 0:
-        return Wait(WaitReason.BLOCKS, short, 0, _steps_until(short, snapshot, output_left))
-    return Admit(full + sliding)
-
-
-def _refusal(new: Newcomer, limits: Limits, policy: Policy) -> Never | None:
-    never = refusal(new.request, limits)
-    if never is None and policy.tenant_blocks is not None:
-        return refusal(new.request, limits, tenant_blocks=policy.tenant_blocks)
-    return never
-
-
-def _blocks_short(
-    new: Newcomer,
-    full: int,
-    sliding: int,
-    snapshot: RunningSnapshot,
-    output_left: IntArray,
-    limits: Limits,
-    policy: Policy,
-    head: Head | None,
-) -> int:
-    """Blocks missing by the mode's rule; 0 or less: it fits."""
-    margin = int(policy.reserve * limits.usable_blocks)
-    capacity = snapshot.capacity - sliding - margin
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    prompt_blocks = -(-new.request.prompt_tokens // block_size) * groups
-    if head is not None and (groups == 0 or policy.mode in (AdmissionMode.GREEDY, AdmissionMode.NO_EVICT)):
-        return 1  # first come first served
-    if groups == 0:  # a window stops growing: what all can hold is set aside, and the sum is the peak
-        return -capacity
-    if policy.mode is AdmissionMode.NO_EVICT:
-        return int(snapshot.reserved.sum()) + full - capacity
     # Prompts admitted before it take theirs first; what a chunk of this step has taken is held already.
-    prompts = -(-snapshot.prompt.astype(np.int64) // block_size) * groups
-    waiting = int(np.maximum(prompts - snapshot.held, 0).sum())
-    short = snapshot.used + waiting + prompt_blocks - new.hit_used - capacity
-    if policy.mode is AdmissionMode.GREEDY or short > 0:
-        return short
-    growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
-    growth = _with_newcomer(growth, new, snapshot, limits, groups)
-    common = snapshot.used - int(snapshot.private.sum())
-    if new.private_lost is not None:  # these are shared from now on
-        lost = int(new.private_lost.sum())
-        common += lost
-        growth.fixed[:-1] -= new.private_lost // groups
-    short = common + groups * peak_of(growth, block_size) - capacity
-    if short <= 0 and head is not None:
-        growth = with_head(growth, head, block_size)
-        short = common + groups * peak_of(growth, block_size, head.start) - capacity
-    if short <= 0 and policy.safe:
-        short = _unsafe_by(new, full, sliding, snapshot)
-    return short
-
-
-def _with_newcomer(
-    growth: Growth, new: Newcomer, snapshot: RunningSnapshot, limits: Limits, groups: int
-) -> Growth:
-    request, block_size = new.request, limits.layout.block_size
-    left = request.prompt_tokens - (new.hit_used + new.hit_cached) // groups * block_size
-    steps = -(-(left + int(snapshot.prompt_left.sum())) // limits.max_num_batched_tokens)
-    # With whole prompts in one step, that step gives the first token too: it is counted with the decodes.
-    end = new.output_left + (steps if steps > 1 else 0)
-    fixed = request.prompt_tokens // block_size - new.hit_used // groups
-    return growth.with_one(fixed, request.prompt_tokens % block_size, request.n, end)
-
-
-def _unsafe_by(new: Newcomer, full: int, sliding: int, snapshot: RunningSnapshot) -> int:
-    """Blocks missing for the state with the newcomer to be safe."""
-    private = snapshot.private if new.private_lost is None else snapshot.private - new.private_lost
-    need = np.append(snapshot.need, full - new.hit_used - new.hit_cached)
-    back = np.append(private, new.hit_cached)
-    available = snapshot.available - sliding - new.hit_cached
-    return -int(slack_of(finishing_order(need, back), available, need, back).min())
-
-
-def _steps_until(short: int, snapshot: RunningSnapshot, output_left: IntArray) -> int:
-    """Steps until the requests that end first have given back so many blocks, if all ends as forecast."""
-    order = np.argsort(output_left)
-    given = np.cumsum(snapshot.private[order])
-    at = int(np.searchsorted(given, short))
-    return int(output_left[order[min(at, len(order) - 1)]])
-
-
-def victim(snapshot: RunningSnapshot, candidates: IntArray, mode: AdmissionMode) -> int:
-    """Which of the running requests (indices) to preempt when nobody can go on.
-
-    Predictive: the one with the fewest computed tokens to redo; among equals the youngest. Greedy: the
-    youngest, as vLLM does first come first served.
-    """
-    if mode is AdmissionMode.GREEDY:
-        return int(max(candidates))
-    computed = snapshot.prompt - snapshot.prompt_left + snapshot.output
-    lost = computed[candidates].astype(np.int64) - np.asarray(candidates) / (1 + len(snapshot))
-    return int(candidates[int(np.argmin(lost))])
+    prompts = -(-state.prompt.astype(np.int64) // block_size) * groups
+    yield state.windowed + state.used + int(np.maximum(prompts - state.held, 0).sum())
+    if not policy.forecasts:
+        return
+    growth = growth_of(state, output_left, block_size, limits.max_num_batched_tokens, groups)
+    common = state.windowed + state.used - int(state.private.sum())
+    yield common + groups * peak_of(growth, block_size)
+    if head is not None:
+        yield common + groups * peak_of(with_head(growth, head, block_size), block_size, head.start)

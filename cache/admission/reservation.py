@@ -20,6 +20,7 @@ For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,27 +32,28 @@ from tonnage.planner.units import ceil_div
 
 def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
     """Most blocks the request's n sequences can hold in one group at once (see the module's argument)."""
-    block_size = limits.layout.block_size
-    total = ceil_div(request.total_tokens, block_size)
-    shared = request.prompt_tokens // block_size
-    as_full = shared + request.n * (total - shared)
-    if kind_of(group) == STATE:
+    kind, block_size = kind_of(group), limits.layout.block_size
+    if kind == STATE:
         return request.n
-    if group.window is None or kind_of(group) == FULL:
+    total, shared = ceil_div(request.total_tokens, block_size), request.prompt_tokens // block_size
+    as_full = shared + request.n * (total - shared)
+    if kind == FULL or group.window is None:
         return as_full
     span = group.window - 1 + limits.max_num_batched_tokens
     return min(as_full, request.n * ceil_div(span + block_size - 1, block_size))
 
 
-def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
-    """Most blocks the request can ever hold, over all groups: blocks of any group come from one pool."""
-    return sum(group_reservation(group, request, limits) for group in limits.layout.groups)
-
-
 def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
-    """`reserved_blocks` in two parts: (full groups, what is set aside whole: windows and states)."""
-    full = sum(group_reservation(g, request, limits) for g in limits.layout.groups if kind_of(g) == FULL)
-    return full, reserved_blocks(request, limits) - full
+    """Most blocks the request can ever hold: (in full groups, in those set aside whole: windows and states)."""
+    parts = [0, 0]
+    for group in limits.layout.groups:
+        parts[kind_of(group) != FULL] += group_reservation(group, request, limits)
+    return parts[0], parts[1]
+
+
+def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
+    """Both parts: blocks of any group come from one pool."""
+    return sum(split_reservation(request, limits))
 
 
 def refusal(request: AdmissionRequest, limits: Limits, tenant_blocks: int | None = None) -> Never | None:
@@ -92,16 +94,10 @@ def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
     # With n > 1 the reservation falls where the prompt fills a block (the block becomes shared), so it grows
     # steadily only from one full block to the next, and within one block: search the former, then the latter.
     block_size = limits.layout.block_size
-    full = _last_true(lambda blocks: fits(blocks * block_size), 1, longest // block_size)
-    low = max(1, full * block_size)
-    return _last_true(fits, low, min(longest, full * block_size + block_size - 1))
+    full = _last_true(lambda blocks: fits(blocks * block_size), longest // block_size) * block_size
+    return full + _last_true(lambda more: fits(full + more), min(longest - full, block_size - 1))
 
 
-def _last_true(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Largest value of [low, high] that fits, where those that fit come first; 0 when none does."""
-    if high < low or not fits(low):
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+def _last_true(fits: Callable[[int], bool], most: int) -> int:
+    """Largest value of [1, most] that fits, where those that fit come first; 0 when none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda value: not fits(value))

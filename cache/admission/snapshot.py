@@ -9,6 +9,7 @@ reserved.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,3 +63,26 @@ class RunningSnapshot:
 
     def __len__(self) -> int:
         return len(self.held)
+
+    def with_one(
+        self, used: int, windowed: int, private_lost: Int32Array, entry: Sequence[int]
+    ) -> RunningSnapshot:
+        """The state with one more request, the last entry: ``entry`` has its value of each array, in order.
+
+        ``used``, ``windowed``: blocks that it adds; ``private_lost`` int32 [running]: blocks that were each
+        running request's alone and are shared with it.
+        """
+        arrays = (
+            self.held,
+            self.private - private_lost,
+            self.reserved,
+            self.prompt,
+            self.prompt_left,
+            self.output,
+            self.output_left,
+            self.sequences,
+        )
+        more = np.array(entry, np.int32)
+        return RunningSnapshot(
+            self.usable, self.used + used, self.windowed + windowed, *map(np.append, arrays, more)
+        )

@@ -87,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ReservedTotals:
-    """What the sum rule reads: blocks reserved, and sequences (forks still to come included)."""
+    """What the sum rule reads of an engine: blocks reserved, and sequences (forks still to come included)."""
 
     reserved_blocks: int = 0
     running: int = 0
@@ -102,15 +102,11 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It fits, but not now: so many blocks or sequences must be given back first.
-
-    ``steps``: engine steps until then if the running requests end as forecast; None where nothing is forecast.
-    """
+    """It fits, but not now: so many blocks or sequences must be given back first."""
 
     reason: WaitReason
     blocks_short: int = 0
     sequences_short: int = 0
-    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

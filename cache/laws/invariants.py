@@ -14,7 +14,7 @@ prefix index        nodes, buckets and blocks refer to each other; a node's toke
 reachability        every node's parent is a node, and in use where the node is; listed for eviction are the
                     cached nodes without children and cached sliding blocks, no others
 reservation             per request private <= held <= reserved, all counted anew; sequences <= max_num_seqs;
-                    without a policy reserved <= usable over all
+                    in no_evict mode reserved <= usable over all
 committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
 =================== =========================================================================================
 """
@@ -28,9 +28,8 @@ import numpy as np
 
 from tonnage.cache.admission import (
     Admission,
-    Leaving,
+    AdmissionMode,
     Limits,
-    ReservedTotals,
     committed_peak,
     is_safe,
     reserved_blocks,
@@ -43,8 +42,7 @@ from tonnage.cache.blocks.state import CLASS_MASK, NULL_BLOCK, ONE_CHILD, ROOT, 
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.laws import readers
-from tonnage.cache.prefix.index import PrefixIndex
-from tonnage.cache.prefix.salts import Salts
+from tonnage.cache.prefix.cache import PrefixCache
 from tonnage.cache.results import CacheStats
 from tonnage.cache.sequences.tables import Sequences
 from tonnage.planner.units import ceil_div
@@ -62,15 +60,12 @@ class Checked(Protocol):
     tables: tuple[Int32Array, ...]
     states: tuple[Int32Array, ...]
     pool: BlockPool
-    index: PrefixIndex | None
-    salts: Salts
+    prefix: PrefixCache
     sequences: Sequences
-    admission: Admission | None
+    admission: Admission
     reservations: Reservations
 
-    def snapshot(self) -> ReservedTotals: ...
     def running(self) -> RunningSnapshot: ...
-    def leaving(self) -> Leaving: ...
     def stats(self) -> CacheStats: ...
 
 
@@ -79,7 +74,7 @@ def check_invariants(manager: Checked) -> None:
     _check_tables(manager)
     _check_states(manager)
     _check_reservations(manager)
-    if manager.index is not None:
+    if manager.prefix.enabled:
         _check_nodes(manager)
         _check_holders(manager)
         _check_order(manager)
@@ -175,7 +170,7 @@ def _check_states(manager: Checked) -> None:
             _broken("conservation", f"the list of class {kind} differs read from its two ends")
         if bool(listed) != bool(manager.counts.lists[0] >> kind & 1):
             _broken("conservation", f"the list of class {kind} has {len(listed)} blocks, and is kept otherwise")
-    if manager.index is None and cached:
+    if not manager.prefix.enabled and cached:
         _broken("prefix index", f"{len(cached)} blocks cached without an index")
 
 
@@ -237,30 +232,29 @@ def _check_reservations(manager: Checked) -> None:
             )
     if len(holders) != manager.pool.used_full:
         _broken("reservation", f"{len(holders)} blocks of full groups are used, kept {manager.pool.used_full}")
-    snapshot = manager.snapshot()
-    if (reserved, count) != (snapshot.reserved_blocks, snapshot.running):
-        _broken("reservation", f"counted {reserved} blocks and {count} sequences, kept {snapshot}")
+    kept = manager.reservations.reserved, manager.reservations.sequences
+    if (reserved, count) != kept:
+        _broken("reservation", f"counted {reserved} blocks and {count} sequences, kept {kept}")
     if windowed != manager.running().windowed or len(members) != len(manager.running()):
         _broken(
             "reservation", f"{windowed} blocks windowed by {len(members)} requests, kept {manager.running()}"
         )
     if count > manager.limits.max_num_seqs:
         _broken("reservation", f"{count} sequences of {manager.limits.max_num_seqs}")
-    if manager.admission is None:
-        if reserved > manager.pool.usable:
-            _broken("reservation", f"{reserved} of {manager.pool.usable} blocks")
-    elif manager.admission.policy.safe and not is_safe(manager.running(), manager.leaving()):
-        peak, capacity = committed_peak(manager.running(), manager.leaving()), manager.running().capacity
+    mode, leaving = manager.admission.policy.mode, manager.admission.leaving()
+    if mode is AdmissionMode.NO_EVICT and reserved > manager.pool.usable:
+        _broken("reservation", f"{reserved} of {manager.pool.usable} blocks")
+    if mode is AdmissionMode.GUARANTEED and not is_safe(manager.running(), leaving):
+        peak, capacity = committed_peak(manager.running(), leaving), manager.running().capacity
         _broken("committed peak", f"{peak} of {capacity} blocks")
 
 
 def _check_nodes(manager: Checked) -> None:
-    reader, core, windows = manager.index, manager.core, _windows(manager)
-    assert reader is not None
+    core, windows = manager.core, _windows(manager)
     nodes = set(readers.nodes(core))
     full = [group for group, window in enumerate(windows) if window == 0]
-    if len(nodes) != len(reader):
-        _broken("prefix index", f"{len(nodes)} nodes, kept {len(reader)}")
+    if len(nodes) != manager.counts.nodes[0]:
+        _broken("prefix index", f"{len(nodes)} nodes, kept {manager.counts.nodes[0]}")
     contents = set()
     for node in nodes:
         if node not in readers.bucket(core, int(core.node_hash[node])):
@@ -321,7 +315,7 @@ def _check_holders(manager: Checked) -> None:
                 if core.parent[node] != (chain[at - 1] if at else ROOT):
                     _broken("prefix index", f"row {row} block {at}: not the parent of its node")
                 expected = b"" if at < rows.shared[row] else salt
-                if manager.salts.salt_of(int(core.salt[node])) != expected:
+                if manager.prefix.salts.salt_of(int(core.salt[node])) != expected:
                     _broken("prefix index", f"row {row}: a block of another salt")
                 if core.node_tokens[node].tobytes() != core.tokens[row, at * size : (at + 1) * size].tobytes():
                     _broken("prefix index", f"row {row} block {at}: other tokens than its node's")
@@ -331,7 +325,6 @@ def _check_holders(manager: Checked) -> None:
 
 def _check_order(manager: Checked) -> None:
     """Who may be evicted: whoever leaves no child behind."""
-    assert manager.index is not None
     core, windows = manager.core, _windows(manager)
     cached = set(readers.all_cached(core))
     listed = {block: kind for kind in range(CLASSES) for block in readers.listed(core, kind)}

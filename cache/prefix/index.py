@@ -34,13 +34,11 @@ import numpy as np
 from tonnage.cache.blocks.groups import FULL
 from tonnage.cache.blocks.pool import acquire, enlist, release, uncache
 from tonnage.cache.blocks.state import (
-    BY_RESET,
     CLASS_MASK,
     NULL_BLOCK,
     ONE_CHILD,
     ROOT,
     Core,
-    columns,
 )
 from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_of, choose_list
@@ -259,17 +257,3 @@ def _enlist_by_age(core: Core, node: int) -> None:
     oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
     older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
     enlist(core, node, node, OLDEST if older else YOUNGEST)
-
-
-class PrefixIndex:
-    """The index from outside; its nodes are in `tonnage.cache.laws.readers`."""
-
-    def __init__(self, core: Core) -> None:
-        self._core, self._counts = core, columns(core.pool)
-
-    def __len__(self) -> int:
-        return int(self._counts.nodes[0])
-
-    def evict(self, count: int) -> None:
-        """`evict`, to forget everything or for tests; ``count`` blocks must be cached."""
-        evict(self._core, count, BY_RESET)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.admission import Policy, committed_peak
+from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.replay.result import Replay, Samples
@@ -224,7 +224,7 @@ class Simulator:
             return
         self.manager.check_invariants()
         snapshot = self.manager.running()
-        if self.setup.policy.safe and committed_peak(snapshot) > snapshot.capacity:
+        if self.setup.policy.mode is AdmissionMode.GUARANTEED and committed_peak(snapshot) > snapshot.capacity:
             raise InvariantViolation(
                 f"{committed_peak(snapshot)} blocks committed, {snapshot.capacity} there",
                 field="committed peak",

@@ -250,17 +250,3 @@ def leave(core: Core, at_row: int) -> None:
     row.shared_tail = row.shared = row.salt = row.turn = 0
     row.request = -1
     core.requests[slot].live -= 1
-
-
-@compiled
-def summarize(core: Core, place: Int32Array, out: Int32Array) -> None:
-    """Per running request what only its rows know. ``place`` [slots] the entry of each slot; ``out`` int32
-    [3, running], zero before: prompt tokens left, tokens produced, tokens that may still be produced."""
-    for at in range(core.rows.size):
-        row = core.rows[at]
-        if row.request < 0:
-            continue
-        entry, prompt = place[row.request], core.requests[row.request].prompt
-        out[0, entry] = max(out[0, entry], prompt - row.computed)
-        out[1, entry] = max(out[1, entry], row.length - prompt)
-        out[2, entry] = max(out[2, entry], row.limit - row.length)

@@ -27,8 +27,7 @@ class Sequences:
     def __init__(self, rows: int) -> None:
         self.row_of: dict[int, int] = {}
         self._unused = list(range(rows - 1, -1, -1))
-        self._last_id: list[int | None] = [None] * rows
-        self._finished: dict[int, int] = {}  # ids whose row has not been reused yet
+        self._finished: list[int | None] = [None] * rows  # the id that had each row last
         self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)  # what `rows` said last
 
     def __len__(self) -> int:
@@ -57,17 +56,13 @@ class Sequences:
         return self._unused[-1] if self._unused else -1
 
     def finished(self, sequence_id: int) -> bool:
-        """Whether the sequence is known to have been freed (remembered until its row is reused)."""
+        """Whether an id that is not live is known to have been freed (remembered until its row is reused)."""
         return sequence_id in self._finished
 
     def open(self, sequence_id: int) -> int:
         """A row for a new sequence."""
         row = self._unused.pop()
-        last = self._last_id[row]
-        if last is not None and self._finished.get(last) == row:
-            del self._finished[last]
-        self._finished.pop(sequence_id, None)  # the id may be used again
-        self._last_id[row] = None
+        self._finished[row] = None
         self.row_of[sequence_id] = row
         return row
 
@@ -76,8 +71,7 @@ class Sequences:
         row = self.row_of.pop(sequence_id)
         self._asked = (), np.zeros(0, np.int64)
         self._unused.append(row)
-        self._last_id[row] = sequence_id
-        self._finished[sequence_id] = row
+        self._finished[row] = sequence_id
 
     def _missing(self, sequence_id: int) -> UnknownSequence:
         if self.finished(sequence_id):

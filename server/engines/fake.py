@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from tonnage.cache.admission import AdmissionRequest, Never, Policy
+from tonnage.cache.admission import AdmissionRequest, Policy, refusal
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.cache.warm import compile_manager
@@ -181,8 +181,8 @@ class FakeEngine(Engine):
 
     def _refuse_never(self, request: GenerationRequest) -> None:
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = self._manager.decide(wish)
-        if isinstance(answer, Never):
+        answer = refusal(wish, self._manager.limits)
+        if answer is not None:
             missing = answer.needed_blocks - answer.usable_blocks
             self.scheduler.counters.count("never", answer.reason, missing)
             raise NeverFits(str(answer), field="prompt")

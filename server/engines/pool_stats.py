@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import logging
-from math import ceil
 
-import numpy as np
-import numpy.typing as npt
-
-from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.admission.peak import growth_of, peak_of
-from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.groups import num_full
+from tonnage.cache.admission import Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import S, Scheduler
 from tonnage.planner.errors import DeploymentError
@@ -19,8 +12,6 @@ from tonnage.planner.plan import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats, PoolStats
-
-Int64Array = npt.NDArray[np.int64]
 
 log = logging.getLogger("tonnage.server")
 
@@ -105,44 +96,6 @@ def pool_stats(manager: KVCacheManager) -> PoolStats:
         reserved=stats.reserved,
         evictions=stats.evictions,
         evictions_by_cause=stats.evictions_by_cause,
-        committed=_committed(manager),
+        committed=manager.admission.committed(),
         tail_waste_slots=waste,
     )
-
-
-def _committed(manager: KVCacheManager) -> int | None:
-    """Usable blocks that admission counts as taken, by the rule of its mode (`tonnage.cache.admission.policy`)
-    and with the watermark that a new request must leave.
-
-    None where admission counts the sum of reservations: requests that end at different times never hold all of
-    it.
-    """
-    admission, limits = manager.admission, manager.limits
-    groups = num_full(limits.layout)
-    if admission is None:
-        return None
-    snapshot, policy = manager.running(), admission.policy
-    if not len(snapshot):
-        return 0
-    reserved, share = manager.reservations.reserved, policy.reserve * limits.usable_blocks
-    margin, block_size = int(share), limits.layout.block_size
-    if groups == 0 or policy.mode is AdmissionMode.NO_EVICT:
-        return min(limits.usable_blocks, reserved + margin)
-    # Prompts that were admitted earlier take their blocks first.
-    prompts = -(-snapshot.prompt_left.astype(np.int64) // block_size)
-    taken = snapshot.used + groups * int(prompts.sum())
-    if policy.mode is not AdmissionMode.GREEDY:
-        left, chunk = _left(manager, snapshot), limits.max_num_batched_tokens
-        peak = peak_of(growth_of(snapshot, left, block_size, chunk, groups), block_size)
-        taken = max(taken, snapshot.used - int(snapshot.private.sum()) + groups * peak)
-    # Where all reservations fit together, so does every schedule.
-    return min(limits.usable_blocks, ceil(reserved + share), snapshot.windowed + taken + margin)
-
-
-def _left(manager: KVCacheManager, snapshot: RunningSnapshot) -> Int64Array:
-    """int64 [running]: output forecast for each request, at the quantile of the policy."""
-    assert manager.admission is not None
-    requests = manager.reservations.requests()
-    produced = snapshot.output + np.array([request.produced for request in requests], dtype=np.int64)
-    tenants = [request.tenant for request in requests]
-    return manager.admission.forecast.left(produced, snapshot.output_left, tenants)

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from tonnage.cache.admission import AdmissionRequest, Never, ReservedTotals, decide
+from tonnage.cache.admission import AdmissionRequest, refusal
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plan import Plan
 from tonnage.server.engines.base import Capabilities, Engine, common
@@ -112,8 +112,8 @@ class RayEngine(Engine):
         if self._draining:
             raise QueueFull("the server is draining")
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = decide(wish, ReservedTotals(), self._limits)  # against an empty pool: only Never counts here
-        if isinstance(answer, Never):
+        answer = refusal(wish, self._limits)
+        if answer is not None:
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:

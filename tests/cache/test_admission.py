@@ -314,9 +314,9 @@ def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
     manager.fork(0, 1)
     manager.fork(0, 2)
     for sequence in (0, 2, 1):
-        assert manager.snapshot().running == 3 - len(seen) + 1
+        assert manager.reservations.sequences == 3 - len(seen) + 1
         manager.free(sequence)
         seen.append(manager.stats().reserved)
     assert seen == [14, 10, 6, 0]
     assert all(a > b for a, b in pairwise(seen))
-    assert manager.snapshot() == ReservedTotals(0, 0)
+    assert (manager.reservations.reserved, manager.reservations.sequences) == (0, 0)

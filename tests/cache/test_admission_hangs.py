@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Head, Never, NeverReason, Policy, Wait
+from tonnage.cache.admission import (
+    AdmissionMode,
+    AdmissionRequest,
+    Head,
+    Never,
+    NeverReason,
+    Policy,
+    Wait,
+    WaitReason,
+)
 from tonnage.cache.errors import UnknownSequence
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.replay.result import Replay
@@ -146,6 +155,20 @@ def take(queue: WaitingQueue, manager: KVCacheManager) -> int | None:
     return None if taken is None else taken[0].id
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tenant_holds_no_more_than_its_quota_and_holds_up_nobody(mode: AdmissionMode) -> None:
+    _, manager = queue_and_manager(Policy(mode, tenant_blocks=20))
+    assert isinstance(manager.admit(0, [1] * 200, 40, tenant="a"), Admitted)  # 15 blocks
+    assert manager.admit(1, [2] * 80, 16, tenant="a") == Wait(WaitReason.TENANT_QUOTA, 1)
+    assert isinstance(manager.admit(1, [2] * 80, 16, tenant="b"), Admitted)
+    never = manager.admit(2, [3] * 300, 30, tenant="c")
+    assert isinstance(never, Never)
+    assert (never.reason, never.needed_blocks, never.usable_blocks) == (NeverReason.TENANT_QUOTA, 21, 20)
+    manager.free(0)
+    assert isinstance(manager.admit(2, [2] * 80, 16, tenant="a"), Admitted)
+    manager.check_invariants()
+
+
 def test_cancelling_a_waiting_head_lets_the_next_in_and_changes_nothing_else() -> None:
     queue, manager = queue_and_manager(Policy())
     for id, prompt in enumerate((800, 1400, 320)):
@@ -163,7 +186,6 @@ def test_cancelling_a_waiting_head_lets_the_next_in_and_changes_nothing_else() -
 
 def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
     queue, manager = queue_and_manager(Policy(AdmissionMode.PREDICTIVE))
-    assert manager.admission is not None
     for id in range(2):
         queue.push(Waiting(id, AdmissionRequest(700, 500), 0.0))
         manager.admission.ended(1)

@@ -16,14 +16,16 @@ import pytest
 import xxhash
 from kv_calls import commit, extend
 
-from tonnage.cache.blocks.state import columns
+from tonnage.cache.blocks.state import BY_RESET, columns
 from tonnage.cache.errors import NoFreeBlocks
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU, SCORES
 from tonnage.cache.laws import readers
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
+from tonnage.cache.prefix.index import evict
 from tonnage.cache.replay.trace import read_trace
+from tonnage.cache.sequences.steps import wanted_blocks
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -209,7 +211,7 @@ def test_ids_of_salts_are_used_again_and_never_for_two_at_once() -> None:
         manager.free(number)
         if number % 97 == 0:
             manager.check_invariants()
-    assert len(manager.salts._salts) < 300
+    assert len(manager.prefix.salts._salts) < 300
     for number in range(1000, 1003):
         assert compute(manager, number, [1] * 9, salt=f"tenant {number}") == 0
 
@@ -242,7 +244,9 @@ def test_forks_hold_their_common_blocks_once() -> None:
     running = manager.running()
     assert (running.held.tolist(), running.private.tolist(), running.sequences.tolist()) == ([5], [5], [3])
     manager.append_many([1, 2, 3], [7, 8, 9])
-    assert manager.wanted_blocks([1, 2, 3], [19, 19, 19]).tolist() == [1, 1, 1]
+    wanted = np.zeros(3, np.int64)
+    wanted_blocks(manager.core, manager.sequences.rows([1, 2, 3]), np.full(3, 19), wanted)
+    assert wanted.tolist() == [1, 1, 1]
     assert len(manager.extend_many([1, 2, 3], [19, 19, 19])) == 4  # two copies in each group
     assert manager.running().held.tolist() == [7]
     manager.free(2)
@@ -382,8 +386,7 @@ def test_only_the_end_of_a_chain_may_be_evicted() -> None:
     ends = [block for kind in range(CLASSES) for block in readers.listed(manager.core, kind)]
     assert manager.pool.cached == len(readers.all_cached(manager.core)) == 4 + 1
     assert len(ends) == 2
-    assert manager.index is not None
-    manager.index.evict(4)  # both branches, from their ends, and half of what they share
+    evict(manager.core, 4, BY_RESET)  # both branches, from their ends, and half of what they share
     assert compute(manager, 3, list(range(17))) == 4
     manager.check_invariants()
 

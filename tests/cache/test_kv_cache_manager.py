@@ -9,7 +9,7 @@ import pytest
 from kv_calls import append, commit, extend
 
 from tonnage.cache.blocks.pool import enlist, unlink
-from tonnage.cache.blocks.state import columns
+from tonnage.cache.blocks.state import BY_RESET, columns
 from tonnage.cache.errors import (
     CacheConfigError,
     CacheError,
@@ -25,6 +25,7 @@ from tonnage.cache.errors import (
 from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
+from tonnage.cache.prefix.index import evict
 from tonnage.planner.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -129,7 +130,7 @@ def test_salts_isolate_and_each_salt_has_its_own_cache() -> None:
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix.index
-        assert not manager.prefix_caching
+        assert not manager.prefix.enabled
         start(manager, 1, list(range(16)))
         manager.free(1)
         assert start(manager, 2, list(range(16))) == 0
@@ -307,13 +308,11 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     for end in (16, 24):
         extend(manager, 2, end)
         commit(manager, 2, end)
-    index = manager.index
-    assert index is not None
     deepest = manager.tables[0][manager.row(2), 5]
     manager.free(2)
     lost = int(manager.core.node_blocks[1, deepest])
     _oldest(manager, lost)
-    index.evict(1)
+    evict(manager.core, 1, BY_RESET)
     assert lost not in readers.all_cached(manager.core)
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
@@ -336,7 +335,6 @@ def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None
     start(manager, 3, list(range(200, 236)), 4)  # 9 blocks: all 8 free ones, then the tail of the oldest
     assert manager.stats().evictions == 1
     manager.check_invariants()
-    assert manager.index is not None
     kept = {int(manager.core.node_tokens[node, 0]) for node in readers.nodes(manager.core)}
     assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
@@ -379,7 +377,7 @@ def state(manager: KVCacheManager) -> tuple[object, ...]:
             arrays.append(array)
     owned = [(slot, str(each)) for slot, each in manager.reservations.by_slot.items()]
     contents = tuple(array.tobytes() for array in arrays)
-    return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.snapshot()
+    return contents, owned, dict(manager.sequences.row_of), manager.stats(), manager.reservations.sequences
 
 
 REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]] = {

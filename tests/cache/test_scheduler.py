@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.errors import CacheConfigError, InvariantViolation
+from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence
 from tonnage.planner.layout import KVGroup, KVLayout
@@ -54,6 +54,13 @@ def test_where_all_stall_only_the_modes_that_preempt_do(
     manager.check_invariants()
 
 
-def test_without_a_policy_there_is_no_step() -> None:
-    with pytest.raises(CacheConfigError):
-        Scheduler(manager_of(None), budget=64)
+def test_without_a_policy_nobody_is_evicted() -> None:
+    scheduler: Scheduler[Numbered] = Scheduler(manager_of(None), budget=64)
+    admitted: list[int] = []
+    for _ in range(2):
+        scheduler.add(Numbered(prompt=200, max_tokens=120, arrival=0.0))  # 20 blocks of 32
+    for _ in range(4):  # the prompt in chunks of 64; both prompts would fit
+        step = scheduler.step()
+        admitted += [s.id for s in step.admitted]
+        scheduler.computed(step.picked)
+    assert (scheduler.mode, admitted) == (AdmissionMode.NO_EVICT, [0])

@@ -74,7 +74,6 @@ def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
         while len(live) > pick.randint(0, 3):
             manager.free(live.pop(0))
         index = manager.core
-        assert manager.index is not None
         nodes = readers.nodes(manager.core)
         known = {
             int(index.node_hash[n]): (

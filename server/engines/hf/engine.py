@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tonnage.cache.admission import AdmissionRequest, Never, Policy, ReservedTotals, decide
+from tonnage.cache.admission import AdmissionRequest, Policy, refusal
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plan import Plan
@@ -257,8 +257,8 @@ class HFEngine(Engine):
         if self._ready is None or self._draining:
             raise QueueFull("the engine is not ready" if self._ready is None else "the server is draining")
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = decide(wish, ReservedTotals(), self._limits)  # against an empty pool: only Never counts here
-        if isinstance(answer, Never):
+        answer = refusal(wish, self._limits)
+        if answer is not None:
             reason = str(answer.reason)
             self._never[reason] = self._never.get(reason, 0) + 1
             missing = max(0, answer.needed_blocks - answer.usable_blocks)

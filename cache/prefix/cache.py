@@ -1,0 +1,99 @@
+"""The prefix cache as the manager asks for it: hits found, taken, dropped; what is allowed, told, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tonnage.cache.blocks.state import BY_RESET, Core, Int32Array, columns
+from tonnage.cache.errors import CacheConfigError, InvalidRequest
+from tonnage.cache.prefix import hits
+from tonnage.cache.prefix.events import AllBlocksCleared, EventLog, Subscriber
+from tonnage.cache.prefix.hashing import HashBlock, hash_rows
+from tonnage.cache.prefix.index import evict
+from tonnage.cache.prefix.salts import Salts
+from tonnage.cache.results import Admitted
+
+
+class PrefixCache:
+    """Over the index in ``core``; where it is off nothing is found. ``key``, ``hash_block``: as in the manager.
+
+    Counts prompt tokens of what was admitted: all, those found, and of these those that any salt may read.
+    """
+
+    def __init__(self, core: Core, key: int, hash_block: HashBlock | None) -> None:
+        self._core, self._rows, self._counts = core, columns(core.rows), columns(core.pool)
+        self.enabled = bool(self._counts.caching[0])
+        self._block_size = int(self._counts.block_size[0])
+        self._hash_block = hash_block if self.enabled else None
+        self._events = EventLog(core) if self._counts.logged[0] else None
+        self.salts = Salts(core, key)
+        self.query_tokens = self.hit_tokens = self.shared_hit_tokens = 0
+
+    def find(self, row: int, tokens: Int32Array, salt: bytes) -> int:
+        """Blocks of the longest usable hit of a prompt, left in the unused ``row``, to `take` or to `drop`.
+
+        At least the last token is left to compute: its logits are needed."""
+        if not np.shares_memory(tokens, self._core.tokens[row]):
+            self._core.tokens[row, : len(tokens)] = tokens
+        self._rows.length[row] = len(tokens)
+        if not self.enabled:
+            return 0
+        self.salts.enter(row, salt, tokens)
+        self.hash_with_own((row,))
+        return hits.find_hit(self._core, row)
+
+    def take(self, row: int, blocks: int) -> Admitted:
+        """Lock the hit of a row whose request is known now."""
+        hits.lock_hit(self._core, row, blocks)
+        length, salt, shared = (int(of[row]) for of in (self._rows.length, self._rows.salt, self._rows.shared))
+        hit, shared_hit = blocks * self._block_size, min(blocks, shared if salt else blocks) * self._block_size
+        self.query_tokens += length
+        self.hit_tokens += hit
+        self.shared_hit_tokens += shared_hit
+        return Admitted(row, hit, shared_hit)
+
+    def drop(self, row: int, blocks: int) -> None:
+        """Leave the row as unused as it was."""
+        if self.enabled:
+            self.salts.leave(row)
+        hits.drop_hit(self._core, row, blocks)
+
+    def hash_with_own(self, rows: Iterable[int]) -> None:
+        """With a hash function of the tests' own: what the compiled loops do otherwise."""
+        if self._hash_block is not None:
+            hash_rows(self._core, rows, self._hash_block, self._block_size)
+
+    def allow(self, tokens: Int32Array) -> None:
+        """Let every salt share the whole blocks of ``tokens``. Raises InvalidRequest below a block."""
+        whole = len(tokens) // self._block_size * self._block_size
+        if whole == 0:
+            raise InvalidRequest(
+                f"{len(tokens)} tokens are less than a block of {self._block_size}", field="token_ids"
+            )
+        self.salts.allow(tokens[:whole], self._block_size)
+
+    def forget(self) -> None:
+        """Everything cached; nobody may hold a block."""
+        cached = int(self._counts.cached[0])
+        if cached:
+            evict(self._core, cached, BY_RESET)
+            self._counts.removed[0] = 0
+            model = columns(self._core.model)
+            model.span[0] = model.alive[0] = 0  # LRU would have nothing left, either
+        if self._events is not None:
+            self._events.tell([AllBlocksCleared()])
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Raises CacheConfigError where no events are kept."""
+        if self._events is None:
+            raise CacheConfigError(
+                "KV events are off", field="kv_events", hint="make the manager with kv_events"
+            )
+        self._events.subscribe(subscriber)
+
+    def tell(self) -> None:
+        """Subscribers: what has happened since the last time."""
+        if self._events is not None:
+            self._events.flush()
