@@ -49,16 +49,16 @@ class Tonnage:
             return None
         self._refused = None
         ids, ends = (request_id,), (len(tokens),)
-        self.manager.extend_many(ids, ends)
-        self.manager.commit_many(ids, ends)
+        self.manager.extend(ids, ends)
+        self.manager.commit(ids, ends)
         return answer.cached_tokens
 
     def append(self, request_ids: Sequence[Any], token_ids: list[int]) -> Sequence[Any]:
-        self.manager.decode_many(request_ids, token_ids)
+        self.manager.decode(request_ids, token_ids)
         return ()
 
     def free(self, request_id: Any) -> None:
-        self.manager.free(request_id)
+        self.manager.free((request_id,))
 
 
 class Vllm:

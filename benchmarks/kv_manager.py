@@ -166,12 +166,12 @@ def scheduler_step(running: int, steps: int) -> list[float]:
     for step in range(steps):
         new = [traces.Tokens.output(number, step) for number in numbers]
         start = clock()
-        manager.append_many(numbers, new)
+        manager.append(numbers, new)
         ends = manager.grant(numbers, lengths + 1)
-        manager.extend_many(numbers, ends)
+        manager.extend(numbers, ends)
         slots = manager.slot_mapping(0, rows, ends - 1)
         tables = manager.tables[0][rows, : -(-int(ends.max()) // BLOCK_SIZE)]
-        manager.commit_many(numbers, ends)
+        manager.commit(numbers, ends)
         times.append(clock() - start - over)
         lengths = ends
         assert len(slots) == running == len(tables)

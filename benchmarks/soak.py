@@ -79,15 +79,15 @@ class Soak:
             ids = [i for i, (known, computed, _, _, _) in self.live.items() if computed < known]
             ids = pick.sample(ids, min(len(ids), pick.randint(1, ROWS)))
             ends = [pick.randint(self.live[i][1] + 1, self.live[i][0]) for i in ids]
-            manager.extend_many(ids, ends)
+            manager.extend(ids, ends)
             self.check()
-            manager.commit_many(ids, ends)
+            manager.commit(ids, ends)
             for i, end in zip(ids, ends, strict=True):
                 self.live[i][1] = end
             self.operations += 2 * len(ids)
         elif choice < 0.6:
             ids = [i for i, (known, _, limit, _, _) in self.live.items() if known < limit]
-            manager.append_many(ids, pick.choices(range(3), k=len(ids)))
+            manager.append(ids, pick.choices(range(3), k=len(ids)))
             for i in ids:
                 self.live[i][0] += 1
             self.operations += len(ids)
@@ -97,8 +97,8 @@ class Soak:
                 for i, (known, computed, limit, _, _) in self.live.items()
                 if known < limit and computed == known
             ]
-            manager.extend_many(ids, [self.live[i][0] for i in ids])  # a fork's parent has to ask again
-            manager.decode_many(ids, pick.choices(range(3), k=len(ids)))
+            manager.extend(ids, [self.live[i][0] for i in ids])  # a fork's parent has to ask again
+            manager.decode(ids, pick.choices(range(3), k=len(ids)))
             for i in ids:
                 self.live[i][0] += 1
             self.operations += 2 * len(ids)
@@ -113,7 +113,7 @@ class Soak:
                     break
         else:
             for i in pick.sample(list(self.live), min(len(self.live), pick.randint(1, 6))):
-                manager.free(i)
+                manager.free([i])
                 del self.live[i]
                 self.operations += 1
         manager.model.rule[0] = pick.randrange(2)
@@ -151,7 +151,7 @@ def main() -> None:
             print(f"{done:,} of {options.operations:,} operations", end=end, file=sys.stderr)
     for soak in soaks:
         for i in list(soak.live):
-            soak.manager.free(i)
+            soak.manager.free([i])
         soak.manager.check_invariants()
         assert soak.manager.stats().used == soak.manager.stats().reserved == 0
     stats = [soak.manager.stats() for soak in soaks]

@@ -2,13 +2,13 @@
 
 The order of calls, for one request::
 
-    admit -> [extend_many -> (engine writes K/V) -> commit_many]* -> free
-                    prefill chunks, then one token a step, each first given to append_many
+    admit -> [extend -> (engine writes K/V) -> commit]* -> free
+                    prefill chunks, then one token a step, each first given to append
 
-`extend_many` makes room before a step, `commit_many` says after it what has been written. A step that computes
-positions [computed, end) calls ``extend_many(ids, ends)`` first, performs the copies it returns in their order,
+`extend` makes room before a step, `commit` says after it what has been written. A step that computes
+positions [computed, end) calls ``extend(ids, ends)`` first, performs the copies it returns in their order,
 and only then writes. Engines read `tables` and `slots`; rows are updated in place, so a table is read after the
-`extend_many` of a step.
+`extend` of a step.
 
 Every error is raised before anything changes. Not thread-safe: one scheduler owns it.
 """
@@ -35,7 +35,7 @@ from tonnage.cache.prefix.hashing import HashBlock, seed_of
 from tonnage.cache.results import Admitted, BlockCopy, CacheStats
 from tonnage.cache.sequences import steps
 from tonnage.cache.sequences.refusals import refused
-from tonnage.cache.sequences.tables import Sequences, TokenIds, token_array
+from tonnage.cache.sequences.tables import Sequences, TokenIds, end_array, token_array, tokens_by_row
 from tonnage.planner.layout import KVLayout
 
 __all__ = ["Admitted", "BlockCopy", "CacheStats", "KVCacheManager"]
@@ -161,7 +161,7 @@ class KVCacheManager:
         others `Admission.victim` says whom to preempt then.
         """
         batch = self.sequences.rows(sequence_ids)
-        return self.admission.grant(batch, _ends(batch, num_tokens, "num_tokens"))
+        return self.admission.grant(batch, end_array(batch, num_tokens, "num_tokens"))
 
     def entries(self, sequence_ids: Sequence[int]) -> Int64Array:
         """Index of each sequence's request in the arrays of `running`; int64."""
@@ -169,7 +169,7 @@ class KVCacheManager:
 
     # -- the step ----------------------------------------------------------------------------------------
 
-    def extend_many(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
+    def extend(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
         """Make positions [computed, num_tokens) of each sequence writable; returns the copies to perform first.
 
         Sliding blocks that no query at a position >= computed can read are dropped before new ones are taken.
@@ -179,24 +179,24 @@ class KVCacheManager:
         """
         return self._step(steps.EXTEND, sequence_ids, num_tokens)
 
-    def append_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
+    def append(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> None:
         """A token that the model produced for each of the distinct sequences; as an array [sequences, count],
         so many for each. Raises ReservationExceeded beyond prompt + max_tokens."""
         self._step(steps.APPEND, sequence_ids, token_ids)
 
-    def commit_many(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
+    def commit(self, sequence_ids: Sequence[int], num_computed: TokenIds) -> None:
         """K/V of positions below ``num_computed`` are written: publish the blocks that are now full.
 
         A full block whose tokens another sequence has published meanwhile is replaced in the table by that one.
-        Raises OutOfOrder when it goes back, passes what `extend_many` has made writable, or passes the tokens
+        Raises OutOfOrder when it goes back, passes what `extend` has made writable, or passes the tokens
         known.
         """
         self._step(steps.COMMIT, sequence_ids, num_computed)
 
-    def decode_many(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
+    def decode(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """A decode step in one call: what is known is computed, each sequence gets a token and its slot.
 
-        The same as `commit_many` to all known tokens, `append_many` and `extend_many` to one more, all or
+        The same as `commit` to all known tokens, `append` and `extend` to one more, all or
         nothing; raises as they do.
         """
         return self._step(steps.DECODE, sequence_ids, token_ids)
@@ -204,9 +204,9 @@ class KVCacheManager:
     def _step(self, what: int, sequence_ids: Sequence[int], values: TokenIds) -> tuple[BlockCopy, ...]:
         batch, ends, tokens = self.sequences.rows(sequence_ids), _NO_ENDS, _NO_TOKENS
         if what & steps.APPEND:
-            tokens = _tokens(batch, values)
+            tokens = tokens_by_row(batch, values)
         else:
-            ends = _ends(batch, values, "num_computed" if what == steps.COMMIT else "num_tokens")
+            ends = end_array(batch, values, "num_computed" if what == steps.COMMIT else "num_tokens")
         if what & steps.COMMIT:
             self.prefix.hash_with_own(batch)
         code, at = steps.step(self.core, what, batch, ends, tokens, self._copies)
@@ -252,18 +252,27 @@ class KVCacheManager:
         self.prefix.salts.share(child)
         return child
 
-    def free(self, sequence_id: int) -> None:
-        """Give back the blocks, last block first, and at once the reservation. Published blocks stay cached and
-        reusable; the others are reused before any cached one. Raises DoubleFree, UnknownSequence."""
+    def free(self, sequence_ids: Sequence[int]) -> None:
+        """Give back the blocks of distinct sequences, last block first, and at once their reservations.
+
+        Published blocks stay cached and reusable; the others are reused before any cached one. Raises
+        DoubleFree, UnknownSequence.
+        """
         try:
-            row = self.sequences.row(sequence_id)
+            batch = self.sequences.rows(sequence_ids)
         except errors.SequenceFinished as error:
-            raise errors.DoubleFree(str(error), field="sequence_id") from None
-        reservation = self.reservations[row]
-        self.prefix.salts.leave(row)
-        steps.leave(self.core, row)
-        self.sequences.close(sequence_id)
-        self.reservations.give_back(reservation)
+            raise errors.DoubleFree(str(error), field="sequence_ids") from None
+        rows = batch.tolist()
+        if len(set(rows)) < len(rows):
+            raise errors.DoubleFree(f"a sequence is named twice in {list(sequence_ids)}", field="sequence_ids")
+        reservations = dict.fromkeys(map(self.reservations.__getitem__, rows))
+        for row in rows:
+            self.prefix.salts.leave(row)
+        steps.leave(self.core, batch)
+        for sequence_id in sequence_ids:
+            self.sequences.close(sequence_id)
+        for reservation in reservations:
+            self.reservations.give_back(reservation)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -349,21 +358,3 @@ class KVCacheManager:
                 hint="finish or abort them first",
             )
         self.prefix.forget()
-
-
-def _ends(batch: Int64Array, values: TokenIds, field: str) -> Int64Array:
-    ends: Int64Array = np.ascontiguousarray(values, dtype=np.int64)
-    if ends.shape != batch.shape:
-        raise errors.InvalidRequest(f"{len(batch)} sequences, {ends.size} numbers", field=field)
-    return ends
-
-
-def _tokens(batch: Int64Array, values: TokenIds) -> Int32Array:
-    """int32 [rows * count] of one token for each row, or of an array [rows, count]."""
-    count = 1
-    if isinstance(values, np.ndarray) and values.ndim == 2:
-        count, values = values.shape[1], values.reshape(-1)
-    tokens = token_array(values, signed=True)
-    if tokens.size != batch.size * count:
-        raise errors.InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
-    return tokens

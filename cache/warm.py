@@ -32,21 +32,20 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
         if not isinstance(manager.admit(sequence, tokens, 2 * size, n=2), Admitted):
             raise AssertionError("an empty pool of 64 blocks admits a request of 9")
         manager.grant([sequence], [len(tokens)])
-        manager.extend_many([sequence], [len(tokens)])
-        manager.commit_many([sequence], [len(tokens)])
+        manager.extend([sequence], [len(tokens)])
+        manager.commit([sequence], [len(tokens)])
         manager.fork(sequence, sequence + 1)
         both = [sequence, sequence + 1]
         for step in range(1, size):
-            manager.append_many(both, [step, step + size])
+            manager.append(both, [step, step + size])
             manager.grant(both, [len(tokens) + step] * 2)
-            manager.extend_many(both, [len(tokens) + step] * 2)
-            manager.commit_many(both, [len(tokens) + step] * 2)
-        manager.decode_many(both, [1, 2])
+            manager.extend(both, [len(tokens) + step] * 2)
+            manager.commit(both, [len(tokens) + step] * 2)
+        manager.decode(both, [1, 2])
         rows = np.array([manager.row(each) for each in both])
         manager.slot_mapping(0, rows, np.array([0, 1]))
         manager.running()
         manager.stats()
-        for each in both:
-            manager.free(each)
+        manager.free(both)
     manager.sample_invariants()
     manager.reset_prefix_cache()

@@ -13,7 +13,7 @@ from tonnage.cache.blocks.state import Core, Int32Array, Int64Array, columns
 from tonnage.cache.compiled import compiled
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """The blocks reserved for one request, i.e. for its live sequences and for those still to be forked.
 
@@ -25,6 +25,7 @@ class Reservation:
     slot: int
     blocks: int
     windowed: int
+    sequences: int  # live ones and forks to come
 
 
 class Reservations:
@@ -52,7 +53,7 @@ class Reservations:
         """A slot and a reservation for an admitted request."""
         full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
-        reservation = Reservation(request, salt, slot, full + windowed, windowed)
+        reservation = Reservation(request, salt, slot, full + windowed, windowed, request.n)
         self.by_slot[slot] = reservation
         self.reserved += full + windowed
         self.windowed += windowed
@@ -67,21 +68,21 @@ class Reservations:
         self._requests.live[reservation.slot] += 1
 
     def give_back(self, reservation: Reservation) -> None:
-        """One of its sequences has left (`steps.leave`): its part of the reservation is free at once."""
+        """Some of its sequences have left (`steps.leave`): their part of the reservation is free at once."""
         requests, slot = self._requests, reservation.slot
         live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
-        full = windowed = 0
+        full = windowed = sequences = 0
         if live == 0:  # nobody is left to fork from
             requests.prompt[slot] = requests.forks_left[slot] = 0
-            self.sequences -= 1 + forks
             del self.by_slot[slot]
             self._unused.append(slot)
         else:
-            self.sequences -= 1
-            full, windowed = split_reservation(replace(reservation.request, n=live + forks), self.limits)
+            sequences = live + forks
+            full, windowed = split_reservation(replace(reservation.request, n=sequences), self.limits)
         self.reserved += full + windowed - reservation.blocks
         self.windowed += windowed - reservation.windowed
-        reservation.blocks, reservation.windowed = full + windowed, windowed
+        self.sequences += sequences - reservation.sequences
+        reservation.blocks, reservation.windowed, reservation.sequences = full + windowed, windowed, sequences
         requests.reserved[slot] = full
 
     def order(self) -> Int32Array:

@@ -14,8 +14,6 @@ from tonnage.cache.prefix.index import hash_row, lock, match
 def find_hit(core: Core, row: int) -> int:
     """Blocks of the longest usable hit of the prompt in an unused row; the nodes are left in the row."""
     size, length = core.pool[0].block_size, core.rows[row].length
-    if not core.pool[0].caching:
-        return 0
     hash_row(core, row, length // size)
     return match(core, row, (length - 1) // size)
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
 from tonnage.cache.blocks.state import Int64Array
-from tonnage.cache.errors import CacheConfigError, InvariantViolation
+from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.sequence import Counters, S, Step
@@ -45,12 +45,12 @@ class _Wishes(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Owns the sequences that run and wait, and the calls of ``manager``, which has a policy.
+    """Owns the sequences that run and wait, and the calls of ``manager``.
 
     ``budget``: tokens of a step (max_num_batched_tokens). ``most_logits``: rows of logits there is room for in
     a step; None: max_num_seqs. ``lookahead`` None: the policy's. ``whole_prompts``: decodes cost no budget,
     and a prompt is computed whole in the step that admits it, one longer than the budget alone (the loop of
-    most published simulations). Raises CacheConfigError for a manager without a policy.
+    most published simulations).
     """
 
     def __init__(
@@ -62,8 +62,6 @@ class Scheduler(Generic[S]):
         lookahead: int | None = None,
         whole_prompts: bool = False,
     ) -> None:
-        if manager.admission is None:
-            raise CacheConfigError("the manager has no policy", field="policy", hint="make it with one")
         self.manager, self.admission = manager, manager.admission
         self.mode = self.admission.policy.mode
         self.budget = budget
@@ -99,7 +97,7 @@ class Scheduler(Generic[S]):
             self.queue.remove(sequence.id)
         else:
             del self.running[sequence.id]
-            self.manager.free(sequence.id)
+            self.manager.free([sequence.id])
         self._changed = True
 
     def end(self, sequence: S, output_tokens: int) -> None:
@@ -137,7 +135,7 @@ class Scheduler(Generic[S]):
         ends = np.array([s.computed for s in order]) + turns
         if (self.manager.grant(ids, ends) < ends).any():
             return
-        step.copies += self.manager.extend_many(ids, ends)
+        step.copies += self.manager.extend(ids, ends)
         for sequence in order:
             sequence.chunk = turns
         step.picked, step.drawing, step.turns = order, order, turns
@@ -221,7 +219,7 @@ class Scheduler(Generic[S]):
             if sequence.samples:
                 step.drawing.append(sequence)
         if order:
-            step.copies += self.manager.extend_many(ids, granted)
+            step.copies += self.manager.extend(ids, granted)
             step.picked += order
         return cost
 
@@ -234,11 +232,11 @@ class Scheduler(Generic[S]):
         return [s for s, entry in zip(self.running.values(), entries, strict=True) if entry == victim]
 
     def _preempt(self, step: Step[S], victims: list[S]) -> None:
+        self.manager.free([s.id for s in victims])
         for sequence in victims:
             self.counters.preemptions += 1
             self.counters.preempted_tokens += sequence.computed
             del self.running[sequence.id]
-            self.manager.free(sequence.id)
             sequence.computed = sequence.chunk = 0
             sequence.preempted, sequence.waited = True, False
             step.preempted.append(sequence)
@@ -312,7 +310,7 @@ class Scheduler(Generic[S]):
     def computed(self, picked: Rows[S]) -> None:
         """K/V of the chunks of ``picked`` is written: publish it in the prefix index."""
         ends = [s.computed + s.chunk for s in picked]
-        self.manager.commit_many([s.id for s in picked], ends)
+        self.manager.commit([s.id for s in picked], ends)
         for sequence, end in zip(picked, ends, strict=True):
             sequence.computed, sequence.chunk = end, 0
 
@@ -328,6 +326,6 @@ class Scheduler(Generic[S]):
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
         """The token each has drawn; as an array [sequences, count], so many each."""
         count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1
-        self.manager.append_many([s.id for s in sequences], token_ids)
+        self.manager.append([s.id for s in sequences], token_ids)
         for sequence in sequences:
             sequence.length += count

@@ -228,25 +228,27 @@ def share(core: Core, parent: int, child: int) -> None:
 
 
 @compiled
-def leave(core: Core, at_row: int) -> None:
-    """Give back the row's blocks, last block first, and clear it."""
-    pool, row = core.pool[0], core.rows[at_row]
-    size, slot = pool.block_size, row.request
-    if pool.caching:
-        observe_end(core, at_row)
-    for at in range(row.room // size - 1, -1, -1):
+def leave(core: Core, batch: Int64Array) -> None:
+    """Give back the blocks of each row, last block first, and clear it."""
+    pool = core.pool[0]
+    size = pool.block_size
+    for i in range(batch.size):
+        row, slot = core.rows[batch[i]], core.rows[batch[i]].request
+        if pool.caching:
+            observe_end(core, batch[i])
+        for at in range(row.room // size - 1, -1, -1):
+            for group in range(pool.num_groups):
+                block = core.tables[group, batch[i], at]
+                if block == NULL_BLOCK:
+                    continue
+                full = core.groups[group].kind == FULL
+                if full and not (core.refs[block] > 1 and sibling_holds(core, batch[i], group, at, block)):
+                    core.requests[slot].held -= 1
+                release(core, block, full, slot)
+                core.tables[group, batch[i], at] = NULL_BLOCK
         for group in range(pool.num_groups):
-            block = core.tables[group, at_row, at]
-            if block == NULL_BLOCK:
-                continue
-            full = core.groups[group].kind == FULL
-            if full and not (core.refs[block] > 1 and sibling_holds(core, at_row, group, at, block)):
-                core.requests[slot].held -= 1
-            release(core, block, full, slot)
-            core.tables[group, at_row, at] = NULL_BLOCK
-    for group in range(pool.num_groups):
-        core.first[group, at_row] = 0
-    row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
-    row.shared_tail = row.shared = row.salt = row.turn = 0
-    row.request = -1
-    core.requests[slot].live -= 1
+            core.first[group, batch[i]] = 0
+        row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
+        row.shared_tail = row.shared = row.salt = row.turn = 0
+        row.request = -1
+        core.requests[slot].live -= 1

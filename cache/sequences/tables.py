@@ -1,4 +1,4 @@
-"""Sequences: which row of the arrays belongs to which live sequence.
+"""Sequences: which row of the arrays belongs to which live sequence, and what a call says of them.
 
 Rows are what an engine reads: per group a block table, int32 [rows, max_blocks], updated in place, with the
 null block where nothing is yet or where a sliding window has left. Freed rows are reused last in, first out, so
@@ -110,3 +110,24 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
     if not signed and ids.size and int(ids.min()) < 0:
         raise InvalidRequest(f"token id {int(ids.min())} is negative", field="token_ids")
     return ids
+
+
+def tokens_by_row(batch: Int64Array, token_ids: TokenIds) -> Int32Array:
+    """int32 [rows * count]: a token for each row of ``batch``, or those of an array [rows, count]. Raises
+    InvalidRequest for another number of them; negative ones pass."""
+    count = 1
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
+        count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
+    tokens = token_array(token_ids, signed=True)
+    if tokens.size != batch.size * count:
+        raise InvalidRequest(f"{len(batch)} sequences, {tokens.size} tokens", field="token_ids")
+    return tokens
+
+
+def end_array(batch: Int64Array, ends: TokenIds, field: str) -> Int64Array:
+    """int64 [rows]: a position for each row of ``batch``. Raises InvalidRequest, naming ``field``, for another
+    number of them."""
+    array: Int64Array = np.ascontiguousarray(ends, dtype=np.int64)
+    if array.shape != batch.shape:
+        raise InvalidRequest(f"{len(batch)} sequences, {array.size} numbers", field=field)
+    return array

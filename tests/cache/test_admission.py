@@ -225,7 +225,7 @@ def test_the_case_that_breaks_the_lockstep_peak_rule(budget: int, peak: int) -> 
                 left -= chunk
             most = max(most, roomy.stats().used)
             if lengths[sequence][0] == total:
-                roomy.free(sequence)
+                roomy.free([sequence])
                 finished.add(sequence)
     assert most == peak
     assert most <= 900
@@ -293,7 +293,7 @@ def test_no_schedule_breaks_a_reservation(budget: int, groups: tuple[KVGroup, ..
         fullest = max(fullest, stats.used / stats.usable)
         if lengths[sequence][0] == lengths[sequence][1]:
             manager.check_invariants()
-            manager.free(sequence)
+            manager.free([sequence])
             del lengths[sequence], to_fork[sequence]
             finished += 1
     manager.check_invariants()
@@ -315,7 +315,7 @@ def test_reservations_are_given_back_at_once_and_for_each_fork() -> None:
     manager.fork(0, 2)
     for sequence in (0, 2, 1):
         assert manager.reservations.sequences == 3 - len(seen) + 1
-        manager.free(sequence)
+        manager.free([sequence])
         seen.append(manager.stats().reserved)
     assert seen == [14, 10, 6, 0]
     assert all(a > b for a, b in pairwise(seen))

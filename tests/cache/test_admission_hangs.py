@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -55,9 +56,9 @@ class Logged(Simulator):
             self.answers.append((self.steps, sequence_id, type(answer).__name__))
             return answer
 
-        def logged_free(sequence_id: int) -> None:
-            self.ended_at[sequence_id] = self.steps
-            free(sequence_id)
+        def logged_free(sequence_ids: Sequence[int]) -> None:
+            self.ended_at |= dict.fromkeys(sequence_ids, self.steps)
+            free(sequence_ids)
 
         self.manager.admit = logged_admit  # type: ignore[method-assign, assignment]
         self.manager.free = logged_free  # type: ignore[method-assign]
@@ -164,7 +165,7 @@ def test_a_tenant_holds_no_more_than_its_quota_and_holds_up_nobody(mode: Admissi
     never = manager.admit(2, [3] * 300, 30, tenant="c")
     assert isinstance(never, Never)
     assert (never.reason, never.needed_blocks, never.usable_blocks) == (NeverReason.TENANT_QUOTA, 21, 20)
-    manager.free(0)
+    manager.free([0])
     assert isinstance(manager.admit(2, [2] * 80, 16, tenant="a"), Admitted)
     manager.check_invariants()
 
@@ -192,26 +193,26 @@ def test_an_abort_after_preemption_leaves_nothing_behind() -> None:
     for _ in range(100):
         manager.admission.ended(1)
     assert (take(queue, manager), take(queue, manager)) == (0, 1)
-    manager.extend_many([0, 1], [700, 700])
-    manager.commit_many([0, 1], [700, 700])
+    manager.extend([0, 1], [700, 700])
+    manager.commit([0, 1], [700, 700])
     at = 700
     while True:  # both outlive what was learned, until nobody can go on
         ends = manager.grant([0, 1], [at + 1, at + 1])
         if (ends == at).all():
             break
         assert (ends == at + 1).all()
-        manager.extend_many([0, 1], ends)
-        manager.append_many([0, 1], [5, 6])
+        manager.extend([0, 1], ends)
+        manager.append([0, 1], [5, 6])
         at += 1
-        manager.commit_many([0, 1], ends)
+        manager.commit([0, 1], ends)
     assert at == 800
     victim = manager.admission.victim(manager.running())
-    manager.free(victim)
+    manager.free([victim])
     queue.push(Waiting(victim, AdmissionRequest(at, 400, produced=100), 0.0))
     manager.check_invariants()
     assert manager.grant([1 - victim], [at + 1]).tolist() == [at + 1]
     queue.remove(victim)  # the client has gone
-    manager.free(1 - victim)
+    manager.free([1 - victim])
     manager.check_invariants()
     stats = manager.stats()
     assert (stats.used, stats.reserved, len(queue)) == (0, 0, 0)

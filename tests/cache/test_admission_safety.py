@@ -216,7 +216,7 @@ def test_stalls_instead_of_overflow_where_the_lockstep_peak_is_wrong(budget: int
         snapshot = manager.running()
         assert committed_peak(snapshot) <= snapshot.capacity
         for sequence in [s for s, at in computed.items() if at == totals[s][1]]:
-            manager.free(sequence)
+            manager.free([sequence])
             del computed[sequence]
     manager.check_invariants()
     if budget < 9600:
@@ -282,7 +282,7 @@ def test_limits_of_the_law_with_sliding_groups_are_set_aside() -> None:
                     ids += 1
                 live[sequence][3] = 0
             if end == total or rng.random() < 0.004:
-                manager.free(sequence)
+                manager.free([sequence])
                 del live[sequence]
                 ended += 1
         manager.check_invariants()

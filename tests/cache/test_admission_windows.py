@@ -48,10 +48,10 @@ def test_windows_alone_are_admitted_while_all_of_them_fit(mode: AdmissionMode) -
                 append(manager, number, [number] * (min(end, 120) - max(running[number], 20)))
         wanted = [min(end, 120)] * len(ids)
         assert manager.grant(ids, wanted).tolist() == wanted
-        manager.extend_many(ids, wanted)
-        manager.commit_many(ids, wanted)
+        manager.extend(ids, wanted)
+        manager.commit(ids, wanted)
         manager.check_invariants()
         running = dict.fromkeys(ids, end)
     for number in running:
-        manager.free(number)
+        manager.free([number])
     assert isinstance(manager.admit(99, list(range(20)), 100), Admitted)

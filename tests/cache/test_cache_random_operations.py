@@ -125,8 +125,8 @@ class Oracle:
 
     def decode(self, sequences: list[int], tokens: list[int]) -> None:
         """One call for a decode step of sequences that are computed up to their last token."""
-        self.manager.extend_many(sequences, [self.live[s].computed for s in sequences])
-        copies = self.manager.decode_many(sequences, tokens)
+        self.manager.extend(sequences, [self.live[s].computed for s in sequences])
+        copies = self.manager.decode(sequences, tokens)
         self.copy(copies)
         for sequence, token in zip(sequences, tokens, strict=True):
             self.live[sequence].tokens.append(token)
@@ -150,7 +150,7 @@ class Oracle:
         if len(ends) == 1:
             copies = extend(self.manager, next(iter(ends)), wanted[0])
         else:
-            copies = self.manager.extend_many(list(ends), wanted)
+            copies = self.manager.extend(list(ends), wanted)
         size = self.block_size
         self.copy(copies)
         for sequence, end in ends.items():
@@ -168,7 +168,7 @@ class Oracle:
         if len(ends) == 1:
             commit(self.manager, *next(iter(ends.items())))
         else:
-            self.manager.commit_many(list(ends), list(ends.values()))
+            self.manager.commit(list(ends), list(ends.values()))
         for sequence, end in ends.items():
             self.live[sequence].computed = end
             self.check_states(sequence)
@@ -204,7 +204,7 @@ class Oracle:
         return self.next_id - 1
 
     def free(self, sequence: int) -> None:
-        self.manager.free(sequence)
+        self.manager.free([sequence])
         del self.live[sequence]
 
     def check_reads(self, sequence: int, end: int) -> None:

@@ -92,12 +92,12 @@ def random_run(manager: KVCacheManager, calls: int) -> str:
                 live[number] = [len(prompt), len(prompt) + 8]
         elif choice < 0.8:
             ids = [i for i, (known, limit) in live.items() if known < limit]
-            manager.decode_many(ids, pick.choices(range(3), k=len(ids)))
+            manager.decode(ids, pick.choices(range(3), k=len(ids)))
             for i in ids:
                 live[i][0] += 1
         else:
             chosen = pick.choice(list(live))
-            manager.free(chosen)
+            manager.free([chosen])
             del live[chosen]
     assert manager.sample_invariants() is None
     digest = xxhash.xxh64()
@@ -208,7 +208,7 @@ def test_ids_of_salts_are_used_again_and_never_for_two_at_once() -> None:
     manager = make(blocks=33)
     for number in range(1000):
         compute(manager, number, [1] * 9, salt=f"tenant {number}")
-        manager.free(number)
+        manager.free([number])
         if number % 97 == 0:
             manager.check_invariants()
     assert len(manager.prefix.salts._salts) < 300
@@ -226,12 +226,12 @@ def test_private_blocks_follow_who_shares_them() -> None:
     compute(manager, 2, [*range(12), 99])
     assert manager.running().held.tolist() == [4, 4]
     assert manager.running().private.tolist() == [1, 1]  # three blocks are shared, each has one more
-    manager.free(1)
+    manager.free([1])
     running = manager.running()
     assert running.held.tolist() == [4]
     assert running.private.tolist() == [1]  # a lower bound: nobody has counted the three anew
     manager.check_invariants()
-    manager.free(2)
+    manager.free([2])
     compute(manager, 3, [*range(12), 99])
     assert manager.running().private.tolist() == [4]  # cached blocks that nobody held
 
@@ -243,13 +243,13 @@ def test_forks_hold_their_common_blocks_once() -> None:
     manager.fork(1, 3)
     running = manager.running()
     assert (running.held.tolist(), running.private.tolist(), running.sequences.tolist()) == ([5], [5], [3])
-    manager.append_many([1, 2, 3], [7, 8, 9])
+    manager.append([1, 2, 3], [7, 8, 9])
     wanted = np.zeros(3, np.int64)
     wanted_blocks(manager.core, manager.sequences.rows([1, 2, 3]), np.full(3, 19), wanted)
     assert wanted.tolist() == [1, 1, 1]
-    assert len(manager.extend_many([1, 2, 3], [19, 19, 19])) == 4  # two copies in each group
+    assert len(manager.extend([1, 2, 3], [19, 19, 19])) == 4  # two copies in each group
     assert manager.running().held.tolist() == [7]
-    manager.free(2)
+    manager.free([2])
     assert manager.running().held.tolist() == [6]
     assert manager.running().output.tolist() == [1]
     manager.check_invariants()
@@ -262,9 +262,9 @@ def test_a_step_without_room_changes_nothing() -> None:
     manager.reservations.reserved = 0  # as if admission had reserved what is not there
     compute(manager, 3, list(range(40, 52)))
     before = [array.copy() for array in manager.core]
-    manager.append_many([1, 2, 3], [7, 8, 9])
+    manager.append([1, 2, 3], [7, 8, 9])
     with pytest.raises(NoFreeBlocks) as caught:
-        manager.extend_many([1, 2, 3], [9, 9, 13])
+        manager.extend([1, 2, 3], [9, 9, 13])
     assert caught.value.hint
     after = manager.core
     for name in ("refs", "next", "prev", "node_of", "node_blocks", "kind", "tables", "requests", "heads"):
@@ -281,7 +281,7 @@ def test_the_compiled_laws_notice_what_is_broken() -> None:
         compute(manager, 1, list(range(10)), n=2)
         manager.fork(1, 2)
         compute(manager, 3, list(range(30, 39)))
-        manager.free(3)
+        manager.free([3])
         assert manager.sample_invariants() is None
         return manager
 
@@ -349,7 +349,7 @@ def hits(manager: KVCacheManager, requests: list[list[int]]) -> list[int]:
     out = []
     for number, tokens in enumerate(requests):
         out.append(compute(manager, number, tokens))
-        manager.free(number)
+        manager.free([number])
     manager.check_invariants()
     return out
 
@@ -380,9 +380,9 @@ def test_the_chosen_rule_is_never_worse_than_lru(kind: str, blocks: int) -> None
 def test_only_the_end_of_a_chain_may_be_evicted() -> None:
     manager = make()
     compute(manager, 1, list(range(17)))
-    manager.free(1)
+    manager.free([1])
     compute(manager, 2, [*range(8), 99, 98, 97, 96, 95])
-    manager.free(2)
+    manager.free([2])
     ends = [block for kind in range(CLASSES) for block in readers.listed(manager.core, kind)]
     assert manager.pool.cached == len(readers.all_cached(manager.core)) == 4 + 1
     assert len(ends) == 2
@@ -446,7 +446,7 @@ def test_a_cut_of_a_real_trace_hits_what_it_can_and_never_less_than_lru() -> Non
             ids = np.repeat(np.array(request.hash_ids, np.int32), request.hash_block)
             tokens = (ids * 512 + np.arange(len(ids), dtype=np.int32) % 512)[: request.prompt_tokens]
             hit += compute(manager, number, tokens)  # type: ignore[arg-type]
-            manager.free(number)
+            manager.free([number])
         assert manager.sample_invariants() is None
         return hit
 

@@ -75,14 +75,14 @@ def test_the_same_ids_in_other_rows_are_found_there() -> None:
     manager = make()
     start(manager, 1, [1] * 6)
     start(manager, 2, [2] * 6)
-    manager.extend_many([1, 2], [7, 7])
+    manager.extend([1, 2], [7, 7])
     before = [manager.row(1), manager.row(2)]
-    manager.free(1)
-    manager.free(2)
+    manager.free([1])
+    manager.free([2])
     manager.admit(1, [1] * 6, 8)
     manager.admit(2, [2] * 9, 8)
     assert [manager.row(1), manager.row(2)] == before[::-1]
-    manager.extend_many([1, 2], [6, 9])
+    manager.extend([1, 2], [6, 9])
     assert [int(manager.rows.slots[manager.row(id)]) for id in (1, 2)] == [6, 9]
     manager.check_invariants()
 
@@ -92,8 +92,8 @@ def test_a_hit_shares_blocks_of_a_live_and_of_a_finished_sequence() -> None:
     assert start(manager, 1, list(range(18))) == 0
     assert start(manager, 2, [*range(13), 99, 99, 99]) == 12
     assert blocks_of(manager, 2)[:3] == blocks_of(manager, 1)[:3]
-    manager.free(1)
-    manager.free(2)
+    manager.free([1])
+    manager.free([2])
     assert manager.stats().used == 0
     assert start(manager, 3, list(range(18))) == 16
     assert manager.stats().hit_tokens == 28
@@ -113,7 +113,7 @@ def test_produced_tokens_are_hit_by_the_next_turn() -> None:
     append(manager, 1, [50, 51, 52])
     extend(manager, 1, 9)
     commit(manager, 1, 9)
-    manager.free(1)
+    manager.free([1])
     assert start(manager, 2, [0, 1, 2, 3, 4, 5, 50, 51, 60]) == 8
 
 
@@ -132,7 +132,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix.index
         assert not manager.prefix.enabled
         start(manager, 1, list(range(16)))
-        manager.free(1)
+        manager.free([1])
         assert start(manager, 2, list(range(16))) == 0
         assert manager.stats().cached == 0
 
@@ -145,14 +145,14 @@ def test_a_fork_copies_the_shared_partial_block_at_the_first_write() -> None:
     assert blocks_of(manager, 1) == blocks_of(manager, 2) == blocks_of(manager, 3)
     assert manager.stats().used == 3
     last = blocks_of(manager, 1)[2]
-    copies = manager.extend_many([2, 1, 3], [11, 11, 11])
+    copies = manager.extend([2, 1, 3], [11, 11, 11])
     assert [copy.src for copy in copies] == [last, last]  # the last of the three keeps it
     assert copies[0] == BlockCopy(last, blocks_of(manager, 2)[2])
     assert blocks_of(manager, 3)[2] == last
     assert len({blocks_of(manager, s)[2] for s in (1, 2, 3)}) == 3
     assert {tuple(blocks_of(manager, s)[:2]) for s in (1, 2, 3)} == {tuple(blocks_of(manager, 1)[:2])}
     manager.check_invariants()
-    assert manager.extend_many([1, 2, 3], [12, 12, 12]) == ()
+    assert manager.extend([1, 2, 3], [12, 12, 12]) == ()
 
 
 def test_a_fork_on_a_block_border_copies_nothing() -> None:
@@ -190,15 +190,15 @@ def test_a_fork_before_anything_is_computed_shares_no_state(extended: bool) -> N
     assert (manager.states[0][first] != 0) == extended
     assert manager.states[0][second] == 0
     manager.check_invariants()
-    assert manager.extend_many([2, 1], [3, 3]) == ()  # nothing was written: nothing is copied
+    assert manager.extend([2, 1], [3, 3]) == ()  # nothing was written: nothing is copied
     assert manager.states[0][first] != manager.states[0][second] != 0
-    manager.commit_many([1, 2], [3, 3])
+    manager.commit([1, 2], [3, 3])
     manager.check_invariants()
-    assert manager.decode_many([1, 2], [7, 8]) == ()
+    assert manager.decode([1, 2], [7, 8]) == ()
     manager.check_invariants()
-    manager.free(1)
+    manager.free([1])
     manager.check_invariants()
-    manager.free(2)
+    manager.free([2])
     assert manager.stats().used == 0
 
 
@@ -209,7 +209,7 @@ def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
     state = int(manager.states[0][manager.row(1)])
     child = manager.fork(1, 2)
     assert manager.states[0][child] == state
-    copies = manager.extend_many([1, 2] if ahead else [2, 1], [9, 9])
+    copies = manager.extend([1, 2] if ahead else [2, 1], [9, 9])
     own = int(manager.states[0][manager.row(1 if ahead else 2)])
     assert copies == (BlockCopy(state, own),)  # on a block border the state alone
     assert own != state
@@ -220,8 +220,8 @@ def test_extend_many_never_takes_slots_back() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     start(manager, 2, list(range(6)))
-    manager.extend_many([1, 2], [9, 9])
-    manager.extend_many([1, 2], [7, 10])
+    manager.extend([1, 2], [9, 9])
+    manager.extend([1, 2], [7, 10])
     assert [len(manager.slots(s, 0, 0, stop)) for s, stop in ((1, 9), (2, 10))] == [9, 10]
     manager.check_invariants()
 
@@ -239,9 +239,9 @@ def test_extend_many_gives_what_extend_gives() -> None:
             assert extend(one, sequence, length) == ()
         for sequence, length in enumerate(lengths):
             commit(one, sequence, length)
-        many.append_many(range(4), [7] * 4)
-        assert many.extend_many(range(4), lengths) == ()
-        many.commit_many(range(4), lengths)
+        many.append(range(4), [7] * 4)
+        assert many.extend(range(4), lengths) == ()
+        many.commit(range(4), lengths)
         many.check_invariants()
         for table, other in zip(one.tables, many.tables, strict=True):
             assert (table == other).all()
@@ -256,16 +256,16 @@ def test_many_tokens_for_many_sequences_are_what_one_after_the_other_would_be() 
             start(manager, sequence, [sequence] * 6, 8)
     for sequence, tokens in zip((1, 2), more, strict=True):
         append(one, sequence, tokens)
-    many.append_many([1, 2], more)
+    many.append([1, 2], more)
     for manager in (one, many):
-        manager.extend_many([1, 2], [11, 11])
-        manager.commit_many([1, 2], [11, 11])
+        manager.extend([1, 2], [11, 11])
+        manager.commit([1, 2], [11, 11])
         manager.check_invariants()
     assert (one.core.tokens == many.core.tokens).all()
     assert one.stats() == many.stats()
     for wrong in (np.zeros((2, 4), np.int32), np.zeros((3, 1), np.int32), np.full((2, 1), -1)):
         with pytest.raises((ReservationExceeded, InvalidRequest)):
-            many.append_many([1, 2], wrong)
+            many.append([1, 2], wrong)
     assert many.rows.length[[many.row(1), many.row(2)]].tolist() == [11, 11]
 
 
@@ -291,7 +291,7 @@ def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
     for end in range(8, 41, 8):
         extend(manager, 1, end)
         commit(manager, 1, end)
-    manager.free(1)
+    manager.free([1])
     admitted = manager.admit(2, [*tokens, 99], 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 40
@@ -303,13 +303,13 @@ def test_a_hit_needs_the_last_window_of_a_sliding_group_only() -> None:
 def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
     manager = make(FULL, SLIDING, blocks=40, budget=8)
     start(manager, 1, list(range(8)))
-    manager.free(1)
+    manager.free([1])
     manager.admit(2, list(range(24)), 8)
     for end in (16, 24):
         extend(manager, 2, end)
         commit(manager, 2, end)
     deepest = manager.tables[0][manager.row(2), 5]
-    manager.free(2)
+    manager.free([2])
     lost = int(manager.core.node_blocks[1, deepest])
     _oldest(manager, lost)
     evict(manager.core, 1, BY_RESET)
@@ -328,9 +328,9 @@ def test_a_hit_shrinks_to_where_the_sliding_window_is_still_cached() -> None:
 def test_eviction_takes_never_hashed_blocks_first_then_the_oldest_tail() -> None:
     manager = make(blocks=13)
     start(manager, 1, list(range(100, 108)))
-    manager.free(1)
+    manager.free([1])
     start(manager, 2, list(range(10)))
-    manager.free(2)
+    manager.free([2])
     assert (manager.stats().cached, manager.stats().free) == (4, 8)
     start(manager, 3, list(range(200, 236)), 4)  # 9 blocks: all 8 free ones, then the tail of the oldest
     assert manager.stats().evictions == 1
@@ -383,12 +383,15 @@ def state(manager: KVCacheManager) -> tuple[object, ...]:
 REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]] = {
     "unknown row": (UnknownSequence, lambda m: m.row(99)),
     "unknown extend": (UnknownSequence, lambda m: extend(m, 99, 4)),
-    "unknown extend_many": (UnknownSequence, lambda m: m.extend_many([1, 99], [11, 11])),
+    "unknown extend many": (UnknownSequence, lambda m: m.extend([1, 99], [11, 11])),
     "unknown append": (UnknownSequence, lambda m: append(m, 99, [1])),
     "unknown commit": (UnknownSequence, lambda m: commit(m, 99, 1)),
-    "unknown free": (UnknownSequence, lambda m: m.free(99)),
+    "unknown free": (UnknownSequence, lambda m: m.free([99])),
     "unknown fork": (UnknownSequence, lambda m: m.fork(99, 100)),
-    "double free": (DoubleFree, lambda m: m.free(3)),
+    "unknown free many": (UnknownSequence, lambda m: m.free([1, 99])),
+    "double free": (DoubleFree, lambda m: m.free([3])),
+    "double free of many": (DoubleFree, lambda m: m.free([1, 3])),
+    "free twice the same": (DoubleFree, lambda m: m.free([1, 2, 1])),
     "fork of a finished one": (SequenceFinished, lambda m: m.fork(3, 100)),
     "extend of a finished one": (SequenceFinished, lambda m: extend(m, 3, 4)),
     "admit twice": (SequenceExists, lambda m: m.admit(1, [1, 2], 4)),
@@ -396,31 +399,31 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
     "a fork too many": (ReservationExceeded, lambda m: m.fork(2, 100)),
     "fork before the prompt is computed": (OutOfOrder, lambda m: m.fork(4, 100)),
     "extend beyond max_tokens": (ReservationExceeded, lambda m: extend(m, 1, 19)),
-    "extend_many beyond max_tokens": (ReservationExceeded, lambda m: m.extend_many([2, 1], [12, 19])),
+    "extend many beyond max_tokens": (ReservationExceeded, lambda m: m.extend([2, 1], [12, 19])),
     "a chunk beyond the budget": (ReservationExceeded, lambda m: extend(m, 4, 65)),
-    "a chunk beyond the budget, many": (ReservationExceeded, lambda m: m.extend_many([1, 4], [11, 65])),
+    "a chunk beyond the budget, many": (ReservationExceeded, lambda m: m.extend([1, 4], [11, 65])),
     "negative extend": (InvalidRequest, lambda m: extend(m, 1, -1)),
-    "negative extend_many": (InvalidRequest, lambda m: m.extend_many([1], [-1])),
-    "lengths that do not match": (InvalidRequest, lambda m: m.extend_many([1, 2], [11])),
+    "negative extend many": (InvalidRequest, lambda m: m.extend([1], [-1])),
+    "lengths that do not match": (InvalidRequest, lambda m: m.extend([1, 2], [11])),
     "append beyond max_tokens": (ReservationExceeded, lambda m: append(m, 1, [0] * 9)),
-    "append_many beyond max_tokens": (ReservationExceeded, lambda m: m.append_many([1, 5], [0, 0])),
-    "append_many twice the same": (InvalidRequest, lambda m: m.append_many([1, 1], [0, 0])),
-    "commit_many twice the same": (InvalidRequest, lambda m: m.commit_many([1, 1], [10, 10])),
+    "append many beyond max_tokens": (ReservationExceeded, lambda m: m.append([1, 5], [0, 0])),
+    "append many twice the same": (InvalidRequest, lambda m: m.append([1, 1], [0, 0])),
+    "commit many twice the same": (InvalidRequest, lambda m: m.commit([1, 1], [10, 10])),
     "commit backward": (OutOfOrder, lambda m: commit(m, 1, 9)),
     "commit without slots": (OutOfOrder, lambda m: commit(m, 4, 1)),
     "commit of unknown tokens": (OutOfOrder, lambda m: commit(m, 2, 11)),
-    "commit_many of unknown tokens": (OutOfOrder, lambda m: m.commit_many([1, 2], [10, 11])),
+    "commit many of unknown tokens": (OutOfOrder, lambda m: m.commit([1, 2], [10, 11])),
     "slots not made": (OutOfOrder, lambda m: m.slots(1, 0, 0, 13)),
     "slots backward": (OutOfOrder, lambda m: m.slots(1, 0, 5, 4)),
     "no prompt": (InvalidRequest, lambda m: m.admit(9, [], 4)),
     "no output": (InvalidRequest, lambda m: m.admit(9, [1], 0)),
     "float tokens": (InvalidRequest, lambda m: m.admit(9, [1.5], 4)),  # type: ignore[list-item]
     "float array": (InvalidRequest, lambda m: m.admit(9, np.array([1.5]), 4)),
-    "extend_many twice the same": (InvalidRequest, lambda m: m.extend_many([1, 1], [11, 11])),
-    "decode_many twice the same": (InvalidRequest, lambda m: m.decode_many([1, 1], [3, 3])),
-    "decode_many without slots": (OutOfOrder, lambda m: m.decode_many([1, 4], [3, 3])),
-    "decode_many beyond max_tokens": (ReservationExceeded, lambda m: m.decode_many([1, 5], [0, 0])),
-    "decode_many of a negative token": (InvalidRequest, lambda m: m.decode_many([1, 2], [0, -1])),
+    "extend many twice the same": (InvalidRequest, lambda m: m.extend([1, 1], [11, 11])),
+    "decode many twice the same": (InvalidRequest, lambda m: m.decode([1, 1], [3, 3])),
+    "decode many without slots": (OutOfOrder, lambda m: m.decode([1, 4], [3, 3])),
+    "decode many beyond max_tokens": (ReservationExceeded, lambda m: m.decode([1, 5], [0, 0])),
+    "decode many of a negative token": (InvalidRequest, lambda m: m.decode([1, 2], [0, -1])),
     "an allowed prefix below a block": (InvalidRequest, lambda m: m.allow_prefix([1, 2])),
     "a table of tokens": (InvalidRequest, lambda m: m.admit(9, np.ones((2, 2), np.int64), 4)),
     "text tokens": (InvalidRequest, lambda m: m.admit(9, "hello", 4)),  # type: ignore[arg-type]
@@ -442,7 +445,7 @@ def test_refusals_are_typed_and_change_nothing(case: str) -> None:
     manager.admit(4, list(range(50, 120)), 8, n=2)
     start(manager, 5, list(range(8)), 1)
     append(manager, 5, [1])
-    manager.free(3)
+    manager.free([3])
     manager.check_invariants()
     before = state(manager)
     error, call = REFUSALS[case]
@@ -480,15 +483,32 @@ def test_groups_without_a_place_in_the_pool_are_refused(group: KVGroup, words: s
         make(group)
 
 
+def test_several_are_freed_as_one_after_the_other() -> None:
+    found = []
+    for calls in ([[1, 2, 3, 4]], [[1], [2], [3], [4]], [[1, 4], [2, 3]]):
+        manager = make(FULL, SLIDING)
+        start(manager, 1, list(range(10)), n=3)
+        manager.fork(1, 2)
+        manager.fork(1, 3)
+        start(manager, 4, list(range(10)))
+        for call in calls:
+            manager.free(call)
+            manager.check_invariants()
+        stats = manager.stats()
+        assert (stats.used, stats.reserved, stats.sequences, manager.reservations.sequences) == (0, 0, 0, 0)
+        found.append(start(manager, 5, list(range(10))))
+    assert found == [8, 8, 8]
+
+
 def test_a_finished_id_can_be_used_again() -> None:
     manager = make(seqs=2)
     for _ in range(3):
         start(manager, 1, list(range(6)))
         start(manager, 2, list(range(6)))
         for sequence in (1, 2):
-            manager.free(sequence)
+            manager.free([sequence])
         with pytest.raises(DoubleFree):
-            manager.free(1)
+            manager.free([1])
 
 
 # -- the laws notice what is broken --------------------------------------------------------------------------
@@ -549,7 +569,7 @@ def test_a_broken_law_is_named(case: str) -> None:
     start(manager, 1, list(range(10)), n=2)
     manager.fork(1, 2)
     start(manager, 3, list(range(30, 39)))
-    manager.free(3)
+    manager.free([3])
     manager.check_invariants()
     law, damage = DAMAGE[case]
     damage(manager)

@@ -40,26 +40,26 @@ for step in range(400):
     tokens = rng.integers(0, 9, int(rng.choice([41, 81, 121]))).astype(np.int32)
     if len(live) < 6 and type(manager.admit(sequence, tokens, 40, n=2)).__name__ == "Admitted":
         manager.grant([sequence], [len(tokens)])
-        manager.extend_many([sequence], [len(tokens)])
-        manager.commit_many([sequence], [len(tokens)])
+        manager.extend([sequence], [len(tokens)])
+        manager.commit([sequence], [len(tokens)])
         manager.fork(sequence, sequence + 1)
         live[sequence] = live[sequence + 1] = len(tokens)
     ids = list(live)
     if ids:
-        manager.append_many(ids, [int(t) for t in rng.integers(0, 9, len(ids))])
+        manager.append(ids, [int(t) for t in rng.integers(0, 9, len(ids))])
         live = {{each: length + 1 for each, length in live.items()}}
         manager.grant(ids, list(live.values()))
-        manager.extend_many(ids, list(live.values()))
-        manager.commit_many(ids, list(live.values()))
+        manager.extend(ids, list(live.values()))
+        manager.commit(ids, list(live.values()))
         rows = np.array([manager.row(each) for each in ids])
         if step % 3 == 0 and not any(length % 40 == 0 for length in live.values()):
-            manager.decode_many(ids, [7] * len(ids))
+            manager.decode(ids, [7] * len(ids))
             live = {{each: length + 1 for each, length in live.items()}}
         manager.slot_mapping(0, rows, np.arange(len(ids)))
         manager.running(), manager.stats()
     for each in ids:
         if rng.random() < 0.1 or live[each] % 40 == 0:
-            manager.free(each)
+            manager.free([each])
             del live[each]
 assert manager.stats().evictions > 0, manager.stats()
 assert manager.sample_invariants() is None

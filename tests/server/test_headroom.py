@@ -65,10 +65,10 @@ class Load:
         if found is None:
             return False
         (end,) = self.manager.grant((found,), (prompt,))
-        self.manager.extend_many((found,), (end,))
-        self.manager.commit_many((found,), (end,))
+        self.manager.extend((found,), (end,))
+        self.manager.commit((found,), (end,))
         if end < prompt:
-            self.manager.free(found)
+            self.manager.free([found])
             return False
         self.running[found] = max_tokens
         return True
@@ -80,13 +80,13 @@ class Load:
         ends = self.manager.grant(going, [length + 1 for length in lengths]) if going else []
         for sequence, length, end in zip(going, lengths, ends, strict=True):
             if end > length:
-                self.manager.append_many((sequence,), (self.draw.randrange(1, 2**30),))
-                self.manager.extend_many((sequence,), (length + 1,))
-                self.manager.commit_many((sequence,), (length + 1,))
+                self.manager.append((sequence,), (self.draw.randrange(1, 2**30),))
+                self.manager.extend((sequence,), (length + 1,))
+                self.manager.commit((sequence,), (length + 1,))
                 self.running[sequence] -= 1
 
     def end(self, sequence: int) -> None:
-        self.manager.free(sequence)
+        self.manager.free([sequence])
         del self.running[sequence]
 
 
@@ -99,7 +99,7 @@ def check_headroom(load: Load) -> None:
         if 0 < prompt < tokens:
             found = load.admit(prompt, tokens - prompt)
             assert found is not None, (pool, prompt, tokens)
-            load.manager.free(found)
+            load.manager.free([found])
     after = pool_stats(load.manager)
     assert (after.headroom, after.reserved) == (pool.headroom, pool.reserved)
 

@@ -70,9 +70,9 @@ def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
             extend(manager, number, len(prompt))
             commit(manager, number, len(prompt))
             live.append(number)
-            manager.decode_many(live[-1:], [9])
+            manager.decode(live[-1:], [9])
         while len(live) > pick.randint(0, 3):
-            manager.free(live.pop(0))
+            manager.free([live.pop(0)])
         index = manager.core
         nodes = readers.nodes(manager.core)
         known = {
@@ -85,7 +85,7 @@ def test_what_a_subscriber_knows_is_what_the_index_holds() -> None:
         assert router.blocks == known
     assert manager.stats().evictions > 100
     while live:
-        manager.free(live.pop())
+        manager.free([live.pop()])
     manager.reset_prefix_cache()
     assert (router.blocks, router.cleared, manager.stats().cached) == ({}, 1, 0)
     manager.check_invariants()
