@@ -378,7 +378,6 @@ def test_the_api_process_imports_no_torch(small_plan) -> None:
         import httpx
         from tonnage.planner.build import make_plan
         from tonnage.server.app import create_app
-from tonnage.server.commands.serve import ACCEPTED_A_ROUND, accepting, listen
         from tonnage.server.engines.fake import FakeEngine
         from tonnage.server.settings import Settings
 
