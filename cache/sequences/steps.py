@@ -233,21 +233,22 @@ def leave(core: Core, batch: Int64Array) -> None:
     pool = core.pool[0]
     size = pool.block_size
     for i in range(batch.size):
-        row, slot = core.rows[batch[i]], core.rows[batch[i]].request
+        at_row = batch[i]
+        row, slot = core.rows[at_row], core.rows[at_row].request
         if pool.caching:
-            observe_end(core, batch[i])
+            observe_end(core, at_row)
         for at in range(row.room // size - 1, -1, -1):
             for group in range(pool.num_groups):
-                block = core.tables[group, batch[i], at]
+                block = core.tables[group, at_row, at]
                 if block == NULL_BLOCK:
                     continue
                 full = core.groups[group].kind == FULL
-                if full and not (core.refs[block] > 1 and sibling_holds(core, batch[i], group, at, block)):
+                if full and not (core.refs[block] > 1 and sibling_holds(core, at_row, group, at, block)):
                     core.requests[slot].held -= 1
                 release(core, block, full, slot)
-                core.tables[group, batch[i], at] = NULL_BLOCK
+                core.tables[group, at_row, at] = NULL_BLOCK
         for group in range(pool.num_groups):
-            core.first[group, batch[i]] = 0
+            core.first[group, at_row] = 0
         row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
         row.shared_tail = row.shared = row.salt = row.turn = 0
         row.request = -1
