@@ -59,6 +59,12 @@ class KVLayout:
         """Bytes of one block, whatever group owns it (unused layer slots included)."""
         return self.layer_slots * self.slot_bytes
 
+    def token_bytes(self, group: KVGroup) -> int:
+        """Bytes of one token in all layers of ``group``, padding included. Pages of several sizes (MLA latents
+        beside the keys of an indexer) are one slot together, however many they are."""
+        slots = min(len(group.layers), self.layer_slots)
+        return slots * self.slot_bytes // (group.block_size or self.block_size)
+
     @property
     def bytes_per_token(self) -> int | None:
         """Bytes one more token costs in the long run; None for a hybrid, where it has no single meaning. An
@@ -67,8 +73,4 @@ class KVLayout:
             return 0
         if len(self.groups) != 1 or self.groups[0].kind == "state":
             return None
-        if self.page_bytes is not None:
-            return (
-                len(self.groups[0].layers) * self.page_bytes // (self.groups[0].block_size or self.block_size)
-            )
-        return len(self.groups[0].layers) * 2 * self.kv_heads * self.head_size * self.dtype_bytes
+        return self.token_bytes(self.groups[0])

@@ -191,11 +191,10 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
             hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(DEVICES),
         )
     layout = plan.kv_cache.layout
-    layers = sum(len(group.layers) for group in layout.groups if group.kind != "state")
     return StepTime(
         weights_bytes=plan.rank.weights_bytes,
         parameters=plan.model.parameters,
-        kv_bytes_per_token=layers * layout.slot_bytes // layout.block_size,
+        kv_bytes_per_token=sum(layout.token_bytes(group) for group in layout.groups if group.kind != "state"),
         bandwidth=bandwidth,
         flops=flops,
     )

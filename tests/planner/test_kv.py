@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,25 @@ def test_pool_equals_vllm(kv_row, config_of):
         if group.kind != "state":
             assert (group.block_size or cache.layout.block_size) == wanted[2]
     assert cache.layout.bytes_per_block == expected[0][3] * cache.layout.layer_slots
+
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+SPARSE_MLA = sorted(
+    path.stem
+    for path in CONFIGS.glob("*.json")
+    if json.loads(path.read_text()).get("model_type") in ("deepseek_v32", "glm_moe_dsa")
+)
+
+
+@pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("name", SPARSE_MLA)
+def test_tokens_of_the_pool_are_its_bytes(name, on, config_of):
+    """One group whose pages differ in bytes: a latent and the indexer's key for each layer."""
+    cache = plan_source(source(config_of(name)), replace(VLLM, **on)).kv_cache
+    (group,) = cache.layout.groups
+    assert len(group.layers) == 2 * len(set(group.layers))
+    pool = cache.num_blocks * cache.layout.bytes_per_block
+    assert 0 <= pool - cache.tokens * cache.layout.bytes_per_token < cache.layout.bytes_per_block
 
 
 def test_start_up_line_of_vllm_for_the_demo_model():

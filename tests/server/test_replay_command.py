@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.build import make_plan
+from tonnage.planner.plan import Deployment
 from tonnage.server.cli import main
+from tonnage.server.commands.replay import _step_time, parser
 
 DATA = Path(__file__).parents[1] / "data"
 TRACE = str(DATA / "traces" / "azure_conversation_300.csv")
@@ -33,6 +36,16 @@ def test_a_replay_prints_a_table_json_and_a_page(
     assert main(["replay", *flags, "--json", "--policy", "predictive"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
+
+
+@pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
+def test_a_step_reads_the_bytes_of_a_token_once(name: str, tmp_path: Path) -> None:
+    """Also where a block holds pages of two sizes (GLM's latents and the keys of its indexer)."""
+    (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
+    on = Deployment(engine="vllm", gpu="h200", tensor_parallel_size=8, num_gpu_blocks_override=1000)
+    plan = make_plan(str(tmp_path), on)
+    times = _step_time(parser().parse_args([TRACE, "--model", str(tmp_path), "--gpu", "h200-141g"]), plan)
+    assert times.kv_bytes_per_token == plan.kv_cache.layout.bytes_per_token
 
 
 def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
