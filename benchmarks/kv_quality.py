@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.request import GenerationRequest, SamplingParams

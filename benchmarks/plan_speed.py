@@ -70,7 +70,7 @@ def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, fl
 def sweep_speed(folder: str) -> dict[str, float]:
     """CPU seconds of a sweep of 10,000 combinations or more."""
     from tonnage.planner.gpus import catalogue
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import resolve_model
     from tonnage.planner.sweep import Grid, sweep
 

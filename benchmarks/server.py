@@ -142,7 +142,7 @@ async def fake() -> dict[str, Any]:
     import uvicorn
 
     from tonnage.planner.build import make_plan
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.server.app import create_app, settle_heap
     from tonnage.server.commands.serve import accepting, listen
     from tonnage.server.demo.model import ensure_demo

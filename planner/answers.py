@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tonnage.planner.build import plan_source
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.extras import made_while_loading
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source import ModelSource
 from tonnage.planner.units import gib

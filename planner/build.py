@@ -28,7 +28,7 @@ from tonnage.planner.extras import (
 )
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.fit import judge
-from tonnage.planner.plan import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
+from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.runtime import Runtime, runtime_terms

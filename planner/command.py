@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import GiB, parse_count, parse_size
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2

@@ -7,7 +7,7 @@ from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_DTYPE_BYTES, check_dtyp
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.host import cpu_features_of, host_memory
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB
 from tonnage.planner.versions import engine_version

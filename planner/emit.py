@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import ceil
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
 
 # A container may hold this much beyond the upper ends of the plan's intervals: page tables and the kernel's

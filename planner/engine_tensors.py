@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.engines.version import parse_version
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 
 _VOCAB_PADDING = 64  # vLLM: DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py

@@ -9,7 +9,7 @@ from typing import Any
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import DTYPE_BYTES
 from tonnage.planner.engine_tensors import tensors_of
-from tonnage.planner.plan import Deployment, RankPlan, Term
+from tonnage.planner.plans import Deployment, RankPlan, Term
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.units import gib
 

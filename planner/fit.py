@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.deployment import Resolved
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
-from tonnage.planner.plan import RankPlan
+from tonnage.planner.plans import RankPlan
 from tonnage.planner.units import gib
 
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.render import headline, memory_rows, verdict_lines
 from tonnage.planner.sweep import SweepRow
 from tonnage.planner.units import gib

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from tonnage.planner.plan import Plan, RankPlan
+from tonnage.planner.plans import Plan, RankPlan
 from tonnage.planner.records import asdict
 from tonnage.planner.units import gib
 

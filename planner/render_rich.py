@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tonnage.planner import render
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30

@@ -7,7 +7,7 @@ from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import read_quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source import resolve_model

@@ -21,7 +21,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.extras import lora_bytes
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.gpus import Gpu
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.runtime import Runtime, runtime_terms

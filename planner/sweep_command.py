@@ -8,7 +8,7 @@ import sys
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import architecture_of
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.source import ModelSource
 from tonnage.planner.sweep import SweepRow, cheapest, default_grid, sweep

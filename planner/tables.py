@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from typing import TextIO
 
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass
 from tonnage.planner.render import memory_rows
 

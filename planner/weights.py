@@ -7,7 +7,7 @@ from math import prod
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.engine_tensors import tensors_of
-from tonnage.planner.plan import Deployment, Term, WeightFormat
+from tonnage.planner.plans import Deployment, Term, WeightFormat
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.records import dataclass
 

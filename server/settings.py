@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.units import parse_size
 from tonnage.server.engines.sharing import KVEventsConfig, events_config
 

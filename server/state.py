@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode

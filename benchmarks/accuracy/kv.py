@@ -23,7 +23,7 @@ def score(inputs: Inputs) -> Section | None:
     from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import ModelSource
 
     if inputs.configs is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tonnage.planner.architecture import Architecture, CacheLayer
-    from tonnage.planner.plan import Plan
+    from tonnage.planner.plans import Plan
 
 # Their blocks hold something else than the tokens' K, V and latents: pages of compressed tokens, latents
 # expanded. What the plan says of them is held against vLLM's own functions (section vllm_blocks,

@@ -63,7 +63,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     from tonnage.planner.engines.repack import mxfp4_padding
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import ModelSource
 
     length = row["max_model_len"]

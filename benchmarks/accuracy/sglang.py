@@ -36,7 +36,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     from tonnage.planner.engines.sglang import token_bytes
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import ModelSource
 
     seen, ranks = row["observed"], row["tensor_parallel"] or 1

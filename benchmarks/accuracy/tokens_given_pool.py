@@ -48,7 +48,7 @@ def _unusable(row: dict[str, Any]) -> str | None:
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
     from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import ModelSource
 
     seen = row["observed"]

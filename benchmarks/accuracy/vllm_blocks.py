@@ -12,7 +12,7 @@ def score(inputs: Inputs) -> Section | None:
         return None
     from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
     from tonnage.planner.source import ModelSource
 
     section = Section()

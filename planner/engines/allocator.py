@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.engine_tensors import tensors_of
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.units import MiB
 

@@ -14,7 +14,7 @@ from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVLayout
-from tonnage.planner.plan import Deployment, Term
+from tonnage.planner.plans import Deployment, Term
 from tonnage.planner.records import replace
 
 _VOCAB_PADDING = 64  # vLLM: DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py

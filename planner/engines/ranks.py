@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:

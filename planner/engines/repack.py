@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "marlin"]

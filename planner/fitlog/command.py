@@ -13,7 +13,7 @@ from typing import NoReturn
 from tonnage.planner.build import plan_source
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import LogFigures, read_log
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source import resolve_model
 from tonnage.planner.units import gib, parse_count, parse_size

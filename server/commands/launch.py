@@ -16,7 +16,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.host import host_memory
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.render import print_plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine

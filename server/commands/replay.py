@@ -15,7 +15,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.gpus import find_gpu
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import parse_count, parse_size
 from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.capacity import limits_of

@@ -9,7 +9,7 @@ import random
 import sys
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
 from tonnage.server.commands.launch import (

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest

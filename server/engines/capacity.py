@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tonnage.cache.admission import Limits
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 
 
 @dataclass(frozen=True, slots=True)

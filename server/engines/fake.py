@@ -20,7 +20,7 @@ from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk, FinishReason

@@ -8,7 +8,7 @@ from tonnage.cache.admission import Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import S, Scheduler
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats, PoolStats

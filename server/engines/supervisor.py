@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk

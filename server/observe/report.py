@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.plan import Plan, RankPlan
+from tonnage.planner.plans import Plan, RankPlan
 from tonnage.planner.render import plan_to_dict
 from tonnage.server.engines.stats import MeasuredMemory, PoolStats
 from tonnage.server.state import ServerState

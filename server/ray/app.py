@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.ray.engine import RayEngine

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tonnage.cache.admission import AdmissionRequest, refusal
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Capabilities, Engine, common
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk

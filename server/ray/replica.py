@@ -16,7 +16,7 @@ import ray
 import uvicorn
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.engines.base import Capabilities

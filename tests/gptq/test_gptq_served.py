@@ -20,7 +20,7 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "3")  # one per layer of a block;
 gptqmodel = pytest.importorskip("gptqmodel", reason="its own environment: make test-gptq")
 
 from tonnage.planner.build import make_plan  # noqa: E402
-from tonnage.planner.plan import Deployment  # noqa: E402
+from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.server.demo.model import ensure_demo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)

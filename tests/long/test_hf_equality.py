@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.scheduler import Scheduler

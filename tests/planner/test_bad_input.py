@@ -16,7 +16,7 @@ from tonnage.planner.errors import (
     TonnageError,
     UnsupportedArchitecture,
 )
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 
 FLAGS = Deployment(device_memory=1 << 34)
 

@@ -14,7 +14,7 @@ import yaml
 from tonnage.planner.build import make_plan
 from tonnage.planner.emit import FORMS, emit, memory_limit_bytes
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "tonnage"

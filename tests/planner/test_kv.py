@@ -14,7 +14,7 @@ from tonnage.planner.engines import hf
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.source import ModelSource
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from tonnage.planner.build import plan_source
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.source import ModelSource
 
 ROOT = Path(__file__).parents[2]

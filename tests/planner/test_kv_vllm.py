@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tonnage.planner.build import plan_source
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.source import ModelSource
 
 BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30

@@ -19,7 +19,7 @@ from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import architecture_of, build_architecture
 from tonnage.planner.meta import meta_architecture
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.weights import sum_weights
 

@@ -10,7 +10,7 @@ import pytest
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.host import host_memory
-from tonnage.planner.plan import Deployment, check_components
+from tonnage.planner.plans import Deployment, check_components
 from tonnage.planner.render import plain_lines, plan_to_dict
 
 GIB = 1 << 30

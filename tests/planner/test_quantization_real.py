@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tonnage.planner.build import make_plan
 from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import Quantization, read_quantization
 from tonnage.planner.source import resolve_model
 from tonnage.server.demo.model import ensure_demo

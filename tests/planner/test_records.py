@@ -13,7 +13,7 @@ import pytest
 
 import tonnage.planner
 from tonnage.planner import records
-from tonnage.planner.plan import Deployment, RankPlan
+from tonnage.planner.plans import Deployment, RankPlan
 
 # the same class in both spellings
 SOURCE = """

@@ -17,7 +17,7 @@ from tonnage.planner.build import make_plan, plan_source
 from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.gpus import catalogue, find_gpu
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.source import resolve_model
 from tonnage.planner.sweep import Grid, cheapest, sweep
 

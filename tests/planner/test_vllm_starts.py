@@ -89,7 +89,7 @@ def ask(folders: list[str]) -> list[dict]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_start_has_the_planned_pool(name, started):
     from tonnage.planner.build import make_plan
-    from tonnage.planner.plan import Deployment
+    from tonnage.planner.plans import Deployment
 
     found, root = started
     theirs = found[name]

@@ -22,7 +22,7 @@ from ray import serve  # noqa: E402
 
 from tonnage.planner.build import make_plan  # noqa: E402
 from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError  # noqa: E402
-from tonnage.planner.plan import Deployment  # noqa: E402
+from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.server.ray.app import ClusterOptions, build, placement, replicas_wanted  # noqa: E402
 from tonnage.server.ray.router import MAX_QUEUE_LEAD, PrefixMemory, chain, order  # noqa: E402
 

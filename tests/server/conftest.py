@@ -23,7 +23,7 @@ from openai.types.shared import ErrorObject
 from serving import PATIENCE
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine

@@ -13,7 +13,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.results import Admitted
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.pool_stats import pool_stats
 from tonnage.server.engines.stats import EngineStats, PoolStats

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.hf.child import EngineLoop

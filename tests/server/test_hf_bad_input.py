@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.hf.model.loading import require_computed

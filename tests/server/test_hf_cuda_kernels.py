@@ -19,7 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from tonnage.cache.admission import Limits
 from tonnage.planner.build import make_plan
 from tonnage.planner.layout import KVGroup, KVLayout
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.commands import doctor
 from tonnage.server.engines.capacity import limits_of

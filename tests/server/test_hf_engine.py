@@ -20,7 +20,7 @@ from oracle import Oracle
 from serving import PATIENCE
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import GGUF_SHA256, ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull

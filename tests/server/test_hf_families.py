@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import ALLOWED

@@ -18,7 +18,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.source import cache_folder, resolve_model
 from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo

@@ -11,7 +11,7 @@ import torch
 from tonnage.planner.build import make_plan
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import self_check

@@ -14,7 +14,7 @@ import pytest
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DoesNotFit
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf import HFEngine, engine

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop

@@ -11,7 +11,7 @@ import pytest
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.hf.sampling.grammar import GrammarError

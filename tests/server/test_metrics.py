@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.build import make_plan
-from tonnage.planner.plan import Deployment, check_components
+from tonnage.planner.plans import Deployment, check_components
 from tonnage.planner.render import plan_to_dict
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine

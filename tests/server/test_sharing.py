@@ -17,7 +17,7 @@ from vllm.distributed import kv_events as vllm_events
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.scheduler import Scheduler

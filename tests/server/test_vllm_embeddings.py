@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment
+from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.settings import Settings

@@ -21,7 +21,7 @@ import torch
 from tonnage.cache.admission import Policy
 from tonnage.cache.errors import InvariantViolation
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf.batch import Batch

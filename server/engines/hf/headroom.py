@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.errors import DoesNotFit
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 
 SMALLER = "lower --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-tokens"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tonnage.cache.admission import Policy
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing

@@ -15,7 +15,7 @@ from tonnage.cache import scheduler
 from tonnage.cache.admission import Policy
 from tonnage.cache.manager import BlockCopy
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.sampling.adjust import Matcher

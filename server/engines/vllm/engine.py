@@ -19,7 +19,7 @@ from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs

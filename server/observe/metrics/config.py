@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.state import ServerState

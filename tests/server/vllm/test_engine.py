@@ -18,7 +18,7 @@ from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 
 from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plan import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")

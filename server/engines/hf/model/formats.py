@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 
 # scheme of the plan -> (module, what to install). GPTQModel needs newer torch and transformers than vLLM has,
 # and so an environment of its own (7.7.0: torch >= 2.14.1, transformers >= 5.20.2).

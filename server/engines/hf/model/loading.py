@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tonnage.planner.errors import CheckpointError, DeploymentError
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.hf.attention.interface import NAME, register
 from tonnage.server.engines.hf.model.formats import load_options
 

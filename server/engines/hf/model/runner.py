@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import torch
 
-from tonnage.planner.plan import Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
