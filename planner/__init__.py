@@ -1,1 +1,58 @@
-"""Arithmetic: config -> tensors -> bytes -> capacity. Imports no torch, transformers or numpy."""
+"""Arithmetic: config -> tensors -> bytes -> capacity. Imports no torch, transformers or numpy.
+
+    from tonnage.planner import plan
+    found = plan("demo", gpu="h100-80g", max_model_len=8192)
+    found.fits, found.rank.weights_bytes, found.kv_cache.tokens
+
+The names below are the interface and stay where they are; the modules they come from may move. Each is imported
+when it is first asked for, since a command that answers in 50 ms cannot import what it does not need.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tonnage.planner.api import plan as plan
+    from tonnage.planner.build import make_plan as make_plan
+    from tonnage.planner.errors import CheckpointError as CheckpointError
+    from tonnage.planner.errors import ConfigError as ConfigError
+    from tonnage.planner.errors import DeploymentError as DeploymentError
+    from tonnage.planner.errors import ModelNotFound as ModelNotFound
+    from tonnage.planner.errors import TonnageError as TonnageError
+    from tonnage.planner.errors import UnsupportedArchitecture as UnsupportedArchitecture
+    from tonnage.planner.plans import Deployment as Deployment
+    from tonnage.planner.plans import KVCachePlan as KVCachePlan
+    from tonnage.planner.plans import ModelInfo as ModelInfo
+    from tonnage.planner.plans import Plan as Plan
+    from tonnage.planner.plans import RankPlan as RankPlan
+    from tonnage.planner.plans import Term as Term
+    from tonnage.planner.render import plan_to_dict as plan_to_dict
+else:  # a module's __getattr__ would let a type checker accept any name
+    _HOME = {
+        "plan": "api",
+        "make_plan": "build",
+        "CheckpointError": "errors",
+        "ConfigError": "errors",
+        "DeploymentError": "errors",
+        "ModelNotFound": "errors",
+        "TonnageError": "errors",
+        "UnsupportedArchitecture": "errors",
+        "Deployment": "plans",
+        "KVCachePlan": "plans",
+        "ModelInfo": "plans",
+        "Plan": "plans",
+        "RankPlan": "plans",
+        "Term": "plans",
+        "plan_to_dict": "render",
+    }
+    __all__ = list(_HOME)
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOME})

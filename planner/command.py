@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, default_engine
 from tonnage.planner.units import GiB, parse_count, parse_size
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
@@ -170,12 +170,11 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     offload = share("cpu_offload_gb") or 0.0
     if not 0 <= offload < 1 << 20:
         raise DeploymentError(f"{args.cpu_offload_gb!r} is not a size in GiB", field="--cpu-offload-gb")
-    on_gpu = args.gpu not in (None, "cpu") or args.engine_version is not None
     drafted = count("num_speculative_tokens")
     if drafted is None:
         drafted = 1 if args.speculative_model else 0
     return Deployment(
-        engine=args.engine or ("vllm" if on_gpu else "hf"),
+        engine=args.engine or default_engine(args.gpu, args.engine_version),
         engine_version=args.engine_version,
         device=args.device or "cpu",
         gpu=args.gpu,
@@ -278,15 +277,9 @@ def _answer(args: argparse.Namespace) -> int:
         if wanted is not None and wanted < 1:
             raise DeploymentError(f"{wanted} is not at least 1", field="--target-concurrency")
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
-    from tonnage.planner.build import plan_source
+    from tonnage.planner.api import plan_or_advise
 
-    source = resolve_model(args.model)
-    plan = plan_source(source, deployment)
-    if not plan.fits:
-        from tonnage.planner.answers import advise
-        from tonnage.planner.records import replace
-
-        plan = replace(plan, advice=advise(source, deployment))
+    plan = plan_or_advise(resolve_model(args.model), deployment)
     if args.html:
         from tonnage.planner.html import write_plan_page
 

@@ -49,6 +49,11 @@ class Deployment:
     swa_full_tokens_ratio: float = 0.8  # SGLang (server_args.py): sliding tokens for each one of the full pool
 
 
+def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
+    """Whose rules are meant where nothing says so: vLLM's with a GPU or a version, else the hf engine's."""
+    return "vllm" if gpu not in (None, "cpu") or engine_version is not None else "hf"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was planned. ``path`` is the local folder or file the engine loads from (not printed in JSON)."""
@@ -166,3 +171,15 @@ class Plan:
     def rank(self) -> RankPlan:
         """The rank that decides."""
         return self.ranks[self.worst_rank]
+
+    def __repr__(self) -> str:
+        """A few lines for people; the fields are in ``plan_to_dict``."""
+        from tonnage.planner.render import summary_lines  # reads plans
+
+        return "\n  ".join(("<Plan", *summary_lines(self))) + ">"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table with memory bars, and nothing outside it."""
+        from tonnage.planner.html import plan_fragment  # reads plans
+
+        return plan_fragment(self)

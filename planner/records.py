@@ -1,5 +1,9 @@
-"""``dataclass`` as in the standard library, defined ten times quicker: a command that answers in 60 ms cannot
-spend 30 on defining its own classes.
+"""``dataclass`` as in the standard library, defined ten times quicker: a command that answers in 50 ms cannot
+spend 27 more on defining its own classes.
+
+CPU time of ``tonnage plan demo --json``, median of 20 runs in turns with the standard library's decorator over
+the same sources (Python 3.11.7, November 2026): 53 ms against 80 in the environment of the tests, 52 against 79
+in a core installation; without ``slots`` 78 and 76.
 
 In Python 3.11 the standard decorator compiles up to six functions a class (0.5 ms) and imports inspect (6 ms;
 seen with ``python -X importtime``). Here ``__init__`` alone is compiled, when the first instance is made;

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tonnage.planner.plans import Plan, RankPlan
 from tonnage.planner.records import asdict
 from tonnage.planner.units import gib
+
+if TYPE_CHECKING:  # a Plan shows itself by what is here
+    from tonnage.planner.plans import Plan, RankPlan
 
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
@@ -164,6 +166,13 @@ def verdict_lines(plan: Plan) -> list[str]:
     lines = ["Fits."] if plan.fits else [f"Does not fit: {reason}" for reason in plan.reasons]
     lines += [f"Would fit with {change}" for change in plan.advice]
     return lines + [f"Note: {note}" for note in plan.notes]
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """What a Plan says of itself in a Python prompt: model, engine, bytes, capacity, whether it fits."""
+    rows = [f"{name} {gib(size)}" for name, size, _ in memory_rows(plan) if name != "device"]
+    lines = [*headline(plan), f"{', '.join(rows)} of {gib(plan.rank.total_bytes)}", *capacity_lines(plan)[:2]]
+    return [*lines, "Fits." if plan.fits else f"Does not fit: {'; '.join(plan.reasons)}"]
 
 
 def plain_lines(plan: Plan, explain: bool) -> list[str]:

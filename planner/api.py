@@ -1,0 +1,48 @@
+"""The planner from Python: ``plan`` answers as ``tonnage plan`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec
+
+from tonnage.planner.build import plan_source
+from tonnage.planner.plans import Deployment, Plan, default_engine
+from tonnage.planner.records import replace
+from tonnage.planner.source import ModelSource, resolve_model
+
+_Fields = ParamSpec("_Fields")
+
+
+def _takes(
+    made: Callable[_Fields, Deployment],
+) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
+    """For type checkers and editors: the model, then what ``made`` takes."""
+    return lambda function: function
+
+
+@_takes(Deployment)
+def plan(model: str, **fields: Any) -> Plan:
+    """Plan ``model`` (``demo``, a folder, a .gguf file or a hub id) before anything loads.
+
+    ``fields``: those of `Deployment`, by keyword: vLLM's flags with underscores, sizes in bytes. What is left
+    out is chosen as ``tonnage plan`` chooses it: engine vllm with a GPU or a version, else hf; with a draft
+    model one token drafted a step. A plan that does not fit has ``fits`` False, ``reasons``, and in ``advice``
+    what would make it fit.
+
+    Raises TonnageError subclasses for what is not understood: ModelNotFound, ConfigError, CheckpointError,
+    UnsupportedArchitecture, DeploymentError; TypeError for a keyword that is no field.
+    """
+    fields.setdefault("engine", default_engine(fields.get("gpu"), fields.get("engine_version")))
+    if fields.get("speculative_model") is not None:
+        fields.setdefault("num_speculative_tokens", 1)
+    return plan_or_advise(resolve_model(model), Deployment(**fields))
+
+
+def plan_or_advise(source: ModelSource, deployment: Deployment) -> Plan:
+    """The plan; one that does not fit says in ``advice`` which single changes would make it fit."""
+    found = plan_source(source, deployment)
+    if found.fits:
+        return found
+    from tonnage.planner.answers import advise  # only where it is needed: a plan that fits takes 50 ms
+
+    return replace(found, advice=advise(source, deployment))

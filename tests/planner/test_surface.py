@@ -1,0 +1,163 @@
+"""What ``from tonnage.planner import ...`` offers, and a Plan in a Python prompt and in a notebook."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import tonnage.planner
+from tonnage.planner import Deployment, DeploymentError, ModelNotFound, make_plan, plan, plan_to_dict
+from tonnage.planner.command import run
+from tonnage.planner.html import write_plan_page
+from tonnage.planner.records import replace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The interface: a name that leaves this list breaks somebody's program.
+SURFACE = {
+    "plan", "make_plan", "plan_to_dict",
+    "Deployment", "Plan", "KVCachePlan", "ModelInfo", "RankPlan", "Term",
+    "TonnageError", "CheckpointError", "ConfigError", "DeploymentError", "ModelNotFound",
+    "UnsupportedArchitecture",
+}  # fmt: skip
+
+
+def test_the_surface() -> None:
+    assert set(tonnage.planner.__all__) == SURFACE
+    assert set(dir(tonnage.planner)) >= SURFACE
+    scope: dict[str, object] = {}
+    exec("from tonnage.planner import *", scope)
+    assert scope.keys() >= SURFACE
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tonnage.planner.nothing
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    tree = ast.parse((ROOT / "planner" / "__init__.py").read_text())
+    (told,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    names = set()
+    for node in told:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name  # else --strict does not see it
+            assert getattr(import_module(node.module), alias.name) is getattr(tonnage.planner, alias.name)
+            names.add(alias.name)
+    assert names == SURFACE
+
+
+def test_a_type_checker_knows_the_keywords(tmp_path: Path) -> None:
+    packages = tmp_path / "packages" / "tonnage"
+    packages.mkdir(parents=True)
+    (packages / "planner").symlink_to(ROOT / "planner")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tonnage.planner import plan\n"
+        "reveal_type(plan('demo', gpu='h100-80g', max_model_len=8192).kv_cache.tokens)\n"
+        "plan('demo', max_model_len='8K')\n"
+        "plan('demo', max_len=1)\n"
+        "from tonnage.planner import nothing\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-incremental", program]
+    environment = {"MYPYPATH": str(packages.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = [line.removeprefix("program.py:") for line in done.stdout.splitlines()]
+    assert '2: note: Revealed type is "int"' in lines
+    refused = [(line[0], line.rpartition("  ")[2]) for line in lines if ": error: " in line]
+    assert refused == [("3", "[arg-type]"), ("4", "[call-arg]"), ("5", "[attr-defined]")]
+
+
+def test_the_package_alone_imports_nothing_of_itself() -> None:
+    code = "import tonnage.planner, sys; print([m for m in sys.modules if m.startswith('tonnage.planner.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ([], {}),
+        (["--gpu", "h100-80g"], {"gpu": "h100-80g"}),
+        (["--engine-version", "0.11.0", "--device-memory", "64GiB"],
+         {"engine_version": "0.11.0", "device_memory": 64 << 30}),
+        (["--engine", "hf", "--gpu", "cpu", "--kv-cache-memory-bytes", "512MiB"],
+         {"engine": "hf", "gpu": "cpu", "kv_cache_memory_bytes": 512 << 20}),
+        (["--gpu", "h100-80g", "--speculative-model", "demo"],
+         {"gpu": "h100-80g", "speculative_model": "demo"}),
+        (["--kv-cache-memory-bytes", "1MiB"], {"kv_cache_memory_bytes": 1 << 20}),  # does not fit: advice too
+    ],
+)  # fmt: skip
+def test_plan_answers_as_the_command(flags, fields, capsys) -> None:
+    code = run(["demo", *flags, "--json"])
+    found = plan("demo", **fields)
+    assert plan_to_dict(found) == json.loads(capsys.readouterr().out)
+    assert found.fits is (code == 0)
+    assert found.fits or found.advice
+
+
+def test_plan_refuses_as_the_command() -> None:
+    with pytest.raises(DeploymentError, match="--max-model-len"):
+        plan("demo", max_model_len=1 << 20)
+    with pytest.raises(ModelNotFound):
+        plan("no such model")
+    with pytest.raises(TypeError, match="max_len"):
+        plan("demo", max_len=1)
+
+
+@pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "google__gemma-3-27b-it"])
+def test_a_plan_in_a_prompt_is_a_few_lines(config_of, folder_with, name) -> None:
+    found = make_plan(
+        folder_with(config_of(name)), Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
+    )
+    shown = repr(found)
+    assert str(found) == shown
+    assert len(shown.splitlines()) <= 8
+    assert len(shown) < 1000
+    cache = found.kv_cache
+    for word in (
+        found.model.architecture, "vllm 0.32.0", "h100-80g", "weights", "KV cache pool",
+        f"{cache.num_blocks:,} blocks", f"{cache.tokens:,} tokens", f"{cache.max_concurrency:.2f}x", "Fits.",
+    ):  # fmt: skip
+        assert word in shown
+    assert "Does not fit: 8 GiB" in repr(replace(found, fits=False, reasons=("8 GiB",)))
+
+
+class Page(HTMLParser):
+    """Tags, texts and attributes of a page; every tag but those HTML lets open is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.said = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        assert {name for name, _ in attrs} <= {"class", "style"}  # no address, no handler
+
+    def handle_data(self, data: str) -> None:
+        self.said += data
+
+
+def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
+    found = plan("demo", gpu="h100-80g", max_model_len=8192)
+    found = replace(found, model=replace(found.model, id="<script>alert(1)</script>&co"), notes=("a <b> note",))
+    shown = Page(found._repr_html_())
+    assert set(shown.tags) == {"style", "div", "h2", "p", "table", "tr", "th", "td", "i"}
+    assert "<script>alert(1)</script>&co: LlamaForCausalLM" in shown.said
+    assert "Note: a <b> note" in shown.said
+    assert f"{found.kv_cache.tokens:,} tokens" in shown.said
+    style = found._repr_html_().partition("</style>")[0].removeprefix("<style>")
+    selectors = [one for rule in style.split("}")[:-1] for one in rule.partition("{")[0].split(",")]
+    assert all(
+        one.strip().startswith(".tonnage") for one in selectors
+    )  # the notebook's own tables stay as they are
+    write_plan_page(str(tmp_path / "page.html"), [found])
+    assert found._repr_html_().partition("</style>")[2] in (tmp_path / "page.html").read_text()
