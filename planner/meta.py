@@ -20,7 +20,16 @@ from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.fields import LIMITS, shown
 
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others keep states beside keys and values
+# Auto classes of models that generate text, and the tables of their classes (transformers 5.19, modeling_auto)
+_AUTO = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
 _TOKENS = 8  # of the forward pass that shows the cache
+_ENCODER_DECODER = "encoder-decoder models need an adapter"
 _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code"
 
 
@@ -30,10 +39,15 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedArchitecture(refusal.message, field=refusal.field, hint=f"{refusal.hint}; {_INSTALL}")
     model_type = config["model_type"]
-    if sys.stderr.isatty():
-        print(f"no adapter for {model_type}: building it through transformers ...", file=sys.stderr)
     if model_type not in import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES:
         raise refusal
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedArchitecture(_ENCODER_DECODER, field="is_encoder_decoder")
+    names = config.get("architectures")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedArchitecture(f"{shown(names)} is not a list of class names", field="architectures")
+    if sys.stderr.isatty():
+        print(f"no adapter for {model_type}: building it through transformers ...", file=sys.stderr)
     try:
         return _build(dict(config), model_type)
     except TonnageError:
@@ -58,22 +72,20 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
     import torch
 
     transformers: Any = import_module("transformers")
+    auto = _auto_class(model_type, config["architectures"])
     for name in ("quantization_config", "auto_map", "model_type"):
         config.pop(name, None)
     _check_counts(config)
     loaded = transformers.AutoConfig.for_model(model_type, **config)
     if getattr(loaded, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture("encoder-decoder models need an adapter", field="is_encoder_decoder")
+        raise UnsupportedArchitecture(_ENCODER_DECODER, field="is_encoder_decoder")
     text = loaded.get_text_config()
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            loaded, dtype=torch.bfloat16, attn_implementation="eager"
-        )
+        model = auto.from_config(loaded, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval()
-    names = config.get("architectures")
-    if not isinstance(names, list) or type(model).__name__ not in names:
-        raise UnsupportedArchitecture(f"{shown(names)} is not {type(model).__name__}", field="architectures")
-    tensors = _tensors(model)
+    # beside the language model: towers and projectors, by the module that transformers says decodes
+    inside = "" if text is loaded else _path(model, model.get_decoder())
+    tensors = _tensors(model, inside)
     layers = _cache_layers(model, loaded)
     hidden, heads = _field(text, "hidden_size"), _field(text, "num_attention_heads")
     wide = [t.shape[0] for t in tensors if t.role == "mlp" and len(t.shape) == 2]
@@ -90,10 +102,31 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
         max_model_len=_field(text, "max_position_embeddings"),
         tensors=tensors,
         cache_layers=layers,
-        rotary=_rotary(model),
+        rotary=_rotary(model.get_submodule(inside), text),
         position_field="max_position_embeddings",
         via="meta",
     )
+
+
+def _auto_class(model_type: str, names: list[str]) -> Any:
+    """The auto class that builds what ``architectures`` names, found before anything is built."""
+    modeling = import_module("transformers.models.auto.modeling_auto")
+    known: dict[str, None] = {}
+    for auto, mapping in _AUTO.items():
+        filed = getattr(modeling, mapping).get(model_type, ())
+        classes = (filed,) if isinstance(filed, str) else tuple(filed)
+        if set(classes) & set(names):
+            return getattr(modeling, auto)
+        known.update(dict.fromkeys(classes))
+    if not known:
+        raise UnsupportedArchitecture(
+            f"transformers has no model of {model_type} that generates text", field="model_type"
+        )
+    raise UnsupportedArchitecture(f"{shown(names)} is not {' or '.join(known)}", field="architectures")
+
+
+def _path(model: Any, wanted: Any) -> str:
+    return next(str(path) for path, module in model.named_modules() if module is wanted)
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
@@ -113,8 +146,9 @@ def _field(config: Any, name: str) -> int:
     return value
 
 
-def _tensors(model: Any) -> tuple[TensorSpec, ...]:
-    """Parameters and buffers in the modules' order; a shared parameter costs once.
+def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
+    """Parameters and buffers in the modules' order; a shared parameter costs once. ``inside``: the path of the
+    language model.
 
     from_pretrained keeps a dtype that a constructor names, and fp32 where the class says so (transformers 5.19,
     core_model_loading.py); everything else is in the dtype the model is built in here, ``None``."""
@@ -130,14 +164,16 @@ def _tensors(model: Any) -> tuple[TensorSpec, ...]:
     seen: dict[int, str] = {}
     out = []
     for path, module in model.named_modules():
+        beside = module is not head and not f"{path}.".startswith(f"{inside}." if inside else "")
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{leaf}".lstrip(".")
             first = seen.setdefault(id(parameter), name)
+            shape = tuple(parameter.shape)
+            role = _tower(path) if beside else _role(path, module, shape, module is head)
             out.append(
                 TensorSpec(
-                    name, tuple(parameter.shape), _role(path, module, tuple(parameter.shape), module is head),
-                    type(module).__name__, _layer(name), tied_to=None if first == name else first,
-                    dtype=kept(name, parameter),
+                    name, shape, role, type(module).__name__, None if beside else _layer(name),
+                    tied_to=None if first == name else first, dtype=kept(name, parameter),
                 )
             )  # fmt: skip
         for leaf, buffer in module.named_buffers(recurse=False):
@@ -146,11 +182,17 @@ def _tensors(model: Any) -> tuple[TensorSpec, ...]:
             stored = None if leaf in module._non_persistent_buffers_set else dtype or "model"
             out.append(
                 TensorSpec(
-                    name, tuple(buffer.shape), "buffer", type(module).__name__, _layer(name), dtype=dtype,
-                    stored=stored,
+                    name, tuple(buffer.shape), "buffer", type(module).__name__,
+                    None if beside else _layer(name), dtype=dtype, stored=stored,
                 )
             )  # fmt: skip
     return tuple(out)
+
+
+def _tower(path: str) -> Role:
+    if re.search("vision|visual|image", path):
+        return "vision"
+    return "audio" if re.search("audio|speech|acoustic|semantic", path) else "projector"
 
 
 def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
@@ -205,7 +247,9 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
     return tuple(out)
 
 
-def _rotary(model: Any) -> Rotary | None:
+def _rotary(model: Any, config: Any) -> Rotary | None:
     """The table vLLM would keep: twice the frequencies of transformers' buffer."""
     found = [buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
-    return Rotary(2 * found[0], 1) if found else None
+    if not found:
+        return None
+    return Rotary(2 * found[0], 1, mrope="mrope_section" in (getattr(config, "rope_parameters", None) or {}))

@@ -35,6 +35,36 @@ UNKNOWN = {
     "gpt_neox_japanese": SMALL,
     "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "vocab_size": 128},
 }
+# Image-text and audio models, which other auto classes build
+SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14}  # fmt: skip
+HEARS = {**SEES, "num_mel_bins": 16, "max_source_positions": 20}
+WHISPERS = {
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 16,
+    "max_source_positions": 20,
+}  # fmt: skip
+
+
+def beside(text: str, **given: Any) -> dict[str, Any]:
+    return {"text_config": {"model_type": text, **SMALL}, **given}
+
+
+TOWERS = {
+    "aya_vision": beside("cohere2", vision_config={"model_type": "siglip_vision_model", **SEES}),
+    "internvl": beside(
+        "qwen3", vision_config={"model_type": "internvl_vision", **SEES, "image_size": [28, 28]}
+    ),
+    "llava_next": beside("mistral", vision_config={"model_type": "clip_vision_model", **SEES}),
+    "mistral3": beside("mistral", vision_config={"model_type": "pixtral", **SEES, "head_dim": 16}),
+    "paligemma": beside(
+        "gemma", vision_config={"model_type": "siglip_vision_model", **SEES}, projection_dim=64
+    ),
+    "qwen2_audio": beside("qwen2", audio_config={"model_type": "qwen2_audio_encoder", **WHISPERS}),
+    "audioflamingo3": beside("qwen2", audio_config={"model_type": "audioflamingo3_encoder", **HEARS}),
+    "voxtral": beside("llama", audio_config={"model_type": "voxtral_encoder", **HEARS}),
+}
+AUTO = {"qwen2_audio": "AutoModelForMultimodalLM", "voxtral": "AutoModelForMultimodalLM",
+        "audioflamingo3": "AutoModelForSeq2SeqLM"}  # fmt: skip
 GEMMA = {
     **SMALL, "num_hidden_layers": 8, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 96, "sliding_window": 32,
@@ -46,11 +76,16 @@ SHARED = {
 }
 
 
+def auto_class(model_type: str) -> Any:
+    fallback = "AutoModelForImageTextToText" if model_type in TOWERS else "AutoModelForCausalLM"
+    return getattr(transformers, AUTO.get(model_type, fallback))
+
+
 def config_of(model_type: str, given: dict[str, Any]) -> dict[str, Any]:
-    """config.json as transformers writes it for its class of the causal language model."""
+    """config.json as transformers writes it for its class that generates text."""
     config = transformers.AutoConfig.for_model(model_type, **given)
     with torch.device("meta"):
-        name = type(transformers.AutoModelForCausalLM.from_config(config)).__name__
+        name = type(auto_class(model_type).from_config(config)).__name__
     config.architectures, config.dtype = [name], "bfloat16"
     return json.loads(config.to_json_string(use_diff=False))
 
@@ -60,14 +95,16 @@ def folder(config: dict[str, Any], tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", UNKNOWN)
+@pytest.mark.parametrize("model_type", UNKNOWN | TOWERS)
 def test_against_the_loaded_model(model_type, tmp_path, held_bytes):
     """Bytes of all storages, and of the cache after 40 tokens (more than the window)."""
-    config = config_of(model_type, UNKNOWN[model_type])
+    config = config_of(model_type, (UNKNOWN | TOWERS)[model_type])
     architecture = architecture_of(config)
     assert architecture.via == "meta"
     real = transformers.AutoConfig.for_model(**config)
-    model = transformers.AutoModelForCausalLM.from_config(real, dtype=torch.bfloat16).eval()
+    auto_class(model_type).from_config(real, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
+    model = auto_class(model_type).from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).eval()
+    assert bool(architecture.tower_parameters) == (model_type in TOWERS)
     assert architecture.parameters == sum(p.numel() for p in model.parameters())
     plan = make_plan(folder(config, tmp_path), Deployment(device_memory=1 << 34))
     assert plan.model.via == "meta"
@@ -110,6 +147,8 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path):
         ({"model_type": "nobody_knows"}, "nobody_knows"),
         ({"architectures": ["Jais2ForSequenceClassification"]}, "architectures"),
         ({"architectures": None}, "architectures"),
+        ({"architectures": ["Jais2ForCausalLM"], "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"model_type": "clip_vision_model"}, "clip_vision_model that generates text"),
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers"),
         ({"num_attention_heads": 0}, "jais2"),
     ):
