@@ -11,7 +11,7 @@ except ImportError:
     from hashlib import sha256
 
 from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.deployment import Resolved, complete
+from tonnage.planner.deployment import Resolved, complete, version_notes
 from tonnage.planner.dtypes import KV_SCALE_BYTES, config_dtype
 from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.dispatch import build_pool, capacity
@@ -147,6 +147,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
             *_family_notes(architecture),
             *pool.notes,
             *draft_notes,
+            *version_notes(deployment, chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),

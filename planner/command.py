@@ -118,7 +118,9 @@ def _parallel_flags(p: _Group) -> None:
     p.add_argument("--cpu-offload-gb", metavar="GIB", help="GiB of weights per GPU kept in the host's memory")
     p.add_argument("--enable-lora", action="store_true", help="hold LoRA slots")
     p.add_argument("--max-loras", metavar="N", help="slots (default: 1)")
-    p.add_argument("--max-lora-rank", metavar="N", help="rank of each slot (default: 16)")
+    p.add_argument(
+        "--max-lora-rank", metavar="N", help="rank of each slot (default: 16; vllm: 1, 8, 16, 32 ... 512)"
+    )
     p.add_argument(
         "--speculative-model", metavar="M", help="draft model, or mtp for the checkpoint's own layers"
     )
@@ -160,6 +162,10 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         text = getattr(args, name)
         return None if text is None else parse_count(text, flag(name))
 
+    def count_or(name: str, default: int, least: int = 1) -> int:
+        text = getattr(args, name)
+        return default if text is None else parse_count(text, flag(name), least=least)
+
     def share(name: str) -> float | None:
         text = getattr(args, name)
         try:
@@ -167,12 +173,12 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         except ValueError:
             raise DeploymentError(f"{text!r} is not a number", field=flag(name)) from None
 
-    offload = share("cpu_offload_gb") or 0.0
+    offload = share("cpu_offload_gb")
+    if offload is None:
+        offload = 0.0
     if not 0 <= offload < 1 << 20:
         raise DeploymentError(f"{args.cpu_offload_gb!r} is not a size in GiB", field="--cpu-offload-gb")
-    drafted = count("num_speculative_tokens")
-    if drafted is None:
-        drafted = 1 if args.speculative_model else 0
+    ratio = share("swa_full_tokens_ratio")
     return Deployment(
         engine=args.engine or default_engine(args.gpu, args.engine_version),
         engine_version=args.engine_version,
@@ -190,20 +196,20 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
         kv_cache_memory_bytes=size("kv_cache_memory_bytes"),
         enable_prefix_caching=args.enable_prefix_caching,
         num_gpu_blocks_override=count("num_gpu_blocks_override"),
-        tensor_parallel_size=count("tensor_parallel_size") or 1,
-        pipeline_parallel_size=count("pipeline_parallel_size") or 1,
-        data_parallel_size=count("data_parallel_size") or 1,
+        tensor_parallel_size=count_or("tensor_parallel_size", 1),
+        pipeline_parallel_size=count_or("pipeline_parallel_size", 1),
+        data_parallel_size=count_or("data_parallel_size", 1),
         enable_expert_parallel=args.enable_expert_parallel,
-        decode_context_parallel_size=count("decode_context_parallel_size") or 1,
+        decode_context_parallel_size=count_or("decode_context_parallel_size", 1),
         enforce_eager=args.enforce_eager,
         cpu_offload_bytes=int(offload * GiB),
         enable_lora=args.enable_lora,
-        max_loras=count("max_loras") or 1,
-        max_lora_rank=count("max_lora_rank") or 16,
+        max_loras=count_or("max_loras", 1),
+        max_lora_rank=count_or("max_lora_rank", 16),
         speculative_model=args.speculative_model,
-        num_speculative_tokens=drafted,
+        num_speculative_tokens=count_or("num_speculative_tokens", 1 if args.speculative_model else 0, least=0),
         mem_fraction_static=share("mem_fraction_static"),
-        swa_full_tokens_ratio=share("swa_full_tokens_ratio") or 0.8,
+        swa_full_tokens_ratio=0.8 if ratio is None else ratio,
     )
 
 
@@ -274,8 +280,6 @@ def _answer(args: argparse.Namespace) -> int:
 
         target = args.target_concurrency
         wanted = None if target is None else parse_count(target, "--target-concurrency")
-        if wanted is not None and wanted < 1:
-            raise DeploymentError(f"{wanted} is not at least 1", field="--target-concurrency")
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
     from tonnage.planner.api import plan_or_advise
 

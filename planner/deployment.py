@@ -15,6 +15,9 @@ from tonnage.planner.versions import engine_version
 ENGINES = ("hf", "vllm", "sglang", "llama.cpp")
 NEWEST = {"hf": (0, 0, 0), "vllm": (0, 32, 0), "sglang": (0, 5, 0), "llama.cpp": (0, 0, 0)}
 """Whose rules are followed when neither a flag nor an installed package says a version."""
+# The oldest rules: vLLM's oldest start-up log in tests/data/field_reports.jsonl; SGLang's mem_fraction_static
+# was read in 0.4.
+_OLDEST = {"vllm": (0, 5, 4), "sglang": (0, 4, 0)}
 
 # vLLM's API server (engine/arg_utils.py 0.32.0, get_batch_defaults): device memory from which so many
 # sequences and tokens are the default. A100s keep the small ones.
@@ -159,7 +162,7 @@ def _check_numbers(flags: Deployment) -> None:
         _positive(getattr(flags, name), "--" + name.replace("_", "-"), _MAX_RANKS)
     _positive(flags.num_gpu_blocks_override, "--num-gpu-blocks-override")
     _positive(flags.max_loras, "--max-loras", 1024)
-    _positive(flags.max_lora_rank, "--max-lora-rank", 512)
+    _check_lora_rank(flags)
     for value, flag, most in (
         (flags.num_speculative_tokens, "--num-speculative-tokens", 64),
         (flags.cpu_offload_bytes, "--cpu-offload-gb", _MAX_BYTES),
@@ -181,6 +184,20 @@ def _check_numbers(flags: Deployment) -> None:
         )
 
 
+def _check_lora_rank(flags: Deployment) -> None:
+    """vLLM takes a few ranks; SGLang (its --max-lora-rank) and llama.cpp (the adapter's own) any
+    up to its largest, beyond which nothing is known to be served."""
+    from tonnage.planner.engines.vllm import LORA_RANKS
+
+    _positive(flags.max_lora_rank, "--max-lora-rank", LORA_RANKS[-1])
+    if flags.engine == "vllm" and flags.max_lora_rank not in LORA_RANKS:
+        raise DeploymentError(
+            f"vLLM has no slots of rank {flags.max_lora_rank}",
+            field="--max-lora-rank",
+            hint=f"one of {', '.join(map(str, LORA_RANKS))}; an adapter of a smaller rank fits",
+        )
+
+
 def _with_gpu(deployment: Deployment) -> Deployment:
     """``--gpu NAME`` means a CUDA device of that memory, unless --device-memory says another figure."""
     if deployment.gpu is None:
@@ -188,7 +205,7 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     from tonnage.planner.gpus import find_gpu
 
     gpu = find_gpu(deployment.gpu)
-    memory = deployment.device_memory or gpu.memory_bytes
+    memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory
     return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
 
 
@@ -196,15 +213,38 @@ def _version(deployment: Deployment) -> tuple[Version, str]:
     """Version whose rules apply: the flag's, the installed one's, or the newest known."""
     given = deployment.engine_version
     if given is not None:
-        return parse_version(given), given
+        version = parse_version(given)
+        if not any(version):
+            raise DeploymentError(
+                f"{given!r} is no release", field="--engine-version", hint="for example 0.11.0"
+            )
+        return version, given
     newest = NEWEST[deployment.engine]
     found = engine_version(deployment.engine) if deployment.engine in ("hf", "vllm") else None
     if found is not None:
         try:
-            return parse_version(found), found
+            return _version(replace(deployment, engine_version=found))
         except DeploymentError:  # a source build may call itself anything
             pass
-    return newest, ".".join(map(str, newest)) if any(newest) else "none"
+    return newest, _text(newest) if any(newest) else "none"
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
+    """Says it where the rules of the very version are not known, or where no rule depends on it."""
+    engine, version, name = chosen.flags.engine, chosen.version, chosen.flags.engine_version
+    newest = NEWEST[engine]
+    if not any(newest):
+        return (f"no rule of {engine} depends on --engine-version",) if asked.engine_version else ()
+    if version[:2] > newest[:2]:  # patch releases follow the rules of their minor release
+        return (f"{engine} {name} is newer than what is known here: the rules of {_text(newest)} are used",)
+    oldest = _OLDEST[engine]
+    if version < oldest:
+        return (f"{engine} {name} is older than what is known here: the rules of {_text(oldest)} are used",)
+    return ()
 
 
 def _model_len(deployment: Deployment, architecture: Architecture) -> int:

@@ -48,12 +48,16 @@ def parse_size(text: str, field: str) -> int:
     return size
 
 
-def parse_count(text: str, field: str) -> int:
-    """A positive integer, with vLLM's suffixes: ``8k`` = 8,000 and ``8K`` = 8,192 (also m, M)."""
+def parse_count(text: str, field: str, *, least: int = 1) -> int:
+    """An integer from ``least`` on, with vLLM's suffixes: ``8k`` = 8,000 and ``8K`` = 8,192 (also m, M).
+
+    Raises DeploymentError naming ``field``.
+    """
     match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip(), re.ASCII)
-    if match is None:
-        raise DeploymentError(f"{text[:40]!r} is not a positive integer", field=field)
-    factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2]]
+    factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2] if match else ""]
+    if match is None or int(match[1]) * factor < least:
+        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
+        raise DeploymentError(f"{text[:40]!r} is not {wanted}", field=field)
     return int(match[1]) * factor
 
 

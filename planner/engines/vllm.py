@@ -36,6 +36,9 @@ _WHOLE_PROMPTS = (
 _INDEX_GROUP = 128
 
 
+# Values of --max-lora-rank (MaxLoRARanks, config/lora.py 0.32.0)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 # Models whose recurrent state vLLM keeps in float32 by default (model_executor/models/config.py,
 # NemotronHForCausalLMConfig; Qwen3.5 by its config's mamba_ssm_dtype; KDA in mamba_utils.py)
 FLOAT32_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear")

@@ -113,10 +113,12 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
         return int(text) if text is not None and text.isdigit() else None
 
     length = found.figures.get("max_model_len")
-    memory = parse_size(args.device_memory, "--device-memory") if args.device_memory else None
+    memory = parse_size(args.device_memory, "--device-memory") if args.device_memory is not None else None
     if memory is None and args.gpu is None and "device_bytes" in found.figures:
         memory = int(found.figures["device_bytes"])
-    ranks = parse_count(args.tensor_parallel_size, "--tensor-parallel-size") if args.tensor_parallel_size else 1
+    ranks = 1
+    if args.tensor_parallel_size is not None:
+        ranks = parse_count(args.tensor_parallel_size, "--tensor-parallel-size")
     ratio = said.get("swa_full_tokens_ratio")
     flags = Deployment(
         engine=found.engine or "vllm",  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
         max_num_seqs=count("max_num_seqs"),
         max_num_batched_tokens=count("max_num_batched_tokens"),
         block_size=count("block_size"),
-        tensor_parallel_size=count("tensor_parallel_size") or ranks or 1,
+        tensor_parallel_size=count("tensor_parallel_size") or ranks,
         pipeline_parallel_size=count("pipeline_parallel_size") or 1,
         enforce_eager=said.get("enforce_eager") == "True",
         swa_full_tokens_ratio=float(ratio) if ratio else 0.8,

@@ -21,7 +21,7 @@ from tonnage.planner.training.peak import Peak, StageShape, peak_of
 from tonnage.planner.training.placement import HostBytes, place
 from tonnage.planner.training.precision import Convention, convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup, check_setup
-from tonnage.planner.training.sharding import check_parallel, stage_of
+from tonnage.planner.training.sharding import check_parallel, check_segments, stage_of
 from tonnage.planner.training.states import States, states_on_rank
 from tonnage.planner.units import ceil_div, gib
 
@@ -186,6 +186,7 @@ class Planner:
         """The whole answer for one setup; ``brief`` leaves communication and notes out, for sweeps. Raises
         DeploymentError or UnsupportedArchitecture."""
         check_setup(setup)
+        check_segments(self.model.architecture, setup)
         stages = {0, setup.pipeline_parallel - 1}
         plans = [self._stage(setup, stage, brief) for stage in sorted(stages)]
         return max(plans, key=TrainingPlan.total)

@@ -132,11 +132,19 @@ _CHOICES = {
     "checkpointing": CHECKPOINTING, "attention": ATTENTION, "loss": LOSSES, "offload_optimizer": PLACES,
     "offload_param": PLACES, "base_quantization": BASES, "optimizer_kernel": ("foreach", "fused"),
 }  # fmt: skip
-_COUNTS = (
-    "rank", "trainable_layers", "micro_batch", "gradient_accumulation", "gpus", "nodes", "tensor_parallel",
-    "pipeline_parallel", "context_parallel", "expert_parallel", "hpz_partition_size", "bucket_elements",
-)  # fmt: skip
 _LIMIT = 1 << 24  # far above any cluster, batch or rank; beyond it the number is a typing error
+# field -> the largest value; None stays what it is: left to the planner
+_NUMBERS = dict.fromkeys(
+    (
+        "rank", "trainable_layers", "micro_batch", "gradient_accumulation", "gpus", "nodes", "tensor_parallel",
+        "pipeline_parallel", "context_parallel", "expert_parallel", "hpz_partition_size", "checkpoint_segments",
+        "shard_size", "pipeline_micro_batches",
+    ),
+    _LIMIT,
+) | {"bucket_elements": 1 << 38, "sequence_length": 1 << 31} | dict.fromkeys(
+    ("device_memory", "cpu_memory", "nvme", "intra_node", "inter_node"), 1 << 60
+)  # fmt: skip
+FSDP_VERSIONS = (1, 2)  # torch.distributed.fsdp: FullyShardedDataParallel, fully_shard
 
 
 def flag(field: str) -> str:
@@ -149,16 +157,20 @@ def check_setup(setup: TrainingSetup) -> None:
         value = getattr(setup, field)
         if value not in choices:
             raise DeploymentError(f"{value!r} is not one of {', '.join(choices)}", field=flag(field))
-    for field in _COUNTS:
+    for field, limit in _NUMBERS.items():
         value = getattr(setup, field)
-        if not 1 <= value <= (1 << 40 if field == "bucket_elements" else _LIMIT):
-            raise DeploymentError(f"{value} is not a positive number below {_LIMIT:,}", field=flag(field))
+        if value is not None and not 1 <= value <= limit:
+            raise DeploymentError(f"{value} is not a number from 1 to {limit:,}", field=flag(field))
+    if setup.fsdp_version not in FSDP_VERSIONS:
+        raise DeploymentError(f"{setup.fsdp_version} is not 1 or 2", field="--fsdp-version")
+    if setup.target_modules is not None and not setup.target_modules:
+        raise DeploymentError(
+            "names no module", field="--target-modules", hint="leave it out for PEFT's default, or all-linear"
+        )
     for field in ("gradient_dtype", "base_dtype"):
         value = getattr(setup, field)
         if value is not None and value not in DTYPE_BYTES:
             raise DeploymentError(f"{value!r} is not one of {', '.join(DTYPE_BYTES)}", field=flag(field))
-    if setup.sequence_length is not None and not 1 <= setup.sequence_length <= 1 << 31:
-        raise DeploymentError(f"{setup.sequence_length} is not a length", field="--sequence-length")
     if not 0 < setup.network_share <= 1:
         raise DeploymentError(
             f"{setup.network_share:g} is not in (0, 1]", field="--network-share", hint="0.8 to 0.85 is usual"

@@ -60,6 +60,16 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--expert-parallel")
 
 
+def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
+    """A segment is at least a layer. Raises DeploymentError."""
+    if (setup.checkpoint_segments or 0) > architecture.layers:
+        raise DeploymentError(
+            f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
+            field="--checkpoint-segments",
+            hint="leave it out for one a layer",
+        )
+
+
 def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> range:
     """Layers of one pipeline stage: as equal as can be, the first ones longer."""
     layers, stages = architecture.layers, setup.pipeline_parallel

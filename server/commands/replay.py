@@ -126,10 +126,6 @@ def run(argv: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    def count(name: str) -> int | None:
-        text = getattr(arguments, name)
-        return None if text is None else parse_count(text, "--" + name.replace("_", "-"))
-
     pool = arguments.kv_cache_memory_bytes
     plan = make_plan(
         arguments.model,
@@ -138,9 +134,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             gpu=arguments.gpu,
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             kv_cache_memory_bytes=None if pool is None else parse_size(pool, "--kv-cache-memory-bytes"),
-            max_model_len=count("max_model_len"),
-            max_num_seqs=count("max_num_seqs"),
-            max_num_batched_tokens=count("max_num_batched_tokens"),
+            max_model_len=positive(arguments.max_model_len, "--max-model-len"),
+            max_num_seqs=positive(arguments.max_num_seqs, "--max-num-seqs"),
+            max_num_batched_tokens=positive(arguments.max_num_batched_tokens, "--max-num-batched-tokens"),
             enable_prefix_caching=arguments.enable_prefix_caching,
         ),
     )
@@ -152,14 +148,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
     from tonnage.cache.replay.simulator import Setup  # numba: --help need not wait
 
-    limits = limits_of(plan)
+    limits, most = limits_of(plan), positive(arguments.max_tokens, "--max-tokens")
     return Setup(
         layout=limits.layout,
         num_blocks=plan.kv_cache.num_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         budget=limits.max_num_batched_tokens,
-        max_tokens=positive(arguments.max_tokens, "--max-tokens") or trace.longest_output,
+        max_tokens=trace.longest_output if most is None else most,
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
@@ -202,10 +198,7 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
 
 def positive(text: str | None, field: str) -> int | None:
     """A count of at least one; None stays None. Raises DeploymentError naming ``field``."""
-    value = None if text is None else parse_count(text, field)
-    if value == 0:
-        raise DeploymentError("0 is not a positive integer", field=field)
-    return value
+    return None if text is None else parse_count(text, field)
 
 
 def _speed(value: float | None, unit: float, field: str) -> float | None:

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from tonnage.planner.command import deployment_from
+from tonnage.planner.command import check_flags, deployment_from
 from tonnage.planner.command import parser as plan_parser
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 
@@ -45,7 +45,9 @@ def run(argv: list[str]) -> int:
     from tonnage.planner.build import make_plan
     from tonnage.server.commands.replay import parse_seconds, positive, setup_of
 
-    plan = make_plan(arguments.model, deployment_from(arguments))
+    deployment = deployment_from(arguments)
+    check_flags(arguments, deployment)
+    plan = make_plan(arguments.model, deployment)
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     trace = read_trace(arguments.trace, limit=positive(arguments.limit, "--limit"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.settings import load_settings
 
@@ -24,6 +25,31 @@ def test_settings_name_the_field(given: dict[str, object], field: str) -> None:
     with pytest.raises(DeploymentError) as caught:
         load_settings(**({} if field == "model" else {"model": "demo"}), **given)
     assert caught.value.field == field
+
+
+COUNTS = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size",
+    "pipeline_parallel_size", "data_parallel_size", "max_loras", "max_lora_rank",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**12])
+@pytest.mark.parametrize("name", [*COUNTS, "gpu_memory_utilization"])
+def test_numbers_nobody_can_mean_are_refused_before_a_load(name: str, value: int) -> None:
+    def plan() -> None:
+        given = {"model": "demo", "backend": "vllm", "device_memory": 1 << 36, name: value}
+        make_plan("demo", load_settings(**given).deployment())
+
+    with pytest.raises(DeploymentError) as caught:
+        plan()
+    assert (caught.value.field or "").lstrip("-").replace("-", "_") == name
+
+
+def test_a_rank_vllm_has_no_slots_of_is_refused() -> None:
+    settings = load_settings(model="demo", backend="vllm", enable_lora=True, max_lora_rank=7)
+    with pytest.raises(DeploymentError, match="one of 1, 8, 16") as caught:
+        make_plan("demo", settings.deployment())
+    assert caught.value.field == "--max-lora-rank"
 
 
 def test_settings_come_from_flags_then_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,33 @@ def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.Cap
         (["--gpu", "h100-80g", "--memory-bandwidth", "nan"], "--memory-bandwidth"),
         (["--gpu", "h100-80g", "--flops", "0"], "--flops"),
         (["--gpu", "h100-80g", "--flops", "inf"], "--flops"),
+        *(
+            (["--gpu", "h100-80g", flag, value], flag)
+            for flag in (
+                "--max-model-len",
+                "--max-num-seqs",
+                "--max-num-batched-tokens",
+                "--kv-cache-memory-bytes",
+                "--gpu-memory-utilization",
+                "--scale",
+                "--limit",
+                "--max-tokens",
+                "--memory-bandwidth",
+                "--flops",
+            )
+            for value in ("0", "-1")
+        ),
+        *(
+            (["--gpu", "h100-80g", flag, str(10**12)], flag)
+            for flag in (
+                "--max-model-len",
+                "--max-num-seqs",
+                "--max-num-batched-tokens",
+                "--gpu-memory-utilization",
+            )
+        ),
+        (["--gpu", "h100-80g", "--length-quantile", "0"], "length_quantile"),
+        (["--gpu", "h100-80g", "--watermark", "-1"], "watermark"),
     ],
 )
 def test_bad_flags_are_named(

@@ -42,6 +42,8 @@ def test_a_higher_rate_needs_more_replicas_of_the_same_plan() -> None:
         (("--replicas", "auto", "--rate", "-1", "--trace", str(TRACE)), "--rate"),
         (("--replicas", "auto", "--rate", "1", "--trace", "no/such/file.csv"), "trace"),
         (("--replicas", "auto", "--trace", str(TRACE)), "--rate"),
+        (("--replicas", "auto", "--rate", "1", "--trace", str(TRACE), "--max-loras", "2"), "--max-loras"),
+        (("--replicas", "auto", "--rate", "1", "--trace", str(TRACE), "--max-num-seqs", "0"), "--max-num-seqs"),
         (("--replicas", "auto", "--rate", "1", "--trace", str(TRACE), "--limit", "1", *SPEED), "--trace"),
         (("--replicas", "auto", "--rate", "1", "--trace", str(TRACE)), "--memory-bandwidth"),
     ],
