@@ -60,7 +60,7 @@ test-fuzz: $(VENV)/.test
 test-equality: $(VENV)/.test
 	$(BIN)/python -m pytest tests/long
 
-# mypy wants the tonnage packages side by side in one folder; the checkout has them at its top.
+# mypy and import-linter want the tonnage packages side by side in one folder; the checkout has them at its top.
 lint: $(VENV)/.test
 	$(BIN)/python .ci/packages.py --check
 	$(BIN)/ruff check .
@@ -68,7 +68,7 @@ lint: $(VENV)/.test
 	mkdir -p $(VENV)/typing/tonnage
 	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache -p tonnage.server
-	$(BIN)/lint-imports
+	PYTHONPATH=$(VENV)/typing $(BIN)/lint-imports
 
 dashboard: $(VENV)/.test
 	$(BIN)/python deploy/grafana/build.py

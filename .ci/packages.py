@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TOP = ROOT / "planner" / "_tonnage"  # the package tonnage itself (package-dir of pyproject.toml)
 
 
 def packages() -> list[str]:
-    """Every folder with an __init__.py below the three packages, as ``tonnage.<path>``."""
-    found = []
+    """``tonnage`` and every folder with an __init__.py below the three packages, as ``tonnage.<path>``."""
+    found = ["tonnage"]
     for top in ("planner", "cache", "server"):
         for init in (ROOT / top).rglob("__init__.py"):
-            found.append("tonnage." + ".".join(init.parent.relative_to(ROOT).parts))
+            if init.parent != TOP:
+                found.append("tonnage." + ".".join(init.parent.relative_to(ROOT).parts))
     return sorted(found)
 
 

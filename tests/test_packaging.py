@@ -24,8 +24,8 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the tracked files alone, so that nothing lying about in the checkout can help."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files alone, so that nothing lying about in the checkout can help."""
     source = tmp_path_factory.mktemp("source")
     listed = run("git", "ls-files", "-z", cwd=ROOT)
     assert listed.returncode == 0, listed.stderr
@@ -34,6 +34,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     built = run(sys.executable, "-m", "build", "--wheel", "--outdir", out, source, cwd=source)
     assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
@@ -43,21 +48,42 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_has_exactly_the_tracked_files(wheel: Path) -> None:
     tracked = run("git", "ls-files", "-z", *PACKAGES, cwd=ROOT).stdout.split("\0")
-    expected = {f"tonnage/{name}" for name in tracked if name and (ROOT / name).is_file()}
+    names = {name for name in tracked if name and (ROOT / name).is_file()}
+    expected = {f"tonnage/{name.removeprefix('planner/_tonnage/')}" for name in names}
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
-    assert {f"tonnage/{package}/py.typed" for package in PACKAGES} <= found
+    assert {"tonnage/py.typed", *(f"tonnage/{package}/py.typed" for package in PACKAGES)} <= found
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin of a clean environment with the wheel and no dependency: planning needs none but rich."""
-    home = tmp_path_factory.mktemp("environment")
+    return environment(tmp_path_factory.mktemp("environment"), wheel)
+
+
+def environment(home: Path, *installed: str | Path) -> Path:
+    """bin of a new environment with ``installed`` and none of its dependencies."""
     venv.create(home, with_pip=True)
-    done = run(home / "bin" / "python", "-m", "pip", "install", "--no-deps", "--quiet", wheel, cwd=home)
+    done = run(home / "bin" / "python", "-m", "pip", "install", "--no-deps", "--quiet", *installed, cwd=home)
     assert done.returncode == 0, done.stderr
     return home / "bin"
+
+
+WHERE = """
+import json, tonnage, tonnage.cache, tonnage.planner, tonnage.server
+from importlib.metadata import version
+files = [part.__file__ for part in (tonnage, tonnage.planner, tonnage.cache, tonnage.server)]
+print(json.dumps([tonnage.__version__, version("tonnage"), *files]))
+"""
+
+
+def where(python: Path, cwd: Path, first: str = "") -> tuple[str, str, list[str]]:
+    """tonnage.__version__, that of the distribution, and the files of tonnage and its packages."""
+    done = run(python, "-c", first + WHERE, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    version, distribution, *files = json.loads(done.stdout)
+    return version, distribution, files
 
 
 def test_plan_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
@@ -75,6 +101,32 @@ def test_help_and_version_run_from_the_wheel(installed: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert all(command in done.stdout for command in ("plan", "serve", "verify", "demo"))
     assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout.startswith("tonnage ")
+
+
+def test_the_version_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    version, distribution, files = where(installed / "python", tmp_path)
+    assert version == distribution
+    assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout == f"tonnage {version}\n"
+    top = Path(files[0]).parent
+    assert [Path(file) for file in files[1:]] == [top / package / "__init__.py" for package in PACKAGES]
+
+
+def test_the_version_of_a_wheel_that_is_not_unpacked(wheel: Path, tmp_path: Path) -> None:
+    """As zipimport finds it: the version is no file to be opened."""
+    first = f"import sys; sys.path.insert(0, {str(wheel)!r})"
+    version, distribution, files = where(Path(sys.executable), tmp_path, first)
+    assert version == distribution == wheel.name.split("-")[1]
+    assert files == [f"{wheel}/tonnage/{name}__init__.py" for name in ("", *(f"{one}/" for one in PACKAGES))]
+
+
+def test_the_version_of_an_editable_install(source: Path, tmp_path: Path) -> None:
+    """Its finder maps four folders that lie elsewhere, as in the environment that make builds."""
+    tools = environment(tmp_path / "environment", "-e", source)
+    version, distribution, files = where(tools / "python", tmp_path)
+    assert version == distribution
+    assert files == [f"{source}/{folder}/__init__.py" for folder in ("planner/_tonnage", *PACKAGES)]
+    done = run(tools / "tonnage", "plan", "demo", "--json", cwd=tmp_path, TONNAGE_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_dependency_is_named(installed: Path, tmp_path: Path) -> None:
