@@ -11,13 +11,11 @@ except ImportError:
     from hashlib import sha256
 
 from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.deployment import Resolved, complete, version_notes
+from tonnage.planner.deployment import complete, version_notes
 from tonnage.planner.dtypes import KV_SCALE_BYTES, config_dtype
-from tonnage.planner.engines.allocator import allocator_rounding
-from tonnage.planner.engines.dispatch import build_pool, capacity
+from tonnage.planner.engines.base import Resolved
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.ranks import rank_architecture
-from tonnage.planner.engines.repack import kernel_padding
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.extras import (
     environment_notes,
@@ -31,7 +29,7 @@ from tonnage.planner.fit import judge
 from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Term
 from tonnage.planner.quantization import check_quantization, read_quantization
 from tonnage.planner.records import asdict, replace
-from tonnage.planner.runtime import Runtime, runtime_terms
+from tonnage.planner.runtime.estimate import Runtime
 from tonnage.planner.source import ModelSource, resolve_model
 from tonnage.planner.versions import PLANNER_RULES
 from tonnage.planner.weights import Weights, sum_weights
@@ -56,19 +54,18 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
     chosen = complete(deployment, architecture, auto_dtype(source))
     if quantization.scheme != "none":
         chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
-    flags = chosen.flags
+    engine, flags = chosen.engine, chosen.flags
     ranks, runtimes, loads, paddings, unsplit = [], [], [], [], []
     pooled, draft_weights, draft_notes = with_draft(architecture, flags)
-    pool = build_pool(pooled, chosen)
-    if flags.engine == "vllm":  # MLA and hybrids with state have blocks of their own size
-        flags = replace(flags, block_size=pool.layout.block_size)
+    pool = engine.build_pool(pooled, chosen)
+    flags = engine.shown_flags(flags, pool)
     adapters = lora_bytes(architecture, flags)
     for stage in range(flags.pipeline_parallel_size):
         part = rank_architecture(architecture, flags, stage)
         loaded = sum_weights(part, quantization, flags, copies)
-        padding = kernel_padding(part, quantization.scheme, flags)
-        rounding = allocator_rounding(part, quantization, flags)
-        runtime = runtime_terms(part, chosen)
+        padding = engine.kernel_padding(part, quantization.scheme, flags)
+        rounding = engine.allocator_rounding(part, quantization, flags)
+        runtime = engine.runtime_terms(part, chosen)
         offloaded = min(flags.cpu_offload_bytes, loaded.total)
         loads.append(loaded)
         paddings.append(padding)
@@ -89,13 +86,13 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
         )
     sizes = _stage_block_bytes(pool, architecture, flags)
     blocks = [
-        num_blocks_of(chosen, pool, size, rank.used_bytes, rank.weights_bytes)
+        engine.num_blocks(chosen, pool, size, rank.used_bytes, rank.weights_bytes)
         for size, rank in zip(sizes, ranks, strict=True)
     ]
     num_blocks = min(blocks)  # every stage gets the smallest one's (get_kv_cache_configs)
     ranks = [replace(rank, kv_pool_bytes=num_blocks * size) for size, rank in zip(sizes, ranks, strict=True)]
     worst = max(range(len(ranks)), key=lambda i: ranks[i].used_bytes)
-    held = capacity(pool, chosen, num_blocks)
+    held = engine.capacity(pool, chosen, num_blocks)
     rank, loaded, runtime = ranks[worst], loads[worst], runtimes[worst]
     asked = deployment.max_model_len is not None
     reasons = judge(chosen, rank, pool, held, asked=asked)
@@ -223,30 +220,6 @@ def auto_dtype(source: ModelSource) -> str:
 
         found = floating_dtype(source.tensors)
     return found or "float32"
-
-
-def num_blocks_of(chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-    """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed`` leaves.
-
-    The hf engine on a CPU takes no more than max_num_seqs full-length sequences (and the null block) can
-    use: the memory is the host's, and other programs want some.
-    """
-    flags = chosen.flags
-    if not pool.demands:
-        return 1  # an encoder: the null block alone
-    if flags.num_gpu_blocks_override is not None and flags.engine == "vllm":
-        return flags.num_gpu_blocks_override
-    given = flags.kv_cache_memory_bytes
-    if given is not None:
-        return given // size
-    if flags.engine == "llama.cpp":  # n_ctx cells for each sequence, allocated whatever else is free
-        return chosen.max_model_len * chosen.max_num_seqs
-    if flags.mem_fraction_static is not None:  # SGLang: of the device, for weights and pool
-        return max(0, int(chosen.device_memory * flags.mem_fraction_static) - weights) // size
-    blocks = max(0, chosen.limit - fixed) // size
-    if flags.engine == "hf" and flags.device == "cpu":
-        blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
-    return blocks
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:

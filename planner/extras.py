@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.dtypes import DTYPE_BYTES
-from tonnage.planner.engine_tensors import tensors_of
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.plans import Deployment, RankPlan, Term
 from tonnage.planner.quantization import Quantization
-from tonnage.planner.units import gib
 
 # vLLM allocates lora_a and lora_b of every linear layer of the language model for max_loras slots at
 # max_lora_rank (lora/layers, 0.32.0); shapes are PEFT's: A [rank, in], B [out, rank].
@@ -74,15 +72,6 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
     return terms
 
 
-# Kernels that repack on the first forward, by engine, device and format (quantization_formats.py after_warmup)
-_KERNELS = {
-    ("hf", "cpu", "nf4"): "bitsandbytes-cpu-avx512",
-    ("hf", "cpu", "gptq"): "gptqmodel-cpu-avx512",
-    ("hf", "cpu", "awq"): "gptqmodel-cpu-avx512",
-    ("vllm", "cpu", "gptq"): "vllm-cpu-wna16",
-}
-
-
 def quantized_terms(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
 ) -> list[Term]:
@@ -97,27 +86,20 @@ def quantized_terms(
     if size.high > size.low:
         formula += f"; up to {size.high:,} by the digits of the offsets"
     terms = [Term("weights_in_file", size.low, formula, "quantization_config")]
-    kernel = _KERNELS.get((flags.engine, flags.device, quantization.linear.kind))
+    engine = engine_of(flags.engine)
+    kernel = engine.kernels.get(flags.device, {}).get(quantization.linear.kind)
     if kernel is not None:
         warm = sum(
             quantization.bytes_after_warmup(tensor, flags.dtype, kernel)
-            for tensor in tensors_of(architecture, flags)
+            for tensor in engine.tensors(architecture, flags)
         )
         terms.append(Term("weights_after_first_forward", warm, f"with the kernel {kernel}", "--engine"))
     return terms
 
 
-# What an engine makes of 16-bit weights while it loads them; any other format is made beforehand.
-_MADE_WHILE_LOADING = {"hf": ("int8", "nf4", "nf4-double"), "vllm": ("nf4", "fp8")}
-
-
-def made_while_loading(engine: str) -> tuple[str, ...]:
-    return _MADE_WHILE_LOADING.get(engine, ())
-
-
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
     """A format that was asked for and that the checkpoint does not have must come from somewhere."""
-    if asked is None or asked in made_while_loading(engine) or config.get("quantization_config"):
+    if asked is None or asked in engine_of(engine).quantizes_to or config.get("quantization_config"):
         return ()
     return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
 
@@ -126,12 +108,4 @@ def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
     """What is set on this machine and would silently win over the plan; what ``--gpu auto`` found."""
     if gpu == "auto" and flags.device == "cpu":
         return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
-    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if flags.engine == "vllm" and flags.device == "cpu" and space:
-        asked = flags.kv_cache_memory_bytes
-        beside = f" instead of {gib(asked)}" if asked else ""
-        return (
-            f"VLLM_CPU_KVCACHE_SPACE={space} is set: vLLM takes {space} GiB for the KV cache{beside}; "
-            "unset it to serve this plan",
-        )
-    return ()
+    return engine_of(flags.engine).environment_notes(flags)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.deployment import Resolved
+from tonnage.planner.engines.base import Resolved
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.plans import RankPlan
 from tonnage.planner.units import gib

@@ -139,11 +139,12 @@ class Quantization:
             return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
         return self._bytes(tensor, found)
 
-    def loaded_parts(self, tensor: TensorSpec, engine: str, device: str) -> dict[str, int]:
-        """The storages of one converted weight by name once an engine has loaded it."""
+    def loaded_parts(self, tensor: TensorSpec, kernels: Mapping[str, str]) -> dict[str, int]:
+        """The storages of one converted weight by name once an engine has loaded it. ``kernels``: by format,
+        those that repack."""
         found = self.format_of(tensor) or self._default()
         count, out, into = matrices(tensor)
-        parts = found.loaded_by(engine if device == "cpu" else "", out, into, tensor.module)
+        parts = found.loaded_by(kernels.get(found.kind), out, into, tensor.module)
         return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:

@@ -95,7 +95,7 @@ class LinearFormat:
         tests/gptq/test_gptq_served.py). ``vllm-cpu-wna16``: nothing more than at the load (:meth:`loaded_by`).
         """
         if kernel == "vllm-cpu-wna16":
-            return self.loaded_by("vllm", out, into, where)
+            return self.loaded_by(kernel, out, into, where)
         parts = self.parts(out, into, where)
         groups = parts["scales"] // (2 * out) if self.kind in ("gptq", "awq") else 0
         if kernel == "gptqmodel-cpu-avx512" and self.kind == "awq":
@@ -116,18 +116,18 @@ class LinearFormat:
             return kept
         return parts
 
-    def loaded_by(self, engine: str, out: int, into: int, where: str = "") -> dict[str, int]:
-        """Storages once an engine has loaded the weight on a CPU, where its kernel changes GPTQ's.
+    def loaded_by(self, kernel: str | None, out: int, into: int, where: str = "") -> dict[str, int]:
+        """Storages once an engine has loaded the weight, where its kernel changes GPTQ's.
 
-        ``hf``: GPTQModel's kernels keep in each module the shifts that unpack a 32-bit word, int32 (gptqmodel
-        7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero). ``vllm``: its kernel for 4 bits wants neither
-        zero points, which are all the same, nor group indices (0.32.0, auto_gptq.py and
-        kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py).
+        ``gptqmodel-cpu-avx512``: GPTQModel's kernels keep in each module the shifts that unpack a 32-bit word,
+        int32 (gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero). ``vllm-cpu-wna16``: vLLM's
+        kernel for 4 bits wants neither zero points, which are all the same, nor group indices (0.32.0,
+        auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py).
         """
         parts = self.parts(out, into, where)
-        if self.kind == "gptq" and engine == "hf":
+        if self.kind == "gptq" and kernel == "gptqmodel-cpu-avx512":
             return {**parts, "wf_unsqueeze": self.shifts_bytes()}
-        if self.kind == "gptq" and engine == "vllm":
+        if self.kind == "gptq" and kernel == "vllm-cpu-wna16":
             return {name: parts[name] for name in ("qweight", "scales")}
         return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.records import asdict
 from tonnage.planner.units import gib
 
@@ -106,7 +107,7 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 def _engine(plan: Plan) -> str:
     flags = plan.deployment
-    named = flags.engine_version not in (None, "none") and flags.engine != "hf"
+    named = flags.engine_version not in (None, "none") and engine_of(flags.engine).shows_version
     return f"{flags.engine} {flags.engine_version}" if named else flags.engine
 
 

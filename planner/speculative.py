@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.engines.allocator import allocator_rounding
 from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.plans import Deployment
@@ -34,7 +34,8 @@ def add_draft(architecture: Architecture, flags: Deployment) -> Draft:
     name = flags.speculative_model
     if name is None:
         return Draft(architecture, 0)
-    if flags.engine != "vllm":
+    engine = engine_of(flags.engine)
+    if not engine.drafts:
         raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
                               hint="use --engine vllm")  # fmt: skip
     if name == OWN_LAYERS:
@@ -48,7 +49,9 @@ def add_draft(architecture: Architecture, flags: Deployment) -> Draft:
         )
     quantization = read_quantization(source.config, None)
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
-    weights = sum_weights(part, quantization, flags).total + allocator_rounding(part, quantization, flags)
+    weights = sum_weights(part, quantization, flags).total + engine.allocator_rounding(
+        part, quantization, flags
+    )
     moved = tuple(replace(layer, layer=architecture.layers + layer.layer) for layer in draft.cache_layers)
     both = replace(architecture, cache_layers=(*architecture.cache_layers, *moved))
     return Draft(both, weights)

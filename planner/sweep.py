@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.build import auto_dtype, num_blocks_of, with_draft
-from tonnage.planner.deployment import Resolved, complete
-from tonnage.planner.engines.allocator import allocator_rounding
-from tonnage.planner.engines.dispatch import build_pool, capacity
+from tonnage.planner.build import auto_dtype, with_draft
+from tonnage.planner.deployment import complete
+from tonnage.planner.engines.base import Resolved
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.ranks import rank_architecture
-from tonnage.planner.engines.repack import kernel_padding, repacking_class
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.extras import lora_bytes
 from tonnage.planner.families.registry import architecture_of
@@ -24,7 +23,7 @@ from tonnage.planner.gpus import Gpu
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_quantization
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.runtime import Runtime, runtime_terms
+from tonnage.planner.runtime.estimate import Runtime
 from tonnage.planner.source import ModelSource
 from tonnage.planner.weights import sum_weights
 
@@ -104,7 +103,7 @@ class _Once(Generic[K, V]):
 def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[SweepRow]:
     """Every combination of ``grid``; other flags are ``deployment``'s. Raises what the model does."""
     architecture = architecture_of(source.config)
-    dtype = auto_dtype(source)
+    engine, dtype = engine_of(deployment.engine), auto_dtype(source)
 
     def weights(key: _WeightsKey) -> tuple[int, int]:
         """Bytes of the weights on the device, and of LoRA slots and draft."""
@@ -117,8 +116,8 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         check_quantization(architecture, quantization, deployment.engine)
         mine = part_of(ranks)
         loaded = sum_weights(mine, quantization, flags).total
-        held = loaded + allocator_rounding(mine, quantization, flags)
-        held += kernel_padding(mine, quantization.scheme, flags) - min(flags.cpu_offload_bytes, loaded)
+        held = loaded + engine.allocator_rounding(mine, quantization, flags)
+        held += engine.kernel_padding(mine, quantization.scheme, flags) - min(flags.cpu_offload_bytes, loaded)
         _, draft, _ = with_draft(architecture, flags)
         return held, lora_bytes(architecture, flags) + draft
 
@@ -134,12 +133,12 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     def pool(key: _PoolKey) -> PoolSpec:
         chosen = resolved_for[key]
         pooled, _, _ = with_draft(architecture, chosen.flags)
-        return build_pool(pooled, chosen)
+        return engine.build_pool(pooled, chosen)
 
     def runtime(key: tuple[int, int]) -> Runtime:
         place, ranks = key
         chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
-        return runtime_terms(part_of(ranks), chosen)
+        return engine.runtime_terms(part_of(ranks), chosen)
 
     def part(ranks: int) -> Architecture:
         return rank_architecture(architecture, replace(deployment, tensor_parallel_size=ranks), 0)
@@ -149,7 +148,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     pool_of, runtime_of = _Once(pool), _Once(runtime)
     rows = []
     for place, gpu in enumerate(grid.gpus):
-        kernel = repacking_class(gpu.name)
+        kernel = engine.kernel_class(gpu.name)
         for ranks in grid.tensor_parallel_sizes:
             price = None if gpu.usd_per_hour is None else gpu.usd_per_hour * ranks
             for kv_dtype in grid.kv_cache_dtypes:
@@ -180,8 +179,8 @@ def _row(
     loaded: tuple[int, int], terms: int, price: float | None,
 ) -> SweepRow:  # fmt: skip
     size, (weights, added) = pool.layout.bytes_per_block, loaded
-    blocks = num_blocks_of(chosen, pool, size, weights + added + terms, weights)
-    held = capacity(pool, chosen, blocks)
+    blocks = chosen.engine.num_blocks(chosen, pool, size, weights + added + terms, weights)
+    held = chosen.engine.capacity(pool, chosen, blocks)
     taken = weights + added + terms + blocks * size
     fits = taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return SweepRow(
@@ -202,10 +201,11 @@ def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
     schemes: tuple[str, ...] = ("as is", *FLAG_VALUES)
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)
-    kv = ("auto", "fp8") if deployment.engine in ("vllm", "sglang") else ("auto",)
+    engine = engine_of(deployment.engine)
+    kv = ("auto", "fp8") if engine.fp8_kv_cache else ("auto",)
     if deployment.kv_cache_dtype != "auto":
         kv = (deployment.kv_cache_dtype,)
-    sizes = (1, 2, 4, 8) if deployment.engine != "hf" else (1,)
+    sizes = (1, 2, 4, 8) if engine.divides else (1,)
     if deployment.tensor_parallel_size != 1:
         sizes = (deployment.tensor_parallel_size,)
     return Grid(tuple(gpus), schemes, kv, sizes)

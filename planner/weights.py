@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.dtypes import ELEMENT_BYTES
-from tonnage.planner.engine_tensors import tensors_of
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.plans import Deployment, Term, WeightFormat
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.records import dataclass
@@ -56,17 +57,18 @@ def sum_weights(
     ``stored_copies``: tied tensors that the checkpoint stores too, which are loaded apart if their values
     differ. vLLM may repack linear weights into padded tiles: that is the upper bound there.
     """
-    dtype = deployment.dtype
+    engine, dtype = engine_of(deployment.engine), deployment.dtype
+    kernels = engine.kernels.get(deployment.device, {})
     total = 0
     slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
     kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}
     formats: dict[tuple[str, str], int] = {}
-    for tensor in tensors_of(architecture, deployment):
+    for tensor in engine.tensors(architecture, deployment):
         converted = quantization.converts(tensor)
         held = quantization.bytes_after_load(tensor, dtype)
         repacked = converted and quantization.scheme == "gptq" and deployment.device == "cpu"
         if repacked:
-            held = sum(quantization.loaded_parts(tensor, deployment.engine, "cpu").values())
+            held = sum(quantization.loaded_parts(tensor, kernels).values())
         total += held
         if held:
             stored = (
@@ -75,7 +77,7 @@ def sum_weights(
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held
         if (
-            deployment.engine == "vllm"
+            engine.tiles_linear
             and not repacked
             and tensor.module_class.endswith("Linear")
             and len(tensor.shape) == 2
@@ -88,7 +90,7 @@ def sum_weights(
         else:
             kind.count += 1
             kind.value += held
-    terms = tuple(_term(pattern, kind, quantization, deployment) for (pattern, _), kind in kinds.items())
+    terms = tuple(_term(pattern, kind, quantization, kernels, dtype) for (pattern, _), kind in kinds.items())
     return Weights(
         total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
     )
@@ -115,17 +117,19 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
     return held * padded // prod(shape)
 
 
-def _term(pattern: str, kind: _Kind, quantization: Quantization, deployment: Deployment) -> Term:
+def _term(
+    pattern: str, kind: _Kind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
+) -> Term:
     first = kind.first
     shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
     if first.tied_to is not None:
         formula = f"tied to {first.tied_to}"
     elif kind.converted:
-        held = quantization.loaded_parts(first, deployment.engine, deployment.device)
+        held = quantization.loaded_parts(first, kernels)
         parts = " + ".join(f"{name} {size:,}" for name, size in held.items())
         formula = f"{kind.count} x ({parts}); {quantization.describe()} of [{shape}]"
     else:
-        kept = first.dtype or deployment.dtype
+        kept = first.dtype or dtype
         formula = f"{kind.count} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
     source = "the engine's code" if first.module_class == "Attention" else _FIELDS[first.role]
     return Term(f"weights.{pattern}", kind.value, formula, source)

@@ -16,8 +16,8 @@ from accuracy.reports import GIB, label, model_config, quantization_known
 
 if TYPE_CHECKING:
     from tonnage.planner.architecture import Architecture
-    from tonnage.planner.deployment import Resolved
-    from tonnage.planner.runtime.gpu import Coefficients
+    from tonnage.planner.engines.base import Resolved
+    from tonnage.planner.runtime.estimate import Coefficients
 
 # Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all.
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.04
@@ -194,7 +194,9 @@ def fit(rows: Sequence[Row]) -> Coefficients:
 
 
 def _values(rows: Sequence[Row]) -> Coefficients:
-    from tonnage.planner.runtime.gpu import FUSED_SAMPLER_SINCE, SAMPLER_BYTES, Coefficients, forward_bytes
+    from tonnage.planner.engines.vllm.versions import rules
+    from tonnage.planner.runtime.estimate import Coefficients
+    from tonnage.planner.runtime.gpu import SAMPLER_BYTES, forward_bytes
 
     sort: dict[str, list[float]] = {}
     fused: dict[str, list[float]] = {}
@@ -216,7 +218,7 @@ def _values(rows: Sequence[Row]) -> Coefficients:
         forward = forward_bytes(row.architecture, row.chosen.max_num_batched_tokens, 2, ranks)
         each = (peak - hidden) / (row.chosen.max_num_seqs * row.architecture.vocab_size)
         if peak > 1.2 * forward and row.activation is not None and 0 < each < 64:
-            target = sort if row.chosen.version < FUSED_SAMPLER_SINCE else fused
+            target = fused if rules(row.chosen.version).fused_sampler else sort
             target.setdefault(row.source, []).append(each)
     return Coefficients(
         sampler_sort=_vote(sort, float(SAMPLER_BYTES)),

@@ -1,17 +1,75 @@
-"""This project's engine: which caches it stores, the geometry of its pool, blocks of a sequence.
+"""This project's engine: defaults and checks of its flags, which caches it stores, the geometry of its pool.
 
 Layers are grouped as in vLLM (:mod:`.grouping`), so that a plan for either engine counts alike.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
+from tonnage.planner.engines.base import Engine, Resolved
 from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
-from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
+from tonnage.planner.runtime.estimate import Estimate
+
+
+class HF(Engine):
+    name = "hf"
+    title = "the hf engine"
+    distributions = ("transformers",)
+    batch: ClassVar = {"cpu": (64, 512), "cuda": (64, 2048)}
+    blocks: ClassVar = {"cpu": 16, "cuda": 16}
+    kv_dtypes: ClassVar = HF_KV_DTYPE_BYTES
+    divides = False
+    quantizes_to = ("int8", "nf4", "nf4-double")
+    float32_kv_cache = True
+    as_transformers = True
+    null_block = True
+    shows_version = False
+    kernels: ClassVar = {
+        "cpu": {
+            "nf4": "bitsandbytes-cpu-avx512",
+            "gptq": "gptqmodel-cpu-avx512",
+            "awq": "gptqmodel-cpu-avx512",
+        }
+    }
+
+    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
+        if size & (size - 1):
+            raise DeploymentError(f"{size} is not a power of two", field="--block-size", hint="for example 16")
+
+    def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
+        from tonnage.planner.runtime import hf
+
+        return hf.activation_bytes(architecture, chosen)
+
+    def check_encoder(self, architecture: Architecture) -> None:
+        """Whatever transformers builds."""
+
+    def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        return build_pool(
+            architecture, chosen.flags.kv_cache_dtype, chosen.block_size, chosen.max_num_batched_tokens
+        )
+
+    def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """On a CPU no more than max_num_seqs full-length sequences (and the null block) can use: the memory is
+        the host's, and other programs want some."""
+        blocks = super().free_blocks(chosen, pool, size, fixed, weights)
+        if chosen.flags.device == "cpu":
+            blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
+        return blocks
+
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        from tonnage.planner.engines.serve_line import tonnage_serve
+
+        asked = plan.deployment.quantization
+        return (tonnage_serve(plan, ("--quantization", asked) if asked in self.quantizes_to else ()),)
 
 
 def build_pool(
@@ -94,3 +152,6 @@ def _groups(layers: tuple[CacheLayer, ...], block_size: int) -> tuple[KVGroup, .
         KVGroup(group[0].kind, tuple(page.layer for page in group), group[0].window)
         for group in group_pages(pages)
     )
+
+
+ENGINE = HF()

@@ -1,4 +1,5 @@
-"""llama.cpp's KV cache: per-layer tensors of ``n_ctx`` cells, K and V of types chosen apart.
+"""llama.cpp: defaults of its flags, and its KV cache: per-layer tensors of ``n_ctx`` cells, K and V of types
+chosen apart.
 
 Source: src/llama-kv-cache.cpp (llama.cpp, 2025) and the start-up logs in tests/data/field_reports.jsonl.
 Cells are rounded up to 256 per sequence (GGML_PAD, flash attention's block). A sliding-window cache
@@ -9,11 +10,18 @@ with MLA attention, else K and V expanded for every head, in either case on one 
 
 from __future__ import annotations
 
+import shlex
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
-from tonnage.planner.architecture import Architecture, CacheLayer
+from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
+from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.heads import expanded_heads
+from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.tensors import merged_tensors
+from tonnage.planner.engines.tokens import token_pool
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 
@@ -33,6 +41,51 @@ CELL_PADDING = 256
 MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
 
 MlaMode = Literal["expanded", "latent", "latent+transposed"]
+
+
+class LlamaCpp(Engine):
+    name = "llama.cpp"
+    title = "llama.cpp"
+    # n_parallel 1, n_ubatch 512 (common/common.h, 2025)
+    batch: ClassVar = {"cpu": (1, 512), "cuda": (1, 512)}
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
+    apple = True
+    sized_by_context = True
+
+    def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
+        return memory
+
+    def choose_kv_dtype(self, flags: Deployment, dtype: str) -> str:
+        return check_cache_types(flags.kv_cache_dtype)
+
+    def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        return merged_tensors(architecture)
+
+    def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
+        context = chosen.max_model_len * sequences  # n_ctx is what all sequences share
+        cache = size_cache(
+            architecture, context, types, sequences=sequences, ubatch=chosen.max_num_batched_tokens,
+            unified=sequences == 1,
+        )  # fmt: skip
+        return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
+
+    def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """n_ctx cells for each sequence, allocated whatever else is free."""
+        return chosen.max_model_len * chosen.max_num_seqs
+
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        flags = plan.deployment
+        k, v = cache_types(flags.kv_cache_dtype)
+        shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # n_ctx is of all sequences
+        line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
+                "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
+        return (shlex.join(line),)
+
+    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
+        if plan.model.via == "gguf":
+            return None
+        return "the log is of a GGUF file, --model names a config (give the .gguf)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +188,4 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ExpandedHeads:
-    key: int
-    value: int
-    latent: int
-
-
-def expanded_heads(architecture: Architecture) -> ExpandedHeads:
-    """Head sizes of K and V once the latent is expanded, from the shapes of kv_b_proj and o_proj."""
-    shapes = {tensor.name.rpartition("self_attn.")[2]: tensor.shape for tensor in architecture.tensors}
-    up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
-    if up is None or out is None or down is None:
-        raise UnsupportedArchitecture("no kv_b_proj: MLA cannot be expanded", field="kv_lora_rank")
-    value = out[1] // architecture.heads
-    nope = up[0] // architecture.heads - value
-    rope = down[0] - up[1]
-    return ExpandedHeads(nope + rope, value, up[1])
+ENGINE = LlamaCpp()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Deployment
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
     """What a rank of pipeline ``stage`` holds. Raises DeploymentError when a size cannot be divided."""
+    engine = engine_of(flags.engine)
     if (
         architecture.via == "meta"
-        and flags.engine != "hf"
+        and not engine.as_transformers
         and any(layer.value_head_size is not None for layer in architecture.cache_layers)
     ):
         raise DeploymentError(
@@ -34,6 +36,6 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         pipeline=flags.pipeline_parallel_size,
         data=flags.data_parallel_size,
         expert=flags.enable_expert_parallel,
-        pad_vocabulary=flags.engine == "vllm",
+        pad_vocabulary=engine.pads_vocabulary,
     )
     return parallel.rank_architecture(architecture, sizes, stage)

@@ -7,10 +7,63 @@ pool's. "GB" in its log is GiB. Checked against the logs in tests/data/field_rep
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer
+import shlex
+from typing import ClassVar
+
+from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
-from tonnage.planner.engines.vllm import heads_per_rank
+from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.heads import heads_per_rank
+from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.tensors import merged_tensors
+from tonnage.planner.engines.tokens import token_pool
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.plans import Deployment, Plan
+
+_MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
+
+
+class SGLang(Engine):
+    name = "sglang"
+    title = "SGLang"
+    newest = (0, 5, 0)
+    oldest = (0, 4, 0)  # mem_fraction_static was read in it
+    # max_running_requests and chunked_prefill_size of its server (server_args.py 0.5)
+    batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
+    fp8_kv_cache = True
+
+    def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
+        return memory
+
+    def static_share(self, flags: Deployment) -> float | None:
+        return _MEM_FRACTION if flags.mem_fraction_static is None else flags.mem_fraction_static
+
+    def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        return merged_tensors(architecture)
+
+    def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        flags = chosen.flags
+        full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
+        size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
+        return token_pool(architecture, size, flags.kv_cache_dtype, KV_DTYPE_BYTES[flags.kv_cache_dtype])
+
+    def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """mem_fraction_static of the device is for weights and pool."""
+        share = chosen.flags.mem_fraction_static
+        assert share is not None  # completed by static_share
+        return max(0, int(chosen.device_memory * share) - weights) // size
+
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        flags = plan.deployment
+        line = ["python", "-m", "sglang.launch_server", "--model-path", plan.model.id, "--context-length",
+                str(flags.max_model_len), "--tp-size", str(flags.tensor_parallel_size)]  # fmt: skip
+        return (shlex.join(line),)
+
+    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
+        if quantization in (None, plan.deployment.quantization):
+            return None
+        return f"the log's are {quantization}, the config says nothing of it"
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
@@ -37,3 +90,6 @@ def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int) -> int:
         return (layer.head_size + layer.index_size) * size
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
     return heads_per_rank(layer.kv_heads, ranks) * (layer.head_size + value) * size
+
+
+ENGINE = SGLang()

@@ -11,6 +11,7 @@ from statistics import median
 from typing import NoReturn
 
 from tonnage.planner.build import plan_source
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import LogFigures, read_log
 from tonnage.planner.plans import Deployment, Plan
@@ -90,12 +91,9 @@ def compare(found: LogFigures, name: str, args: argparse.Namespace) -> Compariso
     planned = planned_figures(plan)
     notes = []
     logged = found.flags.get("quantization")
-    if found.engine == "llama.cpp" and plan.model.via != "gguf":
+    if why := engine_of(plan.deployment.engine).unlike_logged(plan, logged):
         planned.pop("weights_bytes", None)
-        notes.append("weights not compared: the log is of a GGUF file, --model names a config (give the .gguf)")
-    elif found.engine == "sglang" and logged not in (None, plan.deployment.quantization):
-        planned.pop("weights_bytes", None)
-        notes.append(f"weights not compared: the log's are {logged}, the config says nothing of it")
+        notes.append(f"weights not compared: {why}")
     if args.gpu is None and args.device_memory is None and "device_bytes" not in found.figures:
         left = [key for key in _FITTED if planned.pop(key, None) and key in found.figures]
         if left:
@@ -138,7 +136,7 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
         enforce_eager=said.get("enforce_eager") == "True",
         swa_full_tokens_ratio=float(ratio) if ratio else 0.8,
     )
-    if flags.engine == "llama.cpp":  # allocates the context it was given, whatever the device has
+    if engine_of(flags.engine).sized_by_context:  # allocates the context it was given, whatever the device has
         if flags.max_model_len is None:
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",

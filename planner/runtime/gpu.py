@@ -13,34 +13,15 @@ from functools import cache
 from pathlib import Path
 
 from tonnage.planner.architecture import TOWER_ROLES, Architecture
-from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES
-from tonnage.planner.records import dataclass
-from tonnage.planner.runtime import hf
-from tonnage.planner.runtime.estimate import NOTHING, Estimate, Runtime
+from tonnage.planner.engines.base import Resolved
+from tonnage.planner.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 
-FUSED_SAMPLER_SINCE = (0, 16, 0)
-GRAPHS_SUBTRACTED_SINCE = (0, 21, 0)  # vLLM's CUDA-graph estimate comes off the KV budget from here on
 # Without a report, bytes per logit counted in vLLM 0.32.0: bf16 logits 2, their float32 copy 4, probabilities
 # 4, exponential noise 4 (v1/sample/sampler.py, v1/sample/ops/topk_topp_sampler.py). The two 0.17.1 reports of
 # one machine (qwen25-3b and Llama-3.1-8B) differ by what 15.9 +- 1.8 bytes would make.
 SAMPLER_BYTES = 14
 SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """``sampler_sort`` / ``sampler_fused``: bytes per logit (row x vocabulary). ``non_torch`` bytes without
-    and with tensor parallelism, ``graphs`` bytes captured. ``spread``: half-width of the interval of the
-    sum as a share of the device, what 90 % of the sources left out stay within; ``towers``: more of it for
-    models with vision or audio towers, whose profile run encodes the largest picture."""
-
-    sampler_sort: float
-    sampler_fused: float
-    non_torch: int
-    non_torch_parallel: int
-    graphs: int
-    spread: float
 
 
 @cache
@@ -58,23 +39,23 @@ def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int
     return tokens * width * size
 
 
-def sampler_bytes(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> float:
+def sampler_bytes(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
     """The sampler on max_num_seqs rows of logits (gathered on every rank), and the hidden states beside."""
-    old = chosen.version < FUSED_SAMPLER_SINCE
-    each = fitted.sampler_sort if old else fitted.sampler_fused
+    each = chosen.engine.logit_bytes(chosen.version, fitted)
+    if not each:
+        return 0
     hidden = chosen.max_num_batched_tokens * architecture.hidden_size * DTYPE_BYTES[chosen.flags.dtype]
-    return chosen.max_num_seqs * architecture.vocab_size * each + hidden
+    return int(chosen.max_num_seqs * architecture.vocab_size * each + hidden)
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
     """``fitted``: other coefficients than the shipped ones (leave-one-source-out scores)."""
     fitted, flags = fitted or coefficients(), chosen.flags
     size, ranks = DTYPE_BYTES[flags.dtype], flags.tensor_parallel_size
-    if flags.engine == "hf":
-        activation = hf.activation_bytes(architecture, chosen)
-    else:
+    activation = chosen.engine.gpu_activation(architecture, chosen)
+    if activation is None:
         forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
-        sampler = int(sampler_bytes(architecture, chosen, fitted)) if flags.engine == "vllm" else 0
+        sampler = sampler_bytes(architecture, chosen, fitted)
         value = max(forward, sampler)
         formula = (
             f"max(forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}, sampler on "
@@ -84,7 +65,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     framework_value = fitted.non_torch_parallel if ranks > 1 else fitted.non_torch
     framework = _bounded(framework_value, chosen, fitted, f"non-torch memory {framework_value:,}")
     graphs = NOTHING
-    if flags.engine == "vllm" and not flags.enforce_eager and chosen.version >= GRAPHS_SUBTRACTED_SINCE:
+    if chosen.engine.counts_graphs(flags, chosen.version):
         graphs = _bounded(fitted.graphs, chosen, fitted, f"estimate of the CUDA graphs {fitted.graphs:,}")
     total = framework.value + activation.value + graphs.value
     spread = int(fitted.spread * chosen.device_memory)

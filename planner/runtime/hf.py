@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.deployment import Resolved
 from tonnage.planner.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
+from tonnage.planner.engines.base import Resolved
 from tonnage.planner.runtime.estimate import Estimate, scaled
 from tonnage.planner.units import MiB
 

@@ -7,9 +7,6 @@ models need more.
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture
-from tonnage.planner.deployment import Resolved
-from tonnage.planner.runtime import hf
 from tonnage.planner.runtime.estimate import Estimate, scaled
 from tonnage.planner.units import MiB
 
@@ -23,8 +20,3 @@ def framework_bytes() -> Estimate:
     value = VLLM_API_BYTES + VLLM_CORE_BYTES + VLLM_WORKER_BYTES
     formula = f"API process {VLLM_API_BYTES:,} + EngineCore {VLLM_CORE_BYTES:,} + worker {VLLM_WORKER_BYTES:,}"
     return scaled(value, VLLM_INTERVAL, formula, "RssAnon of vLLM 0.32.0 on a CPU, measured")
-
-
-def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
-    """As in the hf engine: the same matrices of one step."""
-    return hf.activation_bytes(architecture, chosen)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tonnage.planner.build import plan_source
-from tonnage.planner.engines.allocator import unsplit_bytes
+from tonnage.planner.engines.vllm.allocator import unsplit_bytes
 from tonnage.planner.plans import Deployment
 from tonnage.planner.source import ModelSource
 from tonnage.planner.units import GiB, MiB

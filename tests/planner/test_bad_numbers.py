@@ -11,7 +11,7 @@ import pytest
 
 from tonnage.planner import command as plan
 from tonnage.planner.build import make_plan
-from tonnage.planner.engines.vllm import LORA_RANKS
+from tonnage.planner.engines.vllm.engine import VLLM
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Deployment
 from tonnage.planner.training import command as train
@@ -94,7 +94,7 @@ def test_vllm_takes_its_own_lora_ranks_alone(tiny_llama, folder_with, capsys):
     argv = [folder, "--gpu", "h100-80g", "--enable-lora", "--max-lora-rank"]
     assert plan.run([*argv, "7"]) == 2
     assert "8, 16, 32, 64, 128, 256, 320, 512" in capsys.readouterr().err
-    assert [plan.run([*argv, str(rank)]) for rank in LORA_RANKS] == [0] * len(LORA_RANKS)
+    assert [plan.run([*argv, str(rank)]) for rank in VLLM.lora_ranks] == [0] * len(VLLM.lora_ranks)
     assert plan.run([*argv, "7", "--engine", "sglang"]) == 0
 
 
@@ -105,7 +105,7 @@ def test_the_lora_ranks_are_those_of_the_installed_vllm():
     source = (Path(spec.origin).parent / "config" / "lora.py").read_text()
     found = re.search(r"^MaxLoRARanks = Literal\[([\d, ]+)\]$", source, re.MULTILINE)
     assert found is not None
-    assert tuple(map(int, found[1].split(","))) == LORA_RANKS
+    assert tuple(map(int, found[1].split(","))) == VLLM.lora_ranks
 
 
 @pytest.mark.parametrize(

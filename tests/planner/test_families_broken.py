@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.engines.vllm import VLLMDeployment, build_pool
+from tonnage.planner.engines.vllm.pool import VLLMDeployment, build_pool
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.quantization import read_quantization

@@ -12,18 +12,21 @@ from math import prod
 from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
+from tonnage.planner.engines.heads import expanded_heads, heads_per_rank
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec
 from tonnage.planner.engines.version import Version
-from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.engines.vllm.models import ALTERNATING, EXPANDED_MLA, FLOAT32_STATES
+from tonnage.planner.engines.vllm.versions import Rules, rules
+from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.layout import KVGroup, KVLayout
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 
-# Smallest kernel block and default block size: CPU attention (v1/attention/backends/cpu_attn.py,
-# platforms/cpu.py) and FlashAttention on GPUs (config/cache.py DEFAULT_BLOCK_SIZE).
+# Smallest kernel block: CPU attention (v1/attention/backends/cpu_attn.py) and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
-DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
+# platforms/cpu.py; config/cache.py DEFAULT_BLOCK_SIZE
+DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
@@ -34,41 +37,6 @@ _WHOLE_PROMPTS = (
 # Keys of DeepSeek's sparse indexer: FP8 with one fp32 scale per 128 elements
 # (v1/attention/backends/mla/indexer.py)
 _INDEX_GROUP = 128
-
-
-# Values of --max-lora-rank (MaxLoRARanks, config/lora.py 0.32.0)
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-
-# Models whose recurrent state vLLM keeps in float32 by default (model_executor/models/config.py,
-# NemotronHForCausalLMConfig; Qwen3.5 by its config's mamba_ssm_dtype; KDA in mamba_utils.py)
-FLOAT32_STATES = ("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear")
-# Models whose windows vLLM gives out by the layer's number (model_executor/models/gpt_oss.py)
-ALTERNATING = ("gpt_oss",)
-# Latent attention that vLLM runs, and stores, as full attention, V padded to K's head size
-# (model_executor/models/minicpm3.py)
-EXPANDED_MLA = ("minicpm3",)
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What differs between versions."""
-
-    token_line: str  # "blocks": num_blocks // groups x smallest block; "concurrency": concurrency x length
-    in_flight_batches: int  # batches whose tokens a sliding layer still holds, on a GPU
-    hybrid_groups: bool  # False: sliding layers keep every token beside full ones
-    hybrid_prefix_caching: bool  # prefix caching of hybrids with recurrent state is on by default
-
-
-def rules(version: Version) -> Rules:
-    """Token line: logs up to 0.19.1 and from 0.25.1 (pull request 38364). In-flight batches: pull request
-    47728 (July 2026; not yet in 0.25.1's logs). Hybrid groups: V1's hybrid manager. Prefix caching of
-    hybrids: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)."""
-    return Rules(
-        token_line="concurrency" if version >= (0, 20, 0) else "blocks",
-        in_flight_batches=2 if version >= (0, 26, 0) else 1,
-        hybrid_groups=version >= (0, 9, 2),
-        hybrid_prefix_caching=version >= (0, 28, 0),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +96,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
 
 
 def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
-    from tonnage.planner.engines.vllm_compressed import BLOCK, compressed_groups
+    from tonnage.planner.engines.vllm.compressed import BLOCK, compressed_groups
 
     if flags.draft_layers:
         raise UnsupportedArchitecture(
@@ -160,19 +128,6 @@ def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Versi
     return PoolCapacity(num_blocks, max(0, num_blocks - 1), per_sequence, tokens, concurrency)
 
 
-def heads_per_rank(heads: int, ranks: int) -> int:
-    """KV heads of one rank: replicated when there are fewer heads than ranks."""
-    if heads >= ranks and heads % ranks:
-        raise DeploymentError(
-            f"{ranks} does not divide {heads} KV heads",
-            field="--tensor-parallel-size",
-            hint=f"a divisor of {heads}",
-        )
-    if heads < ranks and ranks % heads:
-        raise DeploymentError(f"{ranks} is no multiple of {heads} KV heads", field="--tensor-parallel-size")
-    return max(1, heads // ranks)
-
-
 def _with_draft(architecture: Architecture, count: int) -> Architecture:
     """Draft layers of multi-token prediction keep a cache as the model's attention layers do."""
     model = next((layer for layer in architecture.cache_layers if layer.kind in ("full", "mla")), None)
@@ -185,8 +140,6 @@ def _with_draft(architecture: Architecture, count: int) -> Architecture:
 
 
 def _expanded(architecture: Architecture) -> Architecture:
-    from tonnage.planner.engines.llama_cpp import expanded_heads
-
     key = expanded_heads(architecture).key
     layers = tuple(
         replace(layer, kind="full", kv_heads=architecture.heads, head_size=key, value_head_size=key)
@@ -284,7 +237,7 @@ def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int:
     if not wanted:
         return 1 + flags.speculative_tokens
     checkpoint = any(state.name == "ssm" and len(state.shape) == 3 for state in layer.states)
-    return 2 + flags.speculative_tokens + int(checkpoint and flags.version >= (0, 28, 0))
+    return 2 + flags.speculative_tokens + int(checkpoint and rules(flags.version).prefill_checkpoint)
 
 
 def _padded(page: LayerPages, size: int) -> LayerPages:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from tonnage.planner.architecture import Architecture
-from tonnage.planner.engine_tensors import tensors_of
+from tonnage.planner.architecture import TensorSpec
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization import Quantization
 from tonnage.planner.units import MiB
@@ -59,10 +58,10 @@ def unsplit_bytes(sizes: Iterable[int]) -> int:
     return extra
 
 
-def merged_sizes(architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[int]:
+def merged_sizes(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> list[int]:
     """Bytes of each storage vLLM allocates for one rank's weights, in the order of its modules."""
     sizes: dict[str, int] = {}
-    for tensor in tensors_of(architecture, flags):
+    for tensor in tensors:
         if tensor.tied_to is not None:
             continue
         parent, _, leaf = tensor.module.rpartition(".")
@@ -77,8 +76,8 @@ def merged_sizes(architecture: Architecture, quantization: Quantization, flags: 
     return list(sizes.values())
 
 
-def allocator_rounding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Bytes beyond the weights' own under vLLM on a GPU; 0 elsewhere. ``architecture``: one rank's share."""
-    if flags.engine != "vllm" or flags.device == "cpu":
+def allocator_rounding(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> int:
+    """Bytes beyond the weights' own on a GPU; 0 on a CPU. ``tensors``: one rank's."""
+    if flags.device == "cpu":
         return 0
-    return unsplit_bytes(merged_sizes(architecture, quantization, flags))
+    return unsplit_bytes(merged_sizes(tensors, quantization, flags))

@@ -32,8 +32,8 @@ def repacking_class(gpu: str) -> str | None:
 
 
 def kernel_padding(architecture: Architecture, scheme: str, flags: Deployment) -> int:
-    """0 but for MXFP4 experts under vLLM on a GPU. ``architecture``: one rank's share."""
-    if scheme != "mxfp4" or flags.engine != "vllm" or flags.device == "cpu":
+    """0 but for MXFP4 experts on a GPU. ``architecture``: one rank's share."""
+    if scheme != "mxfp4" or flags.device == "cpu":
         return 0
     return mxfp4_padding(architecture, mxfp4_kernel(flags.gpu), 1)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.engines.grouping import Groups, LayerPages, bucket_pages, pack_buckets
+from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 
-SINCE = (0, 32, 0)
 BLOCK = 256  # tokens of a block of compressed entries: the only one the kernels have (sparse_mla.py)
 _WINDOW_BLOCK = 64  # DeepseekV4SWACache
 _STATE_BLOCKS = {4: 4, 128: 8}  # CompressorStateCache, by compress ratio
@@ -23,9 +24,9 @@ _ALIGNMENT = 576  # bytes a page is rounded up to
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3")  # vLLM makes fp8_ds_mla of auto (16 bits here) and fp8
 
 
-def compressed_groups(architecture: Architecture, version: tuple[int, ...], kv_dtype: str) -> Groups:
+def compressed_groups(architecture: Architecture, version: Version, kv_dtype: str) -> Groups:
     """Groups of a model whose layers compress tokens. Raises UnsupportedArchitecture and DeploymentError."""
-    if version < SINCE:
+    if not rules(version).compressed_cache:
         raise UnsupportedArchitecture(
             "layers that compress tokens are planned by the rules of vLLM 0.32, and they have changed since "
             + ".".join(map(str, version)),

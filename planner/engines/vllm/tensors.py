@@ -1,0 +1,60 @@
+"""The tensors vLLM really holds: those of its merged modules, and four scales in each attention layer."""
+
+from __future__ import annotations
+
+from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
+from tonnage.planner.engines.version import parse_version
+from tonnage.planner.engines.vllm.models import ONE_MROPE_LENGTH
+from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.plans import Deployment
+
+# Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long
+# (model_executor/layers/rotary_embedding/mrope.py).
+_MROPE_FACTOR = 4
+
+
+def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
+    if architecture.kind == "encoder":
+        return _encoder_tensors(architecture)
+    # of queries, keys, values and probabilities, whatever the cache's dtype (set_default_quant_scales in
+    # model_executor/layers/attention/attention.py)
+    scales = [
+        _scales(f"model.layers.{layer.layer}.{layer.kind}.quant_scales", layer.layer)
+        for layer in architecture.cache_layers
+        if layer.kind != "state"
+    ]
+    return (*merged_tensors(architecture, _position_factor(architecture, flags)), *scales)
+
+
+def _position_factor(architecture: Architecture, flags: Deployment) -> int:
+    if architecture.rotary is None or not architecture.rotary.mrope:
+        return 1
+    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
+    one = rules(version).one_mrope_length and architecture.model_type.startswith(ONE_MROPE_LENGTH)
+    return 1 if one else _MROPE_FACTOR
+
+
+def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
+    """Tensors of vLLM's classes (models/bert.py, roberta.py, modernbert.py): every table of embeddings padded
+    to 64 rows, no pooler and no head, position ids kept, token types decoded from the ids; one cos/sin table
+    for each rope; four scales in each attention layer."""
+    out = []
+    for tensor in architecture.tensors:
+        if (
+            tensor.role == "head"
+            or "pooler." in tensor.name
+            or (tensor.role == "norm" and tensor.name.startswith(("lm_head.", "head.")))
+        ):
+            continue
+        if tensor.role == "buffer" and not tensor.name.endswith("position_ids"):
+            continue
+        out.append(padded_rows(tensor) if tensor.role == "embedding" else tensor)
+    if architecture.rotary is not None:
+        out += rotary_tables(architecture, architecture.rotary.positions or architecture.max_model_len)
+    out += [_scales(f"layers.{layer}.encoder.quant_scales", layer) for layer in range(architecture.layers)]
+    return tuple(out)
+
+
+def _scales(name: str, layer: int) -> TensorSpec:
+    return TensorSpec(name, (4,), "buffer", "Attention", layer, dtype="float32")
