@@ -1,0 +1,70 @@
+"""One object per engine: found by name, imported alone; vLLM's rules by version."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import tonnage.planner.engines.registry as registry
+from tonnage.planner.engines.registry import ENGINES, engine_of
+from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, Rules, rules
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plans import EngineName
+
+PLANNER = Path(registry.__file__).parents[1]
+
+
+def test_every_name_has_its_engine():
+    assert get_args(EngineName) == ENGINES
+    for name in ENGINES:
+        engine = engine_of(name)
+        assert engine.name == name
+        assert engine is engine_of(name)
+        assert set(engine.batch) == set(engine.blocks) == {"cpu", "cuda"}
+    with pytest.raises(DeploymentError, match="'tgi' is not one of hf, vllm"):
+        engine_of("tgi")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_is_imported_alone(name):
+    """A plan needs one engine: the others cost it nothing at the start."""
+    code = (
+        "import sys; from tonnage.planner.engines.registry import engine_of, _MODULES\n"
+        f"engine_of({name!r})\n"
+        "print([n for n, m in _MODULES.items() if 'tonnage.planner.engines.' + m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) == [name]
+
+
+def test_no_engine_is_compared_by_name():
+    """What differs between engines is asked of the engine; a new one would be missed by a comparison."""
+    for path in PLANNER.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Attribute | ast.Name):
+                continue
+            compared = node.left.attr if isinstance(node.left, ast.Attribute) else node.left.id
+            constants = {
+                c.value for side in node.comparators for c in ast.walk(side) if isinstance(c, ast.Constant)
+            }
+            assert compared != "engine" or not constants & set(ENGINES), f"{path.name}:{node.lineno}"
+
+
+def test_rows_are_in_order_and_each_changes_what_it_says():
+    versions = [since for since, _ in _CHANGES]
+    assert versions == sorted(set(versions))
+    assert versions[-1] == NEWEST == engine_of("vllm").newest
+    assert rules((0, 7, 0)) == Rules()
+    before = Rules()
+    for since, changed in _CHANGES:
+        now = rules(since)
+        for name in Rules.__match_args__:
+            assert getattr(now, name) == changed.get(name, getattr(before, name))
+        assert all(getattr(before, name) != value for name, value in changed.items())
+        before = now
+    assert rules((99, 0, 0)) == rules(NEWEST)
