@@ -43,7 +43,11 @@ _TEXT: tuple[tuple[str, str, str], ...] = (
         "where mixed precision keeps fp32 copies (default: the framework's)",
     ),
     ("optimizer", "|".join(s.OPTIMIZERS), "default: adamw"),
-    ("optimizer-kernel", "foreach|fused", "default: foreach"),
+    (
+        "optimizer-kernel",
+        "|".join(s.KERNELS),
+        "default: foreach; fused by DeepSpeed or with an fp32 master",
+    ),
     ("gradient-dtype", "fp32|bf16|fp16", "default: the convention's"),
     ("base-dtype", "fp32|bf16|fp16", "frozen weights (default: 16-bit)"),
     ("base-quantization", "|".join(s.BASES), "of qlora (default: nf4-double)"),

@@ -11,6 +11,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.training.methods import IA3_TARGETS, LORA_TARGETS
 from tonnage.planner.training.plan import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.step import kernel_of
 
 KINDS = ("deepspeed", "accelerate", "trainer", "peft")
 
@@ -136,7 +137,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
         raise DeploymentError(
             f"TrainingArguments has no {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
         )
-    fused = setup.optimizer_kernel == "fused"
+    fused = kernel_of(setup) == "fused"
     out: dict[str, Any] = {
         "per_device_train_batch_size": setup.micro_batch,
         "gradient_accumulation_steps": setup.gradient_accumulation,

@@ -10,7 +10,8 @@ code; benchmarks/training_accuracy.py holds the sums against published A6000 run
 - ``layer backward``: kept tensors, logits, one layer's (or segment's) recomputed tensors and gradients
 - ``head gradient``: kept tensors, logits and their gradient, the head's weight gradient before it is added
 - ``embedding gradient``: the tied embedding's two gradients before they are summed
-- ``optimizer step``: the temporaries of the multi-tensor kernels, no activations
+- ``optimizer step``: copies of the gradients and the temporaries of the multi-tensor kernels (step.py), no
+  activations
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from tonnage.planner.training.activations import Activations, Kept
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.step import Step
 from tonnage.planner.units import MiB, ceil_div
 
 MOMENTS = (
@@ -41,6 +43,7 @@ class Peak(NamedTuple):
     temporary: int
     rounding: int
     cpu: int
+    copies: str = ""  # what an optimizer step copies of the gradients, in words
 
     @property
     def total(self) -> int:
@@ -110,7 +113,7 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, i
 
 
 def peak_of(
-    setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step_workspace: int,
+    setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: Step,
     head_trained: bool, tied: bool,
 ) -> Peak:  # fmt: skip
     """The worst moment of one micro-batch of ``setup.micro_batch`` x ``length`` tokens on one rank."""
@@ -172,7 +175,7 @@ def peak_of(
         base + live_casts + recompute + in_layer + alive,
         head_gradient,
         embedding_gradient,
-        step_workspace,
+        step.bytes,
     )
     worst = max(range(len(moments)), key=moments.__getitem__)
     parts = (
@@ -181,8 +184,8 @@ def peak_of(
         (base, alive, live_casts, recompute + in_layer),
         (base + head_kept, 2 * alive, live_casts + head_cast, matrix if head_trained else 0),
         (0, alive, 0, moments[4] - alive),
-        (0, 0, 0, step_workspace),
+        (0, 0, 0, step.bytes),
     )[worst]  # fmt: skip
     if worst >= 4:
         rounding = 0
-    return Peak(MOMENTS[worst], *parts, rounding, cpu)
+    return Peak(MOMENTS[worst], *parts, rounding, cpu, step.copies if worst == 5 else "")

@@ -15,7 +15,7 @@ from tonnage.planner.training.activations import (
 from tonnage.planner.training.communication import NO_COMMUNICATION, Communication, communication_of
 from tonnage.planner.training.methods import LINEARS, Trained, train_under
 from tonnage.planner.training.model import TrainingModel
-from tonnage.planner.training.optimizers import OPTIMIZER, step_workspace
+from tonnage.planner.training.optimizers import OPTIMIZER
 from tonnage.planner.training.overheads import overheads_of
 from tonnage.planner.training.peak import Peak, StageShape, peak_of
 from tonnage.planner.training.placement import HostBytes, place
@@ -23,6 +23,7 @@ from tonnage.planner.training.precision import Convention, convention_of, frozen
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 from tonnage.planner.training.sharding import check_parallel, check_segments, stage_of
 from tonnage.planner.training.states import States, states_on_rank
+from tonnage.planner.training.step import step_of
 from tonnage.planner.units import ceil_div, gib
 
 SCHEMA_VERSION = 1
@@ -164,14 +165,9 @@ class Planner:
             stage == stages - 1,
             flight,
         )
-        convention = convention_of(setup)
-        workspace = 0
-        if setup.offload_optimizer == "none":
-            part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
-            size = 4 if setup.method in ("lora", "qlora", "ia3") else convention.state
-            workspace = step_workspace(setup.optimizer, setup.optimizer_kernel, part, states.largest, size)
+        step = step_of(setup, convention_of(setup), states)
         return peak_of(
-            setup, acts, shape, self.length(setup), architecture.intermediate_size, workspace,
+            setup, acts, shape, self.length(setup), architecture.intermediate_size, step,
             setup.method == "full", self.model.tied,
         )  # fmt: skip
 
@@ -303,8 +299,8 @@ def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated:
             "Transformer Engine (pytorch/module/linear.py)" if setup.fp8_kept else "torch.autocast",
         )
     )
-    t = peak.temporary
-    out.append(Line("temporary", "gpu", t, t // 2, t, f"moment: {peak.moment}", "planner/training/peak.py"))
+    t, formula = peak.temporary, f"moment: {peak.moment}" + (f" ({peak.copies})" if peak.copies else "")
+    out.append(Line("temporary", "gpu", t, t // 2, t, formula, "planner/training/peak.py"))
     r = peak.rounding
     out.append(
         Line(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tonnage.planner.records import asdict
 from tonnage.planner.training.plan import SCHEMA_VERSION, Line, TrainingPlan
+from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _setup(plan: TrainingPlan) -> dict[str, Any]:
     out = asdict(plan.setup)
     out["sequence_length"] = plan.length
     out["convention"] = plan.convention.name
+    out["optimizer_kernel"] = kernel_of(plan.setup)
     return out
 
 

@@ -15,6 +15,7 @@ CONVENTIONS = ("zero", "master-with-weights", "huggingface", "autocast")
 CHECKPOINTING = ("none", "selective", "full")
 ATTENTION = ("flash", "sdpa", "eager")
 LOSSES = ("full", "fused")
+KERNELS = ("foreach", "fused")
 PLACES = ("none", "cpu", "nvme")
 BASES = ("nf4-double", "nf4", "int8")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -29,7 +30,7 @@ class TrainingSetup:
     precision: str = "bf16-mixed"
     convention: str | None = None
     optimizer: str = "adamw"
-    optimizer_kernel: str = "foreach"  # foreach | fused: temporary copies during the step
+    optimizer_kernel: str | None = None  # foreach | fused: temporary copies during the step (step.py)
     gradient_dtype: str | None = None
     base_dtype: str | None = None  # of frozen weights (lora, ia3, freeze)
     rank: int = 16
@@ -130,7 +131,10 @@ class TrainingSetup:
 _CHOICES = {
     "method": METHODS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "strategy": STRATEGIES,
     "checkpointing": CHECKPOINTING, "attention": ATTENTION, "loss": LOSSES, "offload_optimizer": PLACES,
-    "offload_param": PLACES, "base_quantization": BASES, "optimizer_kernel": ("foreach", "fused"),
+    "offload_param": PLACES, "base_quantization": BASES,
+}  # fmt: skip
+_OPTIONAL_CHOICES = {
+    "gradient_dtype": tuple(DTYPE_BYTES), "base_dtype": tuple(DTYPE_BYTES), "optimizer_kernel": KERNELS,
 }  # fmt: skip
 _LIMIT = 1 << 24  # far above any cluster, batch or rank; beyond it the number is a typing error
 # field -> the largest value; None stays what it is: left to the planner
@@ -167,10 +171,10 @@ def check_setup(setup: TrainingSetup) -> None:
         raise DeploymentError(
             "names no module", field="--target-modules", hint="leave it out for PEFT's default, or all-linear"
         )
-    for field in ("gradient_dtype", "base_dtype"):
+    for field, known in _OPTIONAL_CHOICES.items():
         value = getattr(setup, field)
-        if value is not None and value not in DTYPE_BYTES:
-            raise DeploymentError(f"{value!r} is not one of {', '.join(DTYPE_BYTES)}", field=flag(field))
+        if value is not None and value not in known:
+            raise DeploymentError(f"{value!r} is not one of {', '.join(known)}", field=flag(field))
     if not 0 < setup.network_share <= 1:
         raise DeploymentError(
             f"{setup.network_share:g} is not in (0, 1]", field="--network-share", hint="0.8 to 0.85 is usual"

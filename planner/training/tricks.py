@@ -10,6 +10,7 @@ from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.plan import Planner, TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
+from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
 
 
@@ -59,7 +60,7 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
     for name in ("adamw-8bit", "paged-adamw-8bit", "adafactor", "lion", "sgd"):
         if setup.optimizer != name:
             out.append((f"optimizer {name}", {"optimizer": name}, ""))
-    if setup.optimizer_kernel != "fused":
+    if kernel_of(setup) != "fused":
         out.append(("fused optimizer", {"optimizer_kernel": "fused"}, "no copies during the step"))
     if many and setup.strategy == "ddp" and not setup.gradient_as_bucket_view:
         out.append(

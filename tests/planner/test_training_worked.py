@@ -15,6 +15,7 @@ from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.precision import convention_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import states_on_rank
+from tonnage.planner.training.step import SUB_GROUP_ELEMENTS, step_of
 
 LLAMA_8B = "meta-llama/Meta-Llama-3.1-8B"
 STATES = ("weights", "gradients", "optimizer states")
@@ -74,13 +75,15 @@ def test_fp8_keeps_inputs_in_one_byte_and_each_matrix_twice(planner):
         "autocast": 32 * (3 * h - h + 2 * h + inner) + h,
         "zero": 32 * ((2 * h - 3 * h) - h + (2 * h - 2 * h) + inner) + h,
     }
+    # long enough that a forward pass decides, not the step on an fp32 copy of the gradients
+    length = 8192
     for convention in ("autocast", "zero"):
-        setup = {"sequence_length": 1024, "convention": convention, "optimizer_kernel": "fused"}
+        setup = {"sequence_length": length, "convention": convention, "optimizer_kernel": "fused"}
         fp8, half = (model.plan(TrainingSetup(precision=p, **setup)) for p in ("fp8", "bf16-mixed"))
         assert fp8.line("weight casts") == 2 * linear
         assert half.line("weight casts") == (2 * linear if convention == "autocast" else 0)
         assert fp8.line("fp8 scales") == 225 * 5 * 1025 * 4
-        assert half.line("activations") - fp8.line("activations") == 1024 * less[convention]
+        assert half.line("activations") - fp8.line("activations") == length * less[convention]
         assert "Transformer Engine" in fp8.convention.used_by
     sharded = {"strategy": "fsdp", "gpus": 8, "sequence_length": 1024}
     fp8, half = (model.plan(TrainingSetup(precision=p, **sharded)) for p in ("fp8", "bf16-mixed"))
@@ -295,6 +298,52 @@ def test_sqrt_segments_keep_about_sqrt_layers(planner):
     segments = model.plan(TrainingSetup(checkpoint_segments=6, **setup))
     assert segments.line("activations") < each.line("activations") / 3
     assert segments.line("temporary") > each.line("temporary")  # a whole segment is recomputed
+
+
+@pytest.mark.parametrize(
+    ("extra", "per_parameter"),
+    [
+        ({}, 4),  # torch.optim.AdamW: the list of denominators
+        ({"optimizer_kernel": "fused"}, 0),
+        ({"convention": "zero"}, 4),  # Megatron-LM: fp32 copy of the 16-bit gradients, FusedAdam
+        ({"convention": "zero", "optimizer_kernel": "foreach"}, 8),
+        ({"convention": "zero", "optimizer": "sgd"}, 4),
+        ({"convention": "zero", "gradient_dtype": "fp32"}, 0),
+        ({"convention": "huggingface"}, 0),
+        ({"strategy": "zero2", "gpus": 8}, 6 / 8),  # DeepSpeed: flat gradients, then in fp32
+        ({"strategy": "zero2", "gpus": 8, "optimizer_kernel": "foreach"}, 8 / 8),  # the flat 16-bit ones freed
+        ({"strategy": "zero1", "gpus": 8, "precision": "fp32"}, 4 / 8),
+        ({"strategy": "zero2", "gpus": 8, "offload_optimizer": "cpu"}, 0),
+    ],
+)
+def test_a_step_copies_what_its_framework_copies(planner, extra, per_parameter):
+    """An fp32 master steps with its framework's fused AdamW on an fp32 copy of the gradients (step.py)."""
+    model = planner(LLAMA_8B)
+    setup = TrainingSetup(**extra)
+    step = step_of(setup, convention_of(setup), model.states(setup, 0))
+    assert step.bytes == per_parameter * 8_030_261_248
+
+
+def test_stage_3_copies_one_sub_group(planner):
+    setup = TrainingSetup(strategy="zero3", gpus=4)
+    step = step_of(setup, convention_of(setup), planner(LLAMA_8B).states(setup, 0))
+    assert step.bytes == 6 * SUB_GROUP_ELEMENTS < 6 * 8_030_261_248 // 4
+
+
+def test_a_zero_2_step_is_deepspeeds_own_estimate(planner):
+    """Its 18 bytes of a partitioned parameter are our 14 and the fp32 copy of the gradients."""
+    setup = TrainingSetup(strategy="zero2", gpus=8)
+    states = planner(LLAMA_8B).states(setup, 0)
+    copy = step_of(setup, convention_of(setup), states).bytes - states.gradients  # the flat one is freed
+    assert states.total + copy == deepspeed.zero2(8_030_261_248, 8, offload=False).gpu
+
+
+def test_the_step_that_decides_says_what_it_copies(planner):
+    plan = planner(LLAMA_8B).plan(TrainingSetup(convention="zero", checkpointing="full", sequence_length=128))
+    assert plan.moment == "optimizer step"
+    line = next(line for line in plan.lines if line.name == "temporary")
+    assert line.bytes == 4 * 8_030_261_248
+    assert "fp32 copy of the gradients, 4 bytes x 8,030,261,248" in line.formula
 
 
 def test_accumulation_changes_neither_states_nor_activations(planner):

@@ -1,0 +1,64 @@
+"""What one optimizer step takes beside the model states, on one rank.
+
+torch.optim steps on the parameters themselves. Frameworks with an fp32 master step on that, so they first make
+an fp32 copy of the 16-bit gradients, and their AdamW is one fused kernel without temporaries:
+
+- DeepSpeed (runtime/engine.py ``_configure_basic_optimizer``: FusedAdam). Stages 1 and 2 flatten the rank's
+  gradients and cast the flat copy to fp32 (runtime/zero/stage_1_and_2.py ``step``), stage 3 does so for one
+  sub-group after the other (stage3.py ``_prepare_fp32_grad_for_sub_group``). Its estimators count the copy too:
+  18 bytes of each partitioned parameter are 2 of gradients, 4 of this copy and 12 of states.
+- Megatron-LM (core/optimizer/distrib_optimizer.py ``_copy_model_grads_to_main_grads``: ``grad.float()`` of the
+  rank's shard; FusedAdam).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tonnage.planner.training.optimizers import step_workspace
+from tonnage.planner.training.precision import Convention, convention_of
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.states import States
+from tonnage.planner.units import ceil_div
+
+SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed 0.19, runtime/zero/config.py sub_group_size
+_FP32 = 4
+
+
+class Step(NamedTuple):
+    """``bytes`` at the worst moment of the step; ``copies``: what of them are gradients, in words."""
+
+    bytes: int
+    copies: str = ""
+
+
+def kernel_of(setup: TrainingSetup) -> str:
+    """The kernel asked for, else the framework's: fused where it keeps an fp32 master, torch's default foreach
+    elsewhere."""
+    if setup.optimizer_kernel is not None:
+        return setup.optimizer_kernel
+    return "fused" if _deepspeed(setup) or convention_of(setup).master else "foreach"
+
+
+def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Step:
+    if setup.offload_optimizer != "none":  # on the host
+        return Step(0)
+    part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
+    if setup.strategy == "zero3":
+        part = min(part, SUB_GROUP_ELEMENTS)
+    adapters = setup.method in ("lora", "qlora", "ia3")  # fp32 throughout
+    size, width = (_FP32, _FP32) if adapters else (convention.state, convention.gradients)
+    kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size)
+    cast = _FP32 * part if convention.master and width < _FP32 else 0
+    if _deepspeed(setup):
+        flat = width * part
+        words = f"flat gradients, {width}{' + 4 (fp32)' if cast else ''} bytes x {part:,}"
+        return Step(max(flat + cast, (cast or flat) + kernel), words)
+    return Step(cast + kernel, f"fp32 copy of the gradients, 4 bytes x {part:,}" if cast else "")
+
+
+def _deepspeed(setup: TrainingSetup) -> bool:
+    return setup.strategy.startswith("zero")
+
+
+__all__ = ["SUB_GROUP_ELEMENTS", "Step", "kernel_of", "step_of"]
