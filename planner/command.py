@@ -213,40 +213,15 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     )
 
 
-# A flag without the one that gives it a meaning changes nothing: what the user wanted is not what is planned.
-_NEEDS = (
-    ("max_loras", "enable_lora"),
-    ("max_lora_rank", "enable_lora"),
-    ("num_speculative_tokens", "speculative_model"),
-)
-_ENGINES_OWN = {
-    "mem_fraction_static": "sglang",
-    "swa_full_tokens_ratio": "sglang",
-    "num_gpu_blocks_override": "vllm",
-    "decode_context_parallel_size": "vllm",
-}
-
-
 def check_flags(args: argparse.Namespace, deployment: Deployment) -> None:
     """Raise DeploymentError for flags that contradict each other or need one that was not given."""
+    from tonnage.planner.api import check_given  # --help needs nothing of what it reads
 
-    def refuse(name: str, why: str, hint: str | None = None) -> NoReturn:
+    check_given({name: value for name, value in vars(args).items() if value is not None}, deployment)
+
+    def refuse(name: str, why: str, hint: str) -> NoReturn:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
 
-    for name, other in _NEEDS:
-        if getattr(args, name) is not None and not getattr(args, other):
-            refuse(name, f"means nothing without --{other.replace('_', '-')}")
-    for name, engine in _ENGINES_OWN.items():
-        if getattr(args, name) is not None and deployment.engine != engine:
-            refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
-    if args.device is not None and args.gpu is not None:
-        from tonnage.planner.gpus import find_gpu
-
-        gpu = find_gpu(args.gpu)
-        if args.device != gpu.device:
-            refuse(
-                "device", f"{args.device} contradicts --gpu {gpu.name}, which is {gpu.device}", "leave it out"
-            )
     many = "sweep" if args.sweep else "target_concurrency" if args.target_concurrency is not None else None
     if args.sweep and args.target_concurrency is not None:
         refuse(

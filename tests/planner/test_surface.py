@@ -101,9 +101,37 @@ def test_plan_answers_as_the_command(flags, fields, capsys) -> None:
     assert found.fits or found.advice
 
 
-def test_plan_refuses_as_the_command() -> None:
-    with pytest.raises(DeploymentError, match="--max-model-len"):
-        plan("demo", max_model_len=1 << 20)
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--max-lora-rank", "16"], {"max_lora_rank": 16}),
+        (["--num-speculative-tokens", "2"], {"num_speculative_tokens": 2}),
+        (["--mem-fraction-static", "0.8"], {"mem_fraction_static": 0.8}),
+        (["--num-gpu-blocks-override", "9", "--engine", "hf"], {"num_gpu_blocks_override": 9, "engine": "hf"}),
+        (["--device", "cpu", "--gpu", "h100-80g"], {"device": "cpu", "gpu": "h100-80g"}),
+        (["--gpu", "h900"], {"gpu": "h900"}),
+        (["--engine", "vlm"], {"engine": "vlm"}),
+        (["--max-model-len", "9999999"], {"max_model_len": 9999999}),
+    ],
+)
+def test_plan_refuses_in_the_words_of_the_command(flags, fields, capsys) -> None:
+    assert run(["demo", *flags]) == 2
+    with pytest.raises(DeploymentError) as refused:
+        plan("demo", **fields)
+    assert capsys.readouterr().err == f"tonnage plan: {refused.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gpu", 5), ("engine_version", 5), ("tensor_parallel_size", None), ("device_memory", "80GiB"),
+     ("tensor_parallel_size", 0), ("enable_lora", "yes"), ("cpu_offload_bytes", 0.5), ("engine", None)],
+)  # fmt: skip
+def test_plan_refuses_what_a_command_line_cannot_say(name, value) -> None:
+    with pytest.raises(DeploymentError, match=f"--{name.replace('_', '-')}: {value!r} is not "):
+        plan("demo", **{name: value})
+
+
+def test_plan_refuses_a_model_or_a_keyword_it_does_not_know() -> None:
     with pytest.raises(ModelNotFound):
         plan("no such model")
     with pytest.raises(TypeError, match="max_len"):
