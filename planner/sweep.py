@@ -25,7 +25,7 @@ from tonnage.planner.quantization import FLAG_VALUES, check_quantization, read_q
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.runtime.estimate import Runtime
 from tonnage.planner.source import ModelSource
-from tonnage.planner.weights import sum_weights
+from tonnage.planner.weights import hold_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,9 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         )
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
-        mine = part_of(ranks)
-        loaded = sum_weights(mine, quantization, flags).total
-        held = loaded + engine.allocator_rounding(mine, quantization, flags)
-        held += engine.kernel_padding(mine, quantization.scheme, flags) - min(flags.cpu_offload_bytes, loaded)
+        held = hold_weights(part_of(ranks), quantization, flags)
         _, draft, _ = with_draft(architecture, flags)
-        return held, lora_bytes(architecture, flags) + draft
+        return held.bytes, lora_bytes(architecture, flags) + draft
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
         place, kv_dtype, ranks = key

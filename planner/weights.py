@@ -46,6 +46,47 @@ class Weights:
     formats: tuple[WeightFormat, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights of one rank on its device: what was loaded, what a kernel's ``padding`` and the allocator's
+    ``rounding`` add, less what is ``offloaded`` to the host (bytes)."""
+
+    loaded: Weights
+    padding: int
+    rounding: int
+    offloaded: int
+
+    @property
+    def bytes(self) -> int:
+        return self.loaded.total + self.padding + self.rounding - self.offloaded
+
+    def added_terms(self) -> list[Term]:
+        terms = (
+            Term(
+                "weights.allocator_rounding", self.rounding,
+                "blocks of the CUDA allocator that are not split for less than 1 MiB", "tensor sizes",
+            ),
+            Term(
+                "weights.kernel_padding", self.padding, "experts padded to the MXFP4 kernel's tiles", "--gpu"
+            ),
+        )  # fmt: skip
+        return [term for term in terms if term.value]
+
+
+def hold_weights(
+    architecture: Architecture,
+    quantization: Quantization,
+    deployment: Deployment,
+    stored_copies: tuple[TensorSpec, ...] = (),
+) -> HeldWeights:
+    """What one rank, whose share ``architecture`` is, holds; arguments as for :func:`sum_weights`."""
+    engine = engine_of(deployment.engine)
+    loaded = sum_weights(architecture, quantization, deployment, stored_copies)
+    padding = engine.kernel_padding(architecture, quantization.scheme, deployment)
+    rounding = engine.allocator_rounding(architecture, quantization, deployment)
+    return HeldWeights(loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total))
+
+
 def sum_weights(
     architecture: Architecture,
     quantization: Quantization,

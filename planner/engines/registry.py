@@ -1,20 +1,23 @@
-"""The engines by name, each imported when it is asked for: a plan needs one."""
+"""The engines by name, each imported when it is asked for: a plan needs one.
+
+The module here that an engine is in has its name, with an underscore for a dot, and calls it ``ENGINE``.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import get_args
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plans import EngineName
 
-# --engine -> the module here that has its ``ENGINE``
-_MODULES = {"hf": "hf", "vllm": "vllm.engine", "sglang": "sglang", "llama.cpp": "llama_cpp"}
-ENGINES = tuple(_MODULES)
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
 def engine_of(name: str) -> Engine:
     """Raises DeploymentError for a name that is none of ENGINES."""
-    if name not in _MODULES:
+    if name not in ENGINES:
         raise DeploymentError(f"{name!r} is not one of {', '.join(ENGINES)}", field="--engine")
-    engine: Engine = import_module(f"tonnage.planner.engines.{_MODULES[name]}").ENGINE
+    engine: Engine = import_module(f"tonnage.planner.engines.{name.replace('.', '_')}").ENGINE
     return engine
