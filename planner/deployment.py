@@ -37,8 +37,7 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     check_dtype(deployment.dtype)
     chosen = engine.choose_dtype(deployment, architecture, dtype)
     given = _positive(deployment.block_size, "--block-size", limit=_MAX_BLOCK_SIZE)
-    block_size = given or engine.blocks[deployment.device]
-    engine.check_block_size(block_size, deployment, architecture)
+    block_size = engine.block_size(given, deployment, architecture)
     share = engine.default_utilization(version)
     if deployment.gpu_memory_utilization is not None:
         share = _share(deployment.gpu_memory_utilization, "--gpu-memory-utilization")

@@ -7,6 +7,7 @@ engine that has versions, a row for each at which something changed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -38,7 +39,7 @@ class Resolved:
     given_block_size: int | None = None
 
 
-class Engine:
+class Engine(ABC):
     """Class attributes are what an engine is; methods answer for one deployment."""
 
     name: str  # as --engine spells it
@@ -109,8 +110,9 @@ class Engine:
         """Whether prefix caching is on by default."""
         return True
 
-    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
-        """Raise DeploymentError for a block that the engine does not have."""
+    def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        """Tokens of a block. Raises DeploymentError for one that the engine does not have."""
+        return asked or self.blocks[flags.device]
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
         """What the model is loaded in; ``auto``: the checkpoint's own. Raises DeploymentError."""
@@ -195,9 +197,9 @@ class Engine:
             f"{self.name} is not planned with an encoder", field="model_type", hint="--engine vllm"
         )
 
+    @abstractmethod
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """:meth:`build_pool` of a model that generates."""
-        raise NotImplementedError
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed``, the bytes

@@ -40,9 +40,11 @@ class HF(Engine):
         }
     }
 
-    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
+    def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        size = super().block_size(asked, flags, architecture)
         if size & (size - 1):
             raise DeploymentError(f"{size} is not a power of two", field="--block-size", hint="for example 16")
+        return size
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
         from tonnage.planner.runtime import hf

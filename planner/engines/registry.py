@@ -1,6 +1,7 @@
 """The engines by name, each imported when it is asked for: a plan needs one.
 
-The module here that an engine is in has its name, with an underscore for a dot, and calls it ``ENGINE``.
+The module here that an engine is in has its name, with an underscore for a dot or a dash; there it is
+``ENGINE``.
 """
 
 from __future__ import annotations
@@ -19,5 +20,6 @@ def engine_of(name: str) -> Engine:
     """Raises DeploymentError for a name that is none of ENGINES."""
     if name not in ENGINES:
         raise DeploymentError(f"{name!r} is not one of {', '.join(ENGINES)}", field="--engine")
-    engine: Engine = import_module(f"tonnage.planner.engines.{name.replace('.', '_')}").ENGINE
+    module = name.replace(".", "_").replace("-", "_")
+    engine: Engine = import_module(f"tonnage.planner.engines.{module}").ENGINE
     return engine

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import tonnage.planner.engines.registry as registry
+from tonnage.planner.command import run
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, Rules, rules
 from tonnage.planner.errors import DeploymentError
@@ -37,6 +40,49 @@ def test_an_engine_is_imported_alone(name):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ast.literal_eval(done.stdout) == [name]
+
+
+NEW = """
+from typing import ClassVar
+
+from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.tokens import token_pool
+
+
+class TensorRT(Engine):
+    name, title, newest = "tensorrt-llm", "TensorRT-LLM", (1, 0, 0)
+    batch: ClassVar = {"cpu": (8, 512), "cuda": (8, 512)}
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}
+
+    def decoder_pool(self, architecture, chosen):
+        size = sum(2 * layer.kv_heads * layer.head_size for layer in architecture.cache_layers)
+        return token_pool(architecture, 2 * size, chosen.flags.kv_cache_dtype, 2)
+
+    def serve_lines(self, plan):
+        return (f"trtllm-serve {plan.model.id} --max_batch_size {plan.deployment.max_num_seqs}",)
+
+
+ENGINE = TensorRT()
+"""
+
+
+def test_a_new_engine_is_one_file(monkeypatch, capsys):
+    """Its answers alone: everything else that plans, sweeps and advises asks it."""
+    module = ModuleType("tensorrt_llm")
+    exec(NEW, module.__dict__)
+    monkeypatch.setitem(sys.modules, "tonnage.planner.engines.tensorrt_llm", module)
+    monkeypatch.setattr(registry, "ENGINES", (*ENGINES, "tensorrt-llm"))
+    flags = ["demo", "--engine", "tensorrt-llm", "--gpu", "h100-80g"]
+    assert run([*flags, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["deployment"]["engine_version"] == "1.0.0"
+    assert plan["deployment"]["max_num_seqs"] == 8
+    assert plan["kv_cache"]["tokens"] > 1000
+    assert run([*flags, "--serve-line"]) == 0
+    assert capsys.readouterr().out == "trtllm-serve demo --max_batch_size 8\n"
+    assert run([*flags, "--sweep"]) == 0
+    assert run([*flags, "--enable-lora", "--speculative-model", "demo"]) == 2
+    assert "tensorrt-llm drafts are not planned" in capsys.readouterr().err
 
 
 def test_no_engine_is_compared_by_name():

@@ -85,7 +85,8 @@ class VLLM(Engine):
         hybrid = any(layer.kind == "state" for layer in architecture.cache_layers)
         return rules(version).hybrid_prefix_caching or not hybrid
 
-    def check_block_size(self, size: int, flags: Deployment, architecture: Architecture) -> None:
+    def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        size = super().block_size(asked, flags, architecture)
         mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
         # supported kernel block sizes (v1/attention/backends/cpu_attn.py; 16 is its MLA kernel's)
         step = 32 if flags.device == "cpu" and not mla else 16
@@ -93,6 +94,7 @@ class VLLM(Engine):
             raise DeploymentError(
                 f"{size} is not a multiple of {step}", field="--block-size", hint="for example 128"
             )
+        return size
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
         chosen, refused = flags.dtype, architecture.model_type in NO_FLOAT16
@@ -127,9 +129,9 @@ class VLLM(Engine):
         return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
 
     def cpu_framework(self) -> Estimate:
-        from tonnage.planner.runtime import vllm_cpu
+        from tonnage.planner.engines.vllm import cpu
 
-        return vllm_cpu.framework_bytes()
+        return cpu.framework_bytes()
 
     def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
         return fitted.sampler_fused if rules(version).fused_sampler else fitted.sampler_sort
