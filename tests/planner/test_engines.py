@@ -85,6 +85,12 @@ def test_a_new_engine_is_one_file(monkeypatch, capsys):
     assert "tensorrt-llm drafts are not planned" in capsys.readouterr().err
 
 
+def test_a_refusal_names_the_engine_that_was_asked_for(capsys):
+    flags = ["--engine", "sglang", "--gpu", "h100-80g", "--dtype", "bfloat16", "--kv-cache-dtype", "float32"]
+    assert run(["demo", *flags]) == 2
+    assert "SGLang has no float32 KV cache for a 16-bit model" in capsys.readouterr().err
+
+
 def test_no_engine_is_compared_by_name():
     """What differs between engines is asked of the engine; a new one would be missed by a comparison."""
     for path in PLANNER.rglob("*.py"):
