@@ -132,7 +132,8 @@ class Architecture:
     ``layers``, ``hidden_size`` ... are those of the language model (of the decoder, where there is an
     encoder too). ``cache_layers`` is empty for an encoder. ``experts`` and ``experts_per_token`` count
     routed experts (0: dense); ``intermediate_size`` is the widest MLP of one token (with MoE: all experts
-    a token goes through, and the shared ones).
+    a token goes through, and the shared ones). ``unread``: switches of the config that no adapter knows and
+    that may add biases and norms to ``tensors``.
     """
 
     model_type: str
@@ -153,6 +154,7 @@ class Architecture:
     experts: int = 0
     experts_per_token: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
+    unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"  # meta: transformers' own modules (planner/meta.py)
 
     @property

@@ -105,6 +105,12 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
+    if architecture.unread:
+        names = ", ".join(architecture.unread)
+        return (
+            f"{names}: not known for {architecture.model_type}; the interval of the weights has room for "
+            "biases and norms in every layer",
+        )
     if architecture.via == "adapter":
         return ()
     return (

@@ -25,6 +25,10 @@ _SHAPE_WORDS = (
     "adapter", "memory", "altup", "index", "latent", "compress", "sink", "hyper", "mtp", "nextn", "block",
     "alibi", "parallel", "attention",
 )  # fmt: skip
+# A switch of this kind has no size of its own: it adds a bias or a norm to matrices that are there. Tables of
+# relative positions are also called biases.
+_SWITCHED = {"bias", "norm"}
+_POSITION_WORDS = ("pos", "rel")
 _NEUTRAL = (None, False, 0, "", "none")
 
 
@@ -90,7 +94,7 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """One family's view of a config. Remembers what was read, so that :meth:`refuse_unread` can tell
+    """One family's view of a config. Remembers what was read, so that :meth:`check_unread` can tell
     which fields nobody understood. ``aliases`` maps a standard name to the name the family's files use;
     ``absent`` has the values of fields that the file leaves out."""
 
@@ -182,35 +186,51 @@ class Fields:
                 raise UnsupportedArchitecture(f"{shown(kind)} is not known here", field="layer_types")
         return tuple(value)
 
-    def listed(self, field: str, layers: int, words: Mapping[str, bool]) -> tuple[bool, ...] | None:
+    def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
         """A list of one of ``words`` per layer as what the words mean, or None when absent."""
         value = self.raw(field)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != layers or not all(word in words for word in value):
-            raise ConfigError(
-                f"{shown(value)} does not name {layers} layers {' or '.join(words)}", field=self.name(field)
-            )
+        known = isinstance(value, list) and all(isinstance(word, str | int) and word in words for word in value)
+        if not known or len(value) != layers:
+            named = " or ".join(map(str, words))
+            raise ConfigError(f"{shown(value)} does not name {layers} layers {named}", field=self.name(field))
         return tuple(words[word] for word in value)
 
-    def refuse_unread(self, model_type: str) -> None:
-        """Raise UnsupportedArchitecture for a field that sounds like a shape and that nobody read."""
+    def check_unread(
+        self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
+    ) -> tuple[str, ...]:
+        """Names of unread switches that can add no more than biases and norms (planner/weights.py bounds it).
+        ``harmless``: fields known to change nothing, with their values (planner/families/leftovers.py).
+
+        Raises UnsupportedArchitecture for any other field that sounds like a shape and that nobody read."""
+        known = self._read | _PRETRAINED_FIELDS | _COMPUTE_FIELDS
+        bounded = []
         for field, value in self.config.items():
-            if (
-                field in self._read
-                or field in _PRETRAINED_FIELDS
-                or field in _COMPUTE_FIELDS
-                or field.startswith("_")
-            ):
+            if field in known or field.startswith("_") or _is_neutral(value):
                 continue
-            neutral = not value if isinstance(value, list | dict) else value in _NEUTRAL
-            if not neutral and any(word in field for word in _SHAPE_WORDS):
-                raise UnsupportedArchitecture(
-                    f"{shown(value)}: {model_type} models are not known to have this field, "
-                    "and it may change the memory",
-                    field=field,
-                    hint="remove the field from config.json if it is a leftover",
-                )
+            words = {word for word in _SHAPE_WORDS if word in field}
+            if not words or (field in harmless and self._allows(harmless[field], value)):
+                continue
+            if value is True and words <= _SWITCHED and not any(word in field for word in _POSITION_WORDS):
+                bounded.append(field)
+                continue
+            raise UnsupportedArchitecture(
+                f"{shown(value)}: {model_type} models are not known to have this field, "
+                "and it may change the memory",
+                field=field,
+                hint="remove the field from config.json if it is a leftover",
+            )
+        return tuple(bounded)
+
+    def _allows(self, values: tuple[object, ...] | str, value: object) -> bool:
+        if isinstance(values, str):
+            return values in self.config and value == self.config[values]
+        return not values or any(type(value) is type(other) and value == other for other in values)
+
+
+def _is_neutral(value: object) -> bool:
+    return not value if isinstance(value, list | dict) else value in _NEUTRAL
 
 
 # Routing, scaling, rotation and training: they change what is computed, not what is stored. From the published

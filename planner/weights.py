@@ -105,6 +105,8 @@ def sum_weights(
     kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}
     formats: dict[tuple[str, str], int] = {}
     for tensor in engine.tensors(architecture, deployment):
+        if architecture.unread:
+            slack += _biases_and_norms(tensor, deployment.tensor_parallel_size)
         converted = quantization.converts(tensor)
         held = quantization.bytes_after_load(tensor, dtype)
         repacked = converted and quantization.scheme == "gptq" and deployment.device == "cpu"
@@ -150,6 +152,15 @@ class _Kind:
 def _unnumbered(name: str) -> str:
     """The name with a star for the layer and for the places of lists inside it."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
+def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
+    """The most a bias, a norm before and a norm behind add to a matrix: three vectors of either side, in
+    float32, whole on each of ``ranks``."""
+    if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
+        return 0
+    *several, rows, columns = tensor.shape
+    return prod(several) * 3 * (rows + columns) * ELEMENT_BYTES["float32"] * ranks
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:

@@ -8,12 +8,17 @@ compressed alike, or one entry per 128 tokens; and the tokens of the entry that 
 from __future__ import annotations
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
-from tonnage.planner.errors import ConfigError
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Heads, Tensors
 from tonnage.planner.fields import Fields, shown
 
 _SPARSE, _HEAVY = 4, 128  # compress ratios: with an indexer, and without
+_RATES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": _SPARSE,
+    "heavily_compressed_attention": _HEAVY,
+}
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
@@ -28,7 +33,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     groups = fields.integer("o_groups", limit="heads")
     o_rank = fields.integer("o_lora_rank", limit="width")
     common.divisible(heads, groups, "num_attention_heads", "o_groups")
-    rope = fields.integer("qk_rope_head_dim", 64, limit="width")
+    # transformers 5 writes a share of the head instead
+    rope = fields.integer("qk_rope_head_dim", int(size * common.rotary_share(fields, 0.125)), limit="width")
     window = fields.integer("sliding_window", 128, limit="positions")
     index_heads = fields.integer("index_n_heads", 64, limit="heads")
     index_size = fields.integer("index_head_dim", 128, limit="width")
@@ -36,7 +42,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     chosen = fields.integer("num_experts_per_tok", 6, limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
     shared = inner * fields.integer("n_shared_experts", 1, limit="width", minimum=0)
-    hashed = fields.integer("num_hash_layers", 3, limit="layers", minimum=0)
+    hashed = fields.integer("num_hash_layers", _hashed(fields), limit="layers", minimum=0)
     streams = fields.integer("hc_mult", 4, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     ratios = _ratios(fields, layers)
@@ -45,7 +51,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "first_k_dense_replace",
         "hc_eps", "hc_sinkhorn_iters", "index_topk", "kv_lora_rank", "num_nextn_predict_layers",
         "qk_nope_head_dim",
-        "v_head_dim", "layer_types", "mlp_layer_types", "compress_rates",
+        "v_head_dim",
     )  # fmt: skip
     half = rope // 2
     t = Tensors()
@@ -107,9 +113,29 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
+def _hashed(fields: Fields) -> int:
+    """How many layers, the first ones, route by a table of tokens; three where the file does not say."""
+    kinds = fields.raw("mlp_layer_types")
+    if kinds is None:
+        return 3
+    if not isinstance(kinds, list) or not all(kind in ("hash_moe", "moe") for kind in kinds):
+        raise ConfigError(f"{shown(kinds)} is not made of hash_moe and moe", field="mlp_layer_types")
+    count = kinds.count("hash_moe")
+    if "moe" in kinds[:count]:
+        raise UnsupportedArchitecture("hash_moe after moe is not known here", field="mlp_layer_types")
+    return count
+
+
 def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
-    """One ratio per layer (a further one is the speculative layer's)."""
-    value = fields.raw("compress_ratios")
+    """One ratio per layer (a further one is the speculative layer's), or the kinds that transformers writes."""
+    value, kinds = fields.raw("compress_ratios"), fields.raw("layer_types")
+    for kind, rate in (fields.mapping("compress_rates") or {}).items():
+        if _RATES.get(kind) != rate:
+            raise UnsupportedArchitecture(
+                f"{shown(rate)} for {shown(kind)} is not known here", field="compress_rates"
+            )
+    if value is None and isinstance(kinds, list):
+        value = [_RATES.get(kind) if isinstance(kind, str) else None for kind in kinds]
     if not isinstance(value, list) or len(value) < layers or not all(type(v) is int for v in value):
         raise ConfigError(f"{shown(value)} does not give {layers} ratios", field="compress_ratios")
     if not set(value) <= {0, _SPARSE, _HEAVY}:

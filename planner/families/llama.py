@@ -286,14 +286,23 @@ def _kinds(
 _PATTERNS = {"exaone4": (4, 4096), "olmo3": (4, 4096), "cohere2": (4, 4096)}
 
 
+def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
+    """SmolLM3 without layer_types: layers without rotary embedding slide, where any do."""
+    if window is None or not fields.boolean("use_sliding_window", False):
+        return ("full_attention",) * layers
+    every = fields.integer("no_rope_layer_interval", 4, limit="layers")
+    rotary = fields.listed("no_rope_layers", layers, {1: True, 0: False})
+    if rotary is None:
+        rotary = tuple((i + 1) % every != 0 for i in range(layers))
+    return tuple("full_attention" if r else "sliding_attention" for r in rotary)
+
+
 def _listed_kinds(
     fields: Fields, model_type: str, layers: int, window: int | None
 ) -> tuple[tuple[str, ...], int | None]:
     kinds = fields.layer_types(layers)
     if model_type not in _PATTERNS:
-        if kinds is None:
-            kinds = ("full_attention",) * layers
-        return kinds, window
+        return kinds or _without_rope(fields, layers, window), window
     every, default = _PATTERNS[model_type]
     if "sliding_window" not in fields.config:
         window = default

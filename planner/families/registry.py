@@ -9,6 +9,7 @@ from typing import Any
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.absent import ABSENT
+from tonnage.planner.families.leftovers import LEFTOVERS
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import replace
 
@@ -116,6 +117,20 @@ _last: tuple[str, Architecture] | None = None  # advice plans one model under a 
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
+    """The adapter's Architecture where every field is understood. Raises UnsupportedArchitecture for an
+    unknown ``model_type`` or field, ConfigError for values that are missing, of the wrong type or contradict
+    each other."""
+    architecture = _adapted(config)
+    if architecture.unread:
+        raise UnsupportedArchitecture(
+            f"{architecture.model_type} models are not known to have this field, and it may add biases",
+            field=architecture.unread[0],
+            hint="remove the field from config.json if it is a leftover",
+        )
+    return architecture
+
+
+def _adapted(config: Mapping[str, Any]) -> Architecture:
     """:func:`_build`, remembering the last answer."""
     global _last
     small = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -126,12 +141,13 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The adapter's answer, or, for a model_type without one, what transformers' own modules hold where it is
-    installed and knows the family (planner/meta.py). Raises what both do."""
+    """The adapter's answer, also with ``unread`` switches, or, for a model_type without one, what
+    transformers' own modules hold where it is installed and knows the family (planner/meta.py). Raises what
+    both do."""
     global _last
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in _ADAPTERS:
-        return build_architecture(config)
+        return _adapted(config)
     written = repr(config)
     if _last is None or _last[0] != written:
         from tonnage.planner.meta import meta_architecture
@@ -147,8 +163,6 @@ def _unknown(model_type: str) -> UnsupportedArchitecture:
 
 
 def _build(config: Mapping[str, Any]) -> Architecture:
-    """A config -> Architecture. Raises UnsupportedArchitecture for an unknown ``model_type`` or field,
-    ConfigError for values that are missing, of the wrong type or contradict each other."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")
@@ -162,8 +176,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
     architecture: Architecture = adapter.build(fields, _family(model_type, fields))
     fields.ignore("is_encoder_decoder")
-    fields.refuse_unread(model_type)
-    return _check_class(config, model_type, architecture)
+    return _check_class(config, model_type, _checked(fields, model_type, architecture))
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
@@ -171,8 +184,12 @@ def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
     fields = Fields(config, _ALIASES.get(model_type), ABSENT.get(model_type))
     adapter = import_module(f"tonnage.planner.families.{_ADAPTERS[model_type]}")
     architecture: Architecture = adapter.build(fields, model_type)
-    fields.refuse_unread(model_type)
-    return architecture
+    return _checked(fields, model_type, architecture)
+
+
+def _checked(fields: Fields, model_type: str, architecture: Architecture) -> Architecture:
+    unread = fields.check_unread(model_type, LEFTOVERS.get(model_type, {}))
+    return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
 
 def _family(model_type: str, fields: Fields) -> str:
