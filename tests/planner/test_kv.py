@@ -84,6 +84,13 @@ def test_llama_7b_worked_number(config_of):
     assert 64 * 2048 * cache.layout.bytes_per_token == 68_719_476_736
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang", "llama.cpp"])
+def test_a_token_of_llama_7b_costs_the_same_under_every_engine(engine, config_of):
+    flags = Deployment(engine=engine, dtype="float16", max_model_len=2048, max_num_seqs=1, gpu="h100-80g")
+    layout = plan_source(source(config_of("meta-llama/Llama-2-7b-hf")), flags).kv_cache.layout
+    assert layout.bytes_per_token == 524_288
+
+
 def pool(cache_layers, block_size: int = 16, max_num_batched_tokens: int = 64) -> PoolSpec:
     """Of the hf engine, for a model with these layers."""
     architecture = replace(build_architecture(SMALL), cache_layers=cache_layers)
