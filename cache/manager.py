@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tonnage.cache import admission, errors
+from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import num_full, num_states, paged
@@ -99,7 +100,7 @@ class KVCacheManager:
         self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
         self.reservations = Reservations(self.core, self.limits)
         no_evict = admission.Policy(admission.AdmissionMode.NO_EVICT)
-        self.admission = admission.Admission(policy or no_evict, self.reservations)
+        self.admission = Admission(policy or no_evict, self.reservations)
         self._violations = 0
 
     # -- admission ---------------------------------------------------------------------------------------

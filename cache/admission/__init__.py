@@ -10,12 +10,11 @@
 ``forecast``    output lengths still to come, learned from those that have ended
 ``passing``     when the head of the queue begins: who may pass it
 ``policy``      guaranteed, predictive, greedy, no_evict: the rules of each
-``controller``  policy, ledger and forecast together: what a manager asks
+``controller``  policy, ledger and forecast together: what a manager asks (not imported here: it is compiled)
 ``sum_rule``    admit while the sum of the reservations fits, for engines that count their own blocks
 =============== ==================================================================================
 """
 
-from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.passing import Head
 from tonnage.cache.admission.policy import AdmissionMode, Policy
 from tonnage.cache.admission.reservation import (
@@ -40,7 +39,6 @@ from tonnage.cache.admission.types import (
 )
 
 __all__ = [
-    "Admission",
     "AdmissionMode",
     "AdmissionRequest",
     "Admit",

@@ -27,13 +27,13 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from tonnage.cache.admission import (
-    Admission,
     AdmissionMode,
     Limits,
     committed_peak,
     is_safe,
     reserved_blocks,
 )
+from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import paged
