@@ -17,7 +17,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test lint dashboard soak clean
+.PHONY: help demo serve test lint style types dashboard soak clean
 
 help:
 	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
@@ -41,9 +41,12 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.demo
 	$(BIN)/tonnage serve $(MODEL) --port $(PORT) --kv-cache-memory-bytes $(POOL)
 
-test: lint
+# Types and layers are checked beside the tests: they take a minute of one core.
+test: style
 	bash .ci/prometheus
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long
+	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long; \
+	tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests ? tests : types))
 
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
@@ -60,11 +63,15 @@ test-fuzz: $(VENV)/.test
 test-equality: $(VENV)/.test
 	$(BIN)/python -m pytest tests/long
 
-# mypy and import-linter want the tonnage packages side by side in one folder; the checkout has them at its top.
-lint: $(VENV)/.test
+lint: style types
+
+style: $(VENV)/.test
 	$(BIN)/python .ci/packages.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# mypy and import-linter want the tonnage packages side by side in one folder; the checkout has them at its top.
+types: $(VENV)/.test
 	mkdir -p $(VENV)/typing/tonnage
 	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache -p tonnage.server

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from tonnage.planner.source import resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.base import Capabilities
@@ -59,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Always 0: a missing package is an answer, not a failure. Raises TonnageError for an unknown model."""
     arguments = parser().parse_args(argv)
+    if arguments.model:
+        resolve_model(arguments.model)  # an unknown one is told before all the looking
     found = devices()
     report: dict[str, Any] = {
         "python": platform.python_version(),

@@ -149,6 +149,8 @@ async def all_free(engine: HFEngine) -> None:
 async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
     engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
+    if "TONNAGE_ORACLES" not in os.environ:  # make test; make test-oracles asks all of them
+        prompts, expected = prompts[:48], expected[:48]
     await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
     got = await ask_all(engine, prompts)
     stats = engine.stats()
@@ -161,7 +163,7 @@ async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
 async def test_the_same_tokens_when_requests_must_wait_for_blocks(
     prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    prompts, expected = prompts[1::2], expected[1::2]
+    prompts, expected = prompts[:32], expected[:32]
     longest = max(map(len, prompts)) + TOKENS
     blocks = -(-longest // 16) + 8
     plan = plan_for(max_num_batched_tokens=32, kv_cache_memory_bytes=None)
