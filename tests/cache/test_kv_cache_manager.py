@@ -216,7 +216,7 @@ def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
     manager.check_invariants()
 
 
-def test_extend_many_never_takes_slots_back() -> None:
+def test_extend_never_takes_slots_back() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     start(manager, 2, list(range(6)))
@@ -226,7 +226,7 @@ def test_extend_many_never_takes_slots_back() -> None:
     manager.check_invariants()
 
 
-def test_extend_many_gives_what_extend_gives() -> None:
+def test_extend_of_a_batch_gives_what_one_by_one_gives() -> None:
     one, many = make(FULL, SLIDING), make(FULL, SLIDING)
     lengths = [5, 8, 11, 4]
     for manager in (one, many):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
@@ -19,6 +22,21 @@ PATIENCE = 240.0
 BARE_ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }  # fmt: skip
+
+
+def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
+    """What ``script``, which finds ``asked`` as JSON in its first argument, prints after ``RESULT``."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        env=os.environ | BARE_ENVIRONMENT,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
 
 
 @contextmanager

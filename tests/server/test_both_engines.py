@@ -28,7 +28,7 @@ import pydantic
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import BARE_ENVIRONMENT, PATIENCE
+from serving import PATIENCE, ask_bare_vllm
 
 from tonnage.server.demo.model import ensure_demo
 
@@ -170,18 +170,7 @@ def bare(gptq: Path) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": BLOCKS * BLOCK_BYTES,
     }
-    arguments = json.dumps([str(gptq), flags, PROMPTS, MAX_TOKENS, OVERLOAD, OVERLOAD_TOKENS])
-    done = subprocess.run(
-        [sys.executable, "-c", BARE, arguments],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        env=os.environ | BARE_ENVIRONMENT,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return result
+    return ask_bare_vllm(BARE, str(gptq), flags, PROMPTS, MAX_TOKENS, OVERLOAD, OVERLOAD_TOKENS)
 
 
 @pytest.fixture(scope="module")

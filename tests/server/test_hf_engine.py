@@ -145,12 +145,16 @@ async def all_free(engine: HFEngine) -> None:
     assert stats.pool.cached + stats.pool.free == stats.pool.usable
 
 
+def most(count: int) -> int | None:
+    """``count`` prompts, the shortest, in make test; make test-oracles asks all of them."""
+    return None if "TONNAGE_ORACLES" in os.environ else count
+
+
 @pytest.mark.oracle
 async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
     engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    if "TONNAGE_ORACLES" not in os.environ:  # make test; make test-oracles asks all of them
-        prompts, expected = prompts[:48], expected[:48]
+    prompts, expected = prompts[: most(48)], expected[: most(48)]
     await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
     got = await ask_all(engine, prompts)
     stats = engine.stats()
@@ -160,10 +164,11 @@ async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
     await all_free(engine)
 
 
+@pytest.mark.oracle
 async def test_the_same_tokens_when_requests_must_wait_for_blocks(
     prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    prompts, expected = prompts[:32], expected[:32]
+    prompts, expected = prompts[: most(32)], expected[: most(32)]
     longest = max(map(len, prompts)) + TOKENS
     blocks = -(-longest // 16) + 8
     plan = plan_for(max_num_batched_tokens=32, kv_cache_memory_bytes=None)

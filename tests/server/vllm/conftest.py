@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from serving import BARE_ENVIRONMENT, PATIENCE, serving
+from serving import PATIENCE, ask_bare_vllm, serving
 from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
 
 from tonnage.server.demo.model import ensure_demo
@@ -50,17 +46,7 @@ def bare(adapters: dict[str, Path]) -> Bare:
         "max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_loras": SLOTS, "max_lora_rank": RANK,
     }  # fmt: skip
     paths = {name: str(path) for name, path in adapters.items()}
-    asked = [str(ensure_demo()), paths, flags, PROMPTS, ADAPTED, MAX_TOKENS]
-    done = subprocess.run(
-        [sys.executable, "-c", BARE, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        env=os.environ | BARE_ENVIRONMENT,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    return Bare(**json.loads(lines[0].removeprefix("RESULT ")))
+    return Bare(**ask_bare_vllm(BARE, str(ensure_demo()), paths, flags, PROMPTS, ADAPTED, MAX_TOKENS))
 
 
 @pytest.fixture(scope="package")
