@@ -191,6 +191,7 @@ async def fake() -> dict[str, Any]:
             result["latest_token_own_ms"] = round(1000 * own, 1)
             result["health_p99_ms"] = round(1000 * sorted(times)[int(0.99 * len(times))], 1)
             result["health_max_ms"] = round(1000 * max(times), 1)
+            result["health_second_ms"] = round(1000 * sorted(times)[-2], 1)
         server.should_exit = True
         await task
     return result

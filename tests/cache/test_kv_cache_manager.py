@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kv_calls import append, commit, extend
+from kv_small import FULL, SLIDING, blocks_of, make, start
 
 from tonnage.cache.blocks.pool import enlist, unlink
 from tonnage.cache.blocks.state import BY_RESET, columns
@@ -15,7 +16,6 @@ from tonnage.cache.errors import (
     CacheError,
     DoubleFree,
     InvalidRequest,
-    InvariantViolation,
     OutOfOrder,
     ReservationExceeded,
     SequenceExists,
@@ -24,51 +24,17 @@ from tonnage.cache.errors import (
 )
 from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
+from tonnage.cache.prefix.hashing import xxh64_block
 from tonnage.cache.prefix.index import evict
-from tonnage.planner.layout import KVGroup, KVLayout
-
-FULL = KVGroup("full", (0,))
-SLIDING = KVGroup("sliding", (1,), window=8)
+from tonnage.planner.layout import KVGroup
 
 
-def make(
-    *groups: KVGroup,
-    blocks: int = 65,
-    block_size: int = 4,
-    seqs: int = 8,
-    length: int = 128,
-    budget: int = 64,
-    caching: bool = True,
-    hash_block: HashBlock | None = None,
-) -> KVCacheManager:
-    layout = KVLayout(groups or (FULL,), block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
-    return KVCacheManager(
-        layout,
-        blocks,
-        max_num_seqs=seqs,
-        max_model_len=length,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=caching,
-        hash_block=hash_block,
-    )
-
-
-def start(
-    manager: KVCacheManager, sequence: int, tokens: list[int], max_tokens: int = 8, **kwargs: object
-) -> int:
-    """Admit and compute the prompt; returns the cached tokens."""
-    admitted = manager.admit(sequence, tokens, max_tokens, **kwargs)  # type: ignore[arg-type]
-    assert isinstance(admitted, Admitted)
-    extend(manager, sequence, len(tokens))
-    commit(manager, sequence, len(tokens))
-    manager.check_invariants()
-    return admitted.cached_tokens
-
-
-def blocks_of(manager: KVCacheManager, sequence: int, group: int = 0) -> list[int]:
-    row = manager.tables[group][manager.row(sequence)]
-    return row[: np.flatnonzero(row)[-1] + 1].tolist() if row.any() else []
+def _oldest(manager: KVCacheManager, block: int) -> None:
+    """Make a listed block the first to go under LRU."""
+    unlink(manager.core, block)
+    enlist(manager.core, block, int(manager.core.node_of[block]), 0)
+    manager.counts.cached[0] += 1
+    manager.core.stamp[block] -= 1000
 
 
 def test_the_same_ids_in_other_rows_are_found_there() -> None:
@@ -509,70 +475,3 @@ def test_a_finished_id_can_be_used_again() -> None:
             manager.free([sequence])
         with pytest.raises(DoubleFree):
             manager.free([1])
-
-
-# -- the laws notice what is broken --------------------------------------------------------------------------
-
-
-def _orphan(manager: KVCacheManager) -> None:
-    node = int(manager.tables[0][manager.row(1), 0])
-    manager.core.node_of[node] = 0
-    manager.counts.nodes[0] -= 1
-
-
-def _oldest(manager: KVCacheManager, block: int) -> None:
-    """Make a listed block the first to go under LRU."""
-    unlink(manager.core, block)
-    enlist(manager.core, block, int(manager.core.node_of[block]), 0)
-    manager.counts.cached[0] += 1
-    manager.core.stamp[block] -= 1000
-
-
-def _list_a_parent(manager: KVCacheManager) -> None:
-    parent = next(block for block in readers.all_cached(manager.core) if manager.core.next[block] == 0)
-    enlist(manager.core, parent, parent, 1)
-
-
-def _lose_a_child(manager: KVCacheManager) -> None:
-    manager.core.kind[manager.tables[0][manager.row(1), 0]] = 0
-
-
-def _set(values: np.ndarray, at: int, value: int) -> None:
-    values[at] = value
-
-
-DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
-    "a lost reference": ("reference counts", lambda m: _set(m.pool.refs, int(m.tables[0][m.row(1), 0]), 0)),
-    "one block twice": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, int(m.tables[0][m.row(1), 0]))),
-    "a hole in a table": ("tables", lambda m: _set(m.tables[0][m.row(1)], 1, 0)),
-    "a shared block to write": ("exclusive writes", lambda m: m.rows.shared_tail.fill(False)),
-    "a leaked block": ("conservation", lambda m: _set(m.counts.free, 0, m.pool.free - 1)),
-    "a reservation forgotten": (
-        "reservation",
-        lambda m: setattr(m.reservations, "reserved", m.reservations.reserved - 1),
-    ),
-    "a reservation too small": (
-        "reservation",
-        lambda m: setattr(m.reservations[m.row(1)], "blocks", 1),
-    ),
-    "a parent that is no node": ("reachability", _orphan),
-    "a parent that may be evicted": ("reachability", _list_a_parent),
-    "a child not counted": ("reachability", _lose_a_child),
-    "a private count too high": ("reservation", lambda m: _set(m.requests.private, 0, 50)),
-    "tokens that changed": ("prefix index", lambda m: _set(m.core.tokens[m.row(1)], 0, 77)),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_a_broken_law_is_named(case: str) -> None:
-    manager = make()
-    start(manager, 1, list(range(10)), n=2)
-    manager.fork(1, 2)
-    start(manager, 3, list(range(30, 39)))
-    manager.free([3])
-    manager.check_invariants()
-    law, damage = DAMAGE[case]
-    damage(manager)
-    with pytest.raises(InvariantViolation) as caught:
-        manager.check_invariants()
-    assert caught.value.law == law
