@@ -78,7 +78,7 @@ def score(row: dict[str, str], folders: list[Path]) -> dict[str, Any] | None:
     if config is None:
         return {**out, "miss": "no config of that model"}
     try:
-        plan = Planner(model_from(row["model"], config, build_architecture(config))).plan(setup_of(match))
+        plan = Planner(model_from(row["model"], build_architecture(config))).plan(setup_of(match))
     except TonnageError as error:
         return {**out, "miss": str(error)}
     measured = float(row["value"]) * 1e9

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tonnage.planner.layout import GroupKind
 from tonnage.planner.records import dataclass
+
+if TYPE_CHECKING:
+    from tonnage.planner.families.recipe import Recipe
 
 Role = Literal[
     "embedding", "attention", "mlp", "expert", "router", "mixer", "norm", "head",
@@ -133,7 +136,7 @@ class Architecture:
     encoder too). ``cache_layers`` is empty for an encoder. ``experts`` and ``experts_per_token`` count
     routed experts (0: dense); ``intermediate_size`` is the widest MLP of one token (with MoE: all experts
     a token goes through, and the shared ones). ``unread``: switches of the config that no adapter knows and
-    that may add biases and norms to ``tensors``.
+    that may add biases and norms to ``tensors``. ``recipe``: the layers as data (None: not written as one).
     """
 
     model_type: str
@@ -156,6 +159,7 @@ class Architecture:
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
     unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"  # meta: transformers' own modules (planner/meta.py)
+    recipe: Recipe | None = None
 
     @property
     def parameters(self) -> int:

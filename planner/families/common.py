@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import dataclass, replace
+
+if TYPE_CHECKING:
+    from tonnage.planner.families.recipe import Recipe
 
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
@@ -384,6 +387,7 @@ def decoder(
     experts: int = 0,
     experts_per_token: int = 0,
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder",
+    recipe: Recipe | None = None,
 ) -> Architecture:
     """The Architecture of what was collected. ``max_model_len`` None: max_position_embeddings, scaled as
     its rope parameters say."""
@@ -411,6 +415,7 @@ def decoder(
         experts=experts,
         experts_per_token=experts_per_token,
         kind=kind,
+        recipe=recipe,
     )
 
 
@@ -431,6 +436,18 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
     if not 0 < share <= 1:
         raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
     return share
+
+
+def number(fields: Fields, field: str, default: float) -> float:
+    """A switch of training that no weight depends on (a dropout): what is not a number is not read."""
+    value = fields.config.get(field)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+
+def act_of(fields: Fields, default: str, *names: str) -> str:
+    """The activation function: the first of the fields ``names`` (hidden_act) that the file has."""
+    found = (fields.config.get(name) for name in names or ("hidden_act",))
+    return next((str(act) for act in found if act), default)
 
 
 def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:

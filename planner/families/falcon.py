@@ -9,7 +9,19 @@ from __future__ import annotations
 from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Heads
+from tonnage.planner.families.recipe import (
+    Attention,
+    Embedding,
+    Head,
+    Mlp,
+    Norm,
+    Recipe,
+    Rope,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.fields import Fields, shown
 
 
@@ -38,25 +50,35 @@ def build(fields: Fields, model_type: str) -> Architecture:
     fields.ignore("apply_residual_connection_post_layernorm")
 
     dims = Heads(hidden, heads, kv_heads, head_size)
-    t = Tensors()
-    t.linear_class = "FalconLinear"
-    t.vocabulary("transformer.word_embeddings", vocab, hidden)
-    for _, at in t.layers(layers, "transformer.h"):
-        t.fused_attention(
-            f"{at}.self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias
-        )
-        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=bias, names=("dense_h_to_4h", "dense_4h_to_h"))
-        for name in norms:
-            t.norm(f"{at}.{name}", hidden, "layer")
-    t.norm("transformer.ln_f", hidden, "layer")
-    t.head("lm_head", vocab, hidden, "transformer.word_embeddings.weight" if tied else None)
-    t.rotary(head_size, "transformer.rotary_emb.")  # built even where alibi takes its place
+    table = "transformer.rotary_emb."
+    attention = Attention(
+        "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias, copied=True,
+        # new_decoder_architecture repeats K and V to all heads
+        repeated=new, rope=None if alibi else Rope(head_size, table),
+        # FalconModel always passes a mask, also where none is needed
+        masked=True, narrow=True,
+    )  # fmt: skip
+    act = common.act_of(fields, "gelu", "hidden_act", "activation")
+    mlp = Mlp("mlp", hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), bias=bias)
+    dropout = common.number(fields, "hidden_dropout", 0.0)
+    behind = 0.0 if parallel else common.number(fields, "attention_dropout", 0.0)  # one dropout of their sum
+    layer = layer_of(
+        "parallel" if parallel else "pre", attention, mlp,
+        tuple(Norm(name, hidden, "layer") for name in norms), (behind, dropout),
+    )  # fmt: skip
+    recipe = Recipe(
+        "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
+        Norm("transformer.ln_f", hidden, "layer"), Head(tied),
+        (Table(table, head_size),),  # built even where alibi takes its place
+        linear_class="FalconLinear",
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, "FalconForCausalLM", t, dims,
+        fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
         # transformers repeats K and V to all heads before it stores them in the new architecture
         tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
         layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
         max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
+        recipe=recipe,
     )  # fmt: skip
 
 
@@ -69,7 +91,7 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
             raise ConfigError(
                 "false contradicts new_decoder_architecture, which is always parallel", field="parallel_attn"
             )
-        return ("post_attention_layernorm", "input_layernorm")
+        return ("input_layernorm", "post_attention_layernorm")
     if (count or (2 if new else 1)) == 2:
         return ("ln_attn", "ln_mlp")
     return ("input_layernorm",)

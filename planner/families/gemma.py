@@ -8,10 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.architecture import Architecture, Rotary
+from tonnage.planner.architecture import Architecture, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Heads
+from tonnage.planner.families.recipe import (
+    Attention,
+    Embedding,
+    Flow,
+    Head,
+    Layer,
+    Mlp,
+    Norm,
+    Recipe,
+    Rope,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.fields import Fields, shown
 from tonnage.planner.records import dataclass
 
@@ -20,9 +34,15 @@ from tonnage.planner.records import dataclass
 class _Variant:
     class_name: str
     defaults: dict[str, Any]
-    four_norms: bool
-    qk_norm: bool
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
+    qk_norm: bool = False
+    attention_cap: float | None = None  # attn_logit_softcapping when the file does not say
+    final_cap: float | None = None  # final_logit_softcapping
 
+
+_FOUR_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 
 _VARIANTS = {
     "gemma": _Variant(
@@ -31,8 +51,6 @@ _VARIANTS = {
             "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
             "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192,
         },
-        four_norms=False,
-        qk_norm=False,
     ),
     "gemma2": _Variant(
         "Gemma2ForCausalLM",
@@ -40,8 +58,9 @@ _VARIANTS = {
             "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
         },
-        four_norms=True,
-        qk_norm=False,
+        _FOUR_NORMS,
+        attention_cap=50.0,
+        final_cap=30.0,
     ),
     "gemma3_text": _Variant(
         "Gemma3ForCausalLM",
@@ -49,7 +68,7 @@ _VARIANTS = {
             "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
         },
-        four_norms=True,
+        _FOUR_NORMS,
         qk_norm=True,
     ),
     "vaultgemma": _Variant(
@@ -58,10 +77,12 @@ _VARIANTS = {
             "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
         },
-        four_norms=False,
-        qk_norm=False,
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        attention_cap=50.0,
+        final_cap=30.0,
     ),
 }  # fmt: skip
+_TABLE = "model.rotary_emb."
 _HEAD_DIM = 256  # head_dim of all three config classes when the file has none; never hidden / heads
 _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
 
@@ -86,30 +107,42 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )
     kinds, window = _kinds(fields, model_type, layers)
     prefixes, factor = _rotary(fields, model_type, kinds)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if model_type == "vaultgemma":
-        norms = ["input_layernorm", "pre_feedforward_layernorm"]
-    if variant.four_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-
     dims = Heads(hidden, heads, kv_heads, head_size)
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, hidden)
+    q_norm, k_norm = (
+        Norm(name, head_size, "rms-one", count) if variant.qk_norm else None
+        for name, count in (("q_norm", heads), ("k_norm", kv_heads))
+    )
+    norms = tuple(Norm(name, hidden, "rms-one") for name in variant.norms)
+    mlp = Mlp(
+        "mlp", hidden, inner, common.act_of(fields, "gelu_pytorch_tanh", "hidden_activation", "hidden_act")
+    )
+    flow: Flow = "sandwich" if len(norms) == 4 else "pre"
+
+    def layer(table: str) -> Layer:
+        attention = Attention(
+            "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
+            rope=Rope(head_size, table),
+            softcap=fields.config.get("attn_logit_softcapping", variant.attention_cap) is not None,
+            dropout=common.number(fields, "attention_dropout", 0.0),
+        )  # fmt: skip
+        return layer_of(flow, attention, mlp, norms)
+
+    made = {table: layer(table) for table in prefixes}
     # the scalar sqrt(hidden_size) the embedding is multiplied by, in the model's dtype
-    t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for _, at in t.layers(layers, "model.layers"):
-        qk_norm = "head" if variant.qk_norm else "none"
-        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm=qk_norm)
-        t.gated_mlp(f"{at}.mlp", hidden, inner)
-        for name in norms:
-            t.norm(f"{at}.{name}", hidden)
-    t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
-    t.rotary(head_size, *prefixes)
+    scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
+    recipe = Recipe(
+        "model.layers",
+        Embedding("model.embed_tokens", vocab, hidden, buffers=(scale,)),
+        tuple(made.get(f"{_TABLE}{kind}_", made[prefixes[0]]) for kind in kinds),
+        Norm("model.norm", hidden, "rms-one"),
+        Head(tied, softcap=fields.config.get("final_logit_softcapping", variant.final_cap) is not None),
+        tuple(Table(prefix, head_size) for prefix in prefixes),
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, variant.class_name, t, dims,
+        fields, model_type, variant.class_name, tensors_of(recipe), dims,
         common.cache_layers(kinds, window, kv_heads, head_size),
         layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
-        max_model_len=int(integer("max_position_embeddings", "positions") * factor),
+        max_model_len=int(integer("max_position_embeddings", "positions") * factor), recipe=recipe,
     )  # fmt: skip
 
 
@@ -140,7 +173,7 @@ def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tu
     """Prefixes of the rotary tables and the factor on max_position_embeddings (Gemma 3 states the scaled
     length already)."""
     if model_type != "gemma3_text":
-        return ("model.rotary_emb.",), common.read_rope(fields)[1]
+        return (_TABLE,), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")
     new = fields.raw("rope_parameters")
     common.rope_kind(fields.raw("rope_scaling"), "rope_scaling")
@@ -149,4 +182,4 @@ def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tu
             common.rope_kind(new.get(kind), f"rope_parameters.{kind}")
     elif new is not None:
         raise ConfigError(f"{shown(new)} is not an object", field="rope_parameters")
-    return tuple(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)), 1.0
+    return tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds)), 1.0

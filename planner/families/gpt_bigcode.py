@@ -3,10 +3,12 @@ models/gpt_bigcode/."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture
+from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Heads
+from tonnage.planner.families.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, layer_of
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.fields import Fields
 
 
@@ -31,20 +33,28 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
     dims = Heads(hidden, heads, kv_heads, head_size)
-    t = Tensors()
-    t.vocabulary("transformer.wte", vocab, hidden)
-    t.embedding("transformer.wpe", positions, hidden)
-    for _, at in t.layers(layers, "transformer.h"):
-        t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True)
-        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("c_fc", "c_proj"))
-        t.norm(f"{at}.ln_1", hidden, "layer")
-        t.norm(f"{at}.ln_2", hidden, "layer")
-    t.norm("transformer.ln_f", hidden, "layer")
+    attention = Attention(
+        "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True,
+        dropout=common.number(fields, "attn_pdrop", 0.1),
+    )  # fmt: skip
+    act = common.act_of(fields, "gelu_pytorch_tanh", "activation_function")
+    dropout = common.number(fields, "resid_pdrop", 0.1)
+    layer = layer_of(
+        "pre", attention, Mlp("mlp", hidden, inner, act, ("c_fc", "c_proj"), bias=True),
+        (Norm("ln_1", hidden, "layer"), Norm("ln_2", hidden, "layer")), (dropout, dropout),
+    )  # fmt: skip
     # the causal mask of all positions: 64 MiB for StarCoder's 8,192
-    t.buffer("transformer.bias", (positions, positions), "GPTBigCodeModel", "bool")
-    t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
+    mask = TensorSpec("transformer.bias", (positions, positions), "buffer", "GPTBigCodeModel", dtype="bool")
+    recipe = Recipe(
+        "transformer.h",
+        Embedding(
+            "transformer.wte", vocab, hidden, ("transformer.wpe", positions),
+            common.number(fields, "embd_pdrop", 0.1),
+        ),
+        (layer,) * layers, Norm("transformer.ln_f", hidden, "layer"), Head(tied, buffers=(mask,)),
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, "GPTBigCodeForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
-        inner=inner, vocab=vocab, max_model_len=positions,
-        position_field=fields.name("max_position_embeddings"), gated=False,
+        fields, model_type, "GPTBigCodeForCausalLM", tensors_of(recipe), dims,
+        common.full_layers(layers, dims), layers=layers, inner=inner, vocab=vocab, max_model_len=positions,
+        position_field=fields.name("max_position_embeddings"), gated=False, recipe=recipe,
     )  # fmt: skip

@@ -5,7 +5,19 @@ from __future__ import annotations
 from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Heads
+from tonnage.planner.families.recipe import (
+    Attention,
+    Embedding,
+    Head,
+    Mlp,
+    Norm,
+    Recipe,
+    Rope,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.fields import Fields, shown
 
 
@@ -23,19 +35,27 @@ def build(fields: Fields, model_type: str) -> Architecture:
     rotary = Rotary(_rotary_dim(fields, head_size), 1)
 
     dims = Heads(hidden, heads, heads, head_size)
-    t = Tensors()
-    t.vocabulary("gpt_neox.embed_in", vocab, hidden)
-    for _, at in t.layers(layers, "gpt_neox.layers"):
-        t.fused_attention(f"{at}.attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias)
-        t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
-        t.norm(f"{at}.input_layernorm", hidden, "layer")
-        t.norm(f"{at}.post_attention_layernorm", hidden, "layer")
-    t.norm("gpt_neox.final_layer_norm", hidden, "layer")
-    t.head("lm_head", vocab, hidden, "gpt_neox.embed_in.weight" if tied else None)
-    t.rotary(rotary.dim, "gpt_neox.rotary_emb.")
+    table = "gpt_neox.rotary_emb."
+    attention = Attention(
+        "attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
+        rope=Rope(rotary.dim, table, joined=True), dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    mlp = Mlp(
+        "mlp", hidden, inner, common.act_of(fields, "gelu"), ("dense_h_to_4h", "dense_4h_to_h"), bias=True
+    )
+    dropout = common.number(fields, "hidden_dropout", 0.0)
+    layer = layer_of(
+        "parallel" if fields.config.get("use_parallel_residual", True) else "pre", attention, mlp,
+        (Norm("input_layernorm", hidden, "layer"), Norm("post_attention_layernorm", hidden, "layer")),
+        (dropout, dropout),
+    )  # fmt: skip
+    recipe = Recipe(
+        "gpt_neox.layers", Embedding("gpt_neox.embed_in", vocab, hidden), (layer,) * layers,
+        Norm("gpt_neox.final_layer_norm", hidden, "layer"), Head(tied), (Table(table, rotary.dim),),
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, "GPTNeoXForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
-        inner=inner, vocab=vocab, rotary=rotary, gated=False,
+        fields, model_type, "GPTNeoXForCausalLM", tensors_of(recipe), dims, common.full_layers(layers, dims),
+        layers=layers, inner=inner, vocab=vocab, rotary=rotary, gated=False, recipe=recipe,
     )  # fmt: skip
 
 

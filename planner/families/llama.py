@@ -8,15 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tonnage.planner.architecture import Architecture, Rotary
+from tonnage.planner.architecture import Architecture, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Heads
+from tonnage.planner.families.recipe import (
+    Attention,
+    Embedding,
+    Flow,
+    Head,
+    Layer,
+    Mlp,
+    Norm,
+    NormKind,
+    Recipe,
+    Rope,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.fields import Fields, shown
-from tonnage.planner.records import dataclass
+from tonnage.planner.records import dataclass, replace
 
 Bias = bool | tuple[str, bool]  # always | (config field, its default)
 _ATTENTION_BIAS = ("attention_bias", False)
+_TABLE = "model.rotary_emb."
+
+# How a family's apply_rotary_pos_emb differs from Llama's
+_ROPES = {
+    "half": Rope(0),
+    "joined": Rope(0, joined=True),
+    "helium": Rope(0, fresh=True),
+    "glm": Rope(0, fresh=True, joined=True),
+    "ernie": Rope(0, fresh=True, restored=True),
+    "olmo": Rope(0, restored=True),
+    "cohere": Rope(0, restored=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +56,29 @@ class Variant:
     mlp_bias: Bias = False
     qk_norm: str = "none"  # none | head | full
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    normed_last: bool = False  # q and k are normed after their rotation
     qkv: str | None = None  # name of the fused projection
     out: str = "o_proj"
-    mlp: str = "gated"  # gated | fused (gate and up in one matrix) | plain (no gate)
-    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm: str = "rms"  # rms | layer | layer-weight | none
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: up and down, or fused
+    fused: bool = False  # the first of two matrices holds gate and up
+    act: str = "silu"  # hidden_act when the file does not say
+    flow: Flow = "pre"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
+    norm: NormKind = "rms"
     final: str = "model.norm"
     head_bias: bool = False
     tied: bool = False  # tie_word_embeddings when the file does not say
     rotary_share: float = 1.0  # partial_rotary_factor when the file does not say
+    rope: str = "half"
+    roped: str = "all"  # all | sliding (layers) | windowed (the sliding ones, where the file has a window)
     window: str = "none"  # none | always | layer_types | qwen
+    attention_dropout: float = 0.0  # when the file does not say
+    dropout: tuple[str, float] = ("", 0.0)  # field and default: behind attention and MLP ...
+    dropped: tuple[bool, bool] = (True, True)  # ... or only one of them
+    embedding_dropout: str = ""
     ignored: tuple[str, ...] = ()
-    extra: Callable[[Tensors, str, Heads, int], None] | None = None
+    extra: Callable[[Attention, Mlp, Layer], Layer] | None = None
+    taped: bool = True
 
 
 def _granite(name: str) -> Variant:
@@ -50,33 +87,46 @@ def _granite(name: str) -> Variant:
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _PLAIN = ("up_proj", "down_proj")
+_FUSED = ("gate_up_proj", "down_proj")
 
 
-def _bitnet(t: Tensors, at: str, dims: Heads, inner: int) -> None:
-    t.norm(f"{at}.self_attn.attn_sub_norm", dims.heads * dims.head_size)
-    t.norm(f"{at}.mlp.ffn_sub_norm", inner)
+def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
+    a, m = layer.branches
+    dims = attention.heads
+    attention = replace(attention, before_out=Norm("attn_sub_norm", dims.heads * dims.head_size))
+    mlp = replace(mlp, before_out=Norm("ffn_sub_norm", mlp.inner))
+    return replace(layer, branches=(replace(a, module=attention), replace(m, module=mlp)))
 
 
-def _apertus(t: Tensors, at: str, dims: Heads, inner: int) -> None:
+def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
     """xIELU: two learned scalars per layer, two constants."""
-    for name in ("alpha_p", "alpha_n"):
-        t.add(f"{at}.mlp.act_fn.{name}", (1,), "mlp", "XIELUActivation")
-    for name in ("beta", "eps"):
-        t.buffer(f"{at}.mlp.act_fn.{name}", (), "XIELUActivation", None, "model")
+    at, owner = "mlp.act_fn", "XIELUActivation"
+    learned = [TensorSpec(f"{at}.{name}", (1,), "mlp", owner) for name in ("alpha_p", "alpha_n")]
+    fixed = [TensorSpec(f"{at}.{name}", (), "buffer", owner, stored="model") for name in ("beta", "eps")]
+    return replace(layer, extra=(*learned, *fixed))
 
 
-def _diffllama(t: Tensors, at: str, dims: Heads, inner: int) -> None:
-    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-        t.add(f"{at}.self_attn.{name}", (dims.head_size,), "attention", "DiffLlamaAttention")
+def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
+    names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+    shape, owner = (attention.heads.head_size,), "DiffLlamaAttention"
+    return replace(
+        layer, extra=tuple(TensorSpec(f"self_attn.{name}", shape, "attention", owner) for name in names)
+    )
 
 
-def _doge(t: Tensors, at: str, dims: Heads, inner: int) -> None:
+def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
     """Dynamic mask attention and per-channel residual weights."""
-    t.add(f"{at}.self_attn.A", (dims.kv_heads,), "attention", "DogeAttention", shard=0)
-    bias = any(s.name == f"{at}.self_attn.q_proj.bias" for s in t.specs[-32:])  # attention_bias
-    t.linear(f"{at}.self_attn.dt_proj", dims.kv_heads, dims.kv_heads * dims.head_size, bias=bias)
-    for name in ("input_residual", "post_attention_residual"):
-        t.add(f"{at}.{name}", (dims.hidden,), "norm", "DogeDecoderLayer")
+    dims = attention.heads
+    role: Role = "attention"
+    extra = [
+        TensorSpec("self_attn.A", (dims.kv_heads,), role, "DogeAttention", shard_dim=0),
+        TensorSpec("self_attn.dt_proj.weight", (dims.kv_heads, dims.kv_heads * dims.head_size), role, "Linear"),
+    ]
+    if attention.bias:
+        extra.append(TensorSpec("self_attn.dt_proj.bias", (dims.kv_heads,), role, "Linear"))
+    weights = ("input_residual", "post_attention_residual")
+    branches = (replace(b, weighted=w) for b, w in zip(layer.branches, weights, strict=True))
+    return replace(layer, branches=tuple(branches), extra=tuple(extra))
 
 
 _VARIANTS = {
@@ -88,90 +138,108 @@ _VARIANTS = {
         "Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen",
     ),
     "granite": _granite("GraniteForCausalLM"),
-    "helium": Variant("HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
+    "helium": Variant(
+        "HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), norm="rms-cast", rope="helium",
+    ),
     "smollm3": Variant(
         "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
-        window="layer_types", ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
+        window="layer_types", roped="listed",
+        ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
     ),
     "seed_oss": Variant(
         "SeedOssForCausalLM", ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False),
+        attention_dropout=0.1, dropout=("residual_dropout", 0.1),
     ),
     "glm": Variant(
-        "GlmForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
-        rotary_share=0.5,
+        "GlmForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, rotary_share=0.5, rope="glm",
     ),
     "glm4": Variant(
-        "Glm4ForCausalLM", ("attention_bias", True), mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
-        norms=("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
-        rotary_share=0.5,
+        "Glm4ForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, flow="sandwich",
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        rotary_share=0.5, rope="glm",
     ),
     "ernie4_5": Variant(
         "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
+        rope="ernie",
     ),
     "exaone4": Variant(
-        "Exaone4ForCausalLM", qk_norm="head", norms=_POST_NORMS, window="layer_types",
-        ignored=("sliding_window_pattern",),
+        "Exaone4ForCausalLM", qk_norm="head", flow="post", norms=_POST_NORMS, window="layer_types",
+        roped="windowed", ignored=("sliding_window_pattern",),
     ),
-    "olmo": Variant("OlmoForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norm="none", ignored=("clip_qkv",)),
-    "olmo2": Variant("Olmo2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", norms=_POST_NORMS),
+    "olmo": Variant(
+        "OlmoForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norm="layer-none", rope="olmo",
+        ignored=("clip_qkv",),
+    ),
+    "olmo2": Variant(
+        "Olmo2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post", norms=_POST_NORMS,
+        norm="rms-wide", rope="olmo",
+    ),
     "olmo3": Variant(
-        "Olmo3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", norms=_POST_NORMS,
-        window="layer_types",
+        "Olmo3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post", norms=_POST_NORMS,
+        norm="rms-wide", rope="olmo", window="layer_types",
     ),
     "arcee": Variant(
-        "ArceeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp="plain", mlp_names=_PLAIN
+        "ArceeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
+        act="relu2",
     ),
     "apertus": Variant(
-        "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp="plain", mlp_names=_PLAIN,
+        "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp_names=_PLAIN, act="xielu",
         norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
     ),
-    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_bitnet),
+    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, act="relu2", extra=_bitnet),
     "cohere": Variant(
-        "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norms=("input_layernorm",), norm="layer-weight",
-        tied=True, ignored=("logit_scale",),
+        "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
+        norm="layer-written", rope="cohere", tied=True, ignored=("logit_scale",),
     ),
     "cohere2": Variant(
-        "Cohere2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norms=("input_layernorm",), norm="layer-weight",
-        tied=True, window="layer_types", ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
+        "Cohere2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
+        norm="layer-written", rope="cohere", roped="sliding", tied=True, window="layer_types",
+        ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
     ),
-    "diffllama": Variant("DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama),
+    "diffllama": Variant(
+        "DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama, taped=False,
+    ),
     "doge": Variant(
         "DogeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), qk_norm="head", extra=_doge,
-        ignored=("keep_window_size", "num_experts", "num_experts_per_tok"),
+        dropout=("hidden_dropout", 0.0), ignored=("keep_window_size", "num_experts", "num_experts_per_tok"),
+        taped=False,
     ),
     "hunyuan_v1_dense": Variant(
-        "HunYuanDenseV1ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head",
+        "HunYuanDenseV1ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", normed_last=True,
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
     "starcoder2": Variant(
-        "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True), mlp="plain",
-        mlp_names=("c_fc", "c_proj"), norm="layer", tied=True, window="always",
+        "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True),
+        mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh", norm="layer", tied=True, window="always",
+        dropout=("residual_dropout", 0.0), embedding_dropout="embedding_dropout",
     ),
     "stablelm": Variant(
-        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25,
+        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, rope="joined",
+        dropout=("hidden_dropout", 0.0), dropped=(False, True),
     ),
     "persimmon": Variant(
-        "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense", mlp="plain",
-        mlp_names=("dense_h_to_4h", "dense_4h_to_h"), norm="layer", final="model.final_layernorm",
-        rotary_share=0.5,
+        "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense",
+        mlp_names=("dense_h_to_4h", "dense_4h_to_h"), act="relu2", norm="layer", final="model.final_layernorm",
+        rotary_share=0.5, rope="joined", dropout=("hidden_dropout", 0.0), dropped=(False, True),
     ),
     "phi": Variant(
-        "PhiForCausalLM", True, True, True, out="dense", mlp="plain", mlp_names=("fc1", "fc2"),
-        norms=("input_layernorm",), norm="layer", final="model.final_layernorm", head_bias=True,
-        rotary_share=0.5,
+        "PhiForCausalLM", True, True, True, out="dense", mlp_names=("fc1", "fc2"), act="gelu_new",
+        flow="parallel", norms=("input_layernorm",), norm="layer", final="model.final_layernorm",
+        head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
+        embedding_dropout="embd_pdrop",
     ),
     "phi3": Variant(
-        "Phi3ForCausalLM", qkv="qkv_proj", mlp="fused", mlp_names=("gate_up_proj", "down_proj"),
-        window="always", ignored=("original_max_position_embeddings", "attention_bias"),
+        "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
+        dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
     ),
     "nemotron": Variant(
-        "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp="plain",
-        mlp_names=_PLAIN, norm="layer", rotary_share=0.5,
+        "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
+        act="relu2", norm="layer-one", rotary_share=0.5, rope="joined",
     ),
     # Remote code of the hub repositories; the shapes are Llama's
-    "xverse": Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",)),
+    "xverse": Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False),
     "baichuan": Variant(
-        "BaichuanForCausalLM", qkv="W_pack", ignored=("model_max_length", "z_loss_weight"),
+        "BaichuanForCausalLM", qkv="W_pack", ignored=("model_max_length", "z_loss_weight"), taped=False,
     ),
 }  # fmt: skip
 
@@ -187,78 +255,114 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if fields.boolean("is_moe", False):
         raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
     fields.ignore(*variant.ignored)
-    qkv_bias, out_bias, mlp_bias = (
-        common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
+    vocab, inner = (
+        fields.integer("vocab_size", limit="vocab"),
+        fields.integer("intermediate_size", limit="width"),
     )
-    inner = fields.integer("intermediate_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_hidden_layers", limit="layers")
     tied = fields.boolean("tie_word_embeddings", variant.tied)
-    kinds, window = _kinds(fields, model_type, variant, layers)
+    kinds, window = _kinds(fields, model_type, variant, count)
     share = common.rotary_share(fields, variant.rotary_share)
     rotary = Rotary(int(dims.head_size * share), 1)
-    norms = _norms(fields, model_type, variant)
-    qk_layernorm = fields.boolean("qk_layernorm", model_type == "persimmon")
-
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for _, at in t.layers(layers, "model.layers"):
-        if variant.qkv is not None:
-            t.fused_attention(
-                f"{at}.self_attn", dims, qkv=variant.qkv, out=variant.out, bias=qkv_bias, out_bias=out_bias
-            )
-        else:
-            t.attention(
-                f"{at}.self_attn", dims, bias=qkv_bias, out_bias=out_bias, out=variant.out,
-                qk_norm=variant.qk_norm, norm_names=variant.qk_norm_names,
-            )  # fmt: skip
-        if qk_layernorm:
-            _qk_layernorm(t, f"{at}.self_attn", model_type, dims)
-        if variant.mlp == "gated":
-            gate, up, down = variant.mlp_names
-            t.gated_mlp(f"{at}.mlp", dims.hidden, inner, bias=mlp_bias, names=(gate, up, down))
-        else:
-            first, second = variant.mlp_names
-            t.plain_mlp(
-                f"{at}.mlp", dims.hidden, inner, bias=mlp_bias, names=(first, second),
-                fused_gate=variant.mlp == "fused",
-            )  # fmt: skip
-        if variant.extra is not None:
-            variant.extra(t, at, dims, inner)
-        for name in norms:
-            t.norm(f"{at}.{name}", dims.hidden, variant.norm)
-    t.norm(variant.final, dims.hidden, variant.norm)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None, variant.head_bias)
+    tables: tuple[str, ...] = (_TABLE,)
     if model_type == "olmo3":
-        names = dict.fromkeys(kinds)
-        t.rotary(rotary.dim, *(f"model.rotary_emb.{kind}_" for kind in names))
-        rotary = Rotary(rotary.dim, len(names))
-    else:
-        t.rotary(rotary.dim, "model.rotary_emb.")
+        tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
+        rotary = Rotary(rotary.dim, len(tables))
+    layers = _layers(fields, model_type, variant, dims, inner, kinds, window, rotary.dim)
+    recipe = Recipe(
+        "model.layers",
+        Embedding(
+            "model.embed_tokens", vocab, dims.hidden,
+            dropout=common.number(fields, variant.embedding_dropout, 0.0),
+        ),
+        layers,
+        Norm(variant.final, dims.hidden, variant.norm),
+        Head(tied, variant.head_bias),
+        tuple(Table(table, rotary.dim, variant.rope in ("olmo", "ernie")) for table in tables),
+        taped=variant.taped,
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, variant.class_name, t, dims,
+        fields, model_type, variant.class_name, tensors_of(recipe), dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-        layers=layers, inner=inner, vocab=vocab, rotary=rotary, gated=variant.mlp != "plain",
+        layers=count, inner=inner, vocab=vocab, rotary=rotary,
+        gated=len(variant.mlp_names) == 3 or variant.fused, recipe=recipe,
     )  # fmt: skip
 
 
-def _norms(fields: Fields, model_type: str, variant: Variant) -> tuple[str, ...]:
-    """StableLM's parallel residual has one norm per layer."""
+def _layers(
+    fields: Fields, model_type: str, variant: Variant, dims: Heads, inner: int, kinds: tuple[str, ...],
+    window: int | None, rotated: int,
+) -> tuple[Layer, ...]:  # fmt: skip
+    """Layers differ in the tables they read, if any."""
+    qkv_bias, out_bias, mlp_bias = (
+        common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
+    )
+    flow, names = variant.flow, variant.norms
     if model_type == "stablelm" and fields.boolean("use_parallel_residual", False):
-        return variant.norms[:1]
-    return variant.norms
+        flow, names = "parallel", names[:1]
+    q_norm, k_norm = _qk_norms(fields, model_type, variant, dims)
+    attention = Attention(
+        "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
+        q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
+        rope=replace(_ROPES[variant.rope], dim=rotated, tables=_TABLE),
+        clipped=model_type == "olmo" and fields.config.get("clip_qkv") is not None,
+        dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
+    )  # fmt: skip
+    mlp = Mlp(
+        "mlp",
+        dims.hidden,
+        inner,
+        common.act_of(fields, variant.act),
+        variant.mlp_names,
+        variant.fused,
+        mlp_bias,
+    )
+    behind = common.number(fields, *variant.dropout)
+    dropouts = (behind * variant.dropped[0], behind * variant.dropped[1])
+    norms = tuple(Norm(name, dims.hidden, variant.norm) for name in names)
+
+    def layer(table: str | None) -> Layer:
+        rope = replace(attention.rope, tables=table) if attention.rope and table else None
+        own = replace(attention, rope=rope)
+        made = layer_of(flow, own, mlp, norms, dropouts)
+        return made if variant.extra is None else variant.extra(own, mlp, made)
+
+    read = _tables_read(fields, model_type, variant, kinds, window)
+    made = {table: layer(table) for table in dict.fromkeys(read)}
+    return tuple(made[table] for table in read)
 
 
-def _qk_layernorm(t: Tensors, at: str, model_type: str, dims: Heads) -> None:
-    if model_type == "stablelm":  # a LayerNorm without bias for each head
-        for name, count in (("q_layernorm", dims.heads), ("k_layernorm", dims.kv_heads)):
-            for head in range(count):
-                t.norm(f"{at}.{name}.norms.{head}", dims.head_size, "layer-weight")
-    elif model_type in ("phi", "persimmon"):
-        t.norm(f"{at}.q_layernorm", dims.head_size, "layer")
-        t.norm(f"{at}.k_layernorm", dims.head_size, "layer")
-    else:
-        raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
+def _tables_read(
+    fields: Fields, model_type: str, variant: Variant, kinds: tuple[str, ...], window: int | None
+) -> tuple[str | None, ...]:
+    """Per layer the table of rotary frequencies it reads, None: no rotary embedding."""
+    if model_type == "olmo3":
+        return tuple(f"{_TABLE}{kind}_" for kind in kinds)
+    if variant.roped == "listed":
+        return tuple(_TABLE if rotated else None for rotated in _rotated(fields, len(kinds)))
+    if variant.roped == "all" or (variant.roped == "windowed" and window is None):
+        return (_TABLE,) * len(kinds)
+    return tuple(_TABLE if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qk_norms(
+    fields: Fields, model_type: str, variant: Variant, dims: Heads
+) -> tuple[Norm | None, Norm | None]:
+    """Of each head, of all of them, or, where the file asks for it, a LayerNorm."""
+    names, kind, each = variant.qk_norm_names, variant.norm, False
+    if fields.boolean("qk_layernorm", model_type == "persimmon"):
+        if model_type not in ("stablelm", "phi", "persimmon"):
+            raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
+        names, each = ("q_layernorm", "k_layernorm"), model_type == "stablelm"
+        kind = "layer-weight" if each else "layer"  # StableLM: a LayerNorm without bias for each head
+    elif variant.qk_norm == "none":
+        return None, None
+    q_norm, k_norm = (
+        Norm(name, count * dims.head_size, kind) if variant.qk_norm == "full"
+        else Norm(name, dims.head_size, kind, count, each)
+        for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
+    )  # fmt: skip
+    return q_norm, k_norm
 
 
 def _kinds(
@@ -290,11 +394,13 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
     """SmolLM3 without layer_types: layers without rotary embedding slide, where any do."""
     if window is None or not fields.boolean("use_sliding_window", False):
         return ("full_attention",) * layers
+    return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
+
+
+def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
-    rotary = fields.listed("no_rope_layers", layers, {1: True, 0: False})
-    if rotary is None:
-        rotary = tuple((i + 1) % every != 0 for i in range(layers))
-    return tuple("full_attention" if r else "sliding_attention" for r in rotary)
+    listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
+    return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
 
 
 def _listed_kinds(

@@ -79,7 +79,7 @@ def _joined(
     text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model."
 ) -> Architecture:
     tensors = (*t.specs, *moved(text.tensors, "model.", new))
-    return replace(text, model_type=model_type, class_name=class_name, tensors=tensors)
+    return replace(text, model_type=model_type, class_name=class_name, tensors=tensors, recipe=None)
 
 
 def gemma3(fields: Fields, model_type: str) -> Architecture:

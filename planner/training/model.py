@@ -6,20 +6,21 @@ from functools import cached_property
 
 from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families.recipe import Recipe
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.records import dataclass
 from tonnage.planner.source import resolve_model
-from tonnage.planner.training.activations import Block, ShapeSum, block_of, known_families, shape_sums
+from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_sums, taped
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """``block``: the layer's switches, None where activations are not planned (encoder-decoder models).
-    ``estimated``: sums of shapes, for a decoder whose layer is not written down operation by operation."""
+    """``recipe``: None where activations are not planned (encoder-decoder models). ``estimated``: sums of
+    shapes, for a decoder whose layers are not written down operation by operation."""
 
     id: str
     architecture: Architecture
-    block: Block | None
+    recipe: Recipe | None
     estimated: tuple[ShapeSum, ...] = ()
 
     @cached_property
@@ -40,12 +41,13 @@ class TrainingModel:
         return tuple(0 < window < length for window in self.windows)
 
 
-def model_from(id: str, config: dict[str, object], architecture: Architecture) -> TrainingModel:
-    if architecture.model_type in known_families():
-        return TrainingModel(id, architecture, block_of(architecture, config))
+def model_from(id: str, architecture: Architecture) -> TrainingModel:
+    recipe = architecture.recipe
+    if taped(recipe):
+        return TrainingModel(id, architecture, recipe)
     if not architecture.cache_layers or any(t.role == "encoder" for t in architecture.tensors):
         return TrainingModel(id, architecture, None)
-    return TrainingModel(id, architecture, block_of(architecture, config), shape_sums(architecture))
+    return TrainingModel(id, architecture, bare_recipe(architecture), shape_sums(architecture))
 
 
 def load_training_model(name: str) -> TrainingModel:
@@ -63,4 +65,4 @@ def load_training_model(name: str) -> TrainingModel:
             field="quantization_config",
             hint="plan the unquantized checkpoint; --method qlora quantizes it on loading",
         )
-    return model_from(name, source.config, build_architecture(source.config))
+    return model_from(name, build_architecture(source.config))

@@ -121,15 +121,14 @@ class Planner:
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup) -> Activations | None:
-        block = self.model.block
-        if block is None:
+        recipe = self.model.recipe
+        if recipe is None:
             return None
         longest = self.length(setup) if any(self.model.windows) else 0
         known = (_METHOD(setup), _ACTIVATIONS(setup), longest)
         cached = self._activations.get(known)
         if cached is not None:
             return cached
-        architecture = self.model.architecture
         targets = self.trained(setup).targets
         key = (
             setup.attention,
@@ -140,8 +139,7 @@ class Planner:
             setup.fp8_kept,
         )
         found = activations_of(
-            architecture.model_type, block, architecture.layers, self.model.masked(self.length(setup)),
-            convention_of(setup), frozen_bytes(setup), key,
+            recipe, self.model.masked(self.length(setup)), convention_of(setup), frozen_bytes(setup), key,
             explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
             estimated=self.model.estimated,
         )  # fmt: skip
@@ -363,7 +361,10 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
         )
     elif planner.model.estimated:
         name = planner.model.architecture.model_type
-        out.append(f"activations of {name} are estimated from its shapes, 0.5 to 1.4 times the figure")
+        out.append(
+            f"activations of {name} are estimated from its shapes, {ESTIMATE_LOW} to {ESTIMATE_HIGH} times the "
+            "figure"
+        )
     if setup.precision in ("fp16", "fp16-mixed"):
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
     if setup.precision == "fp16":

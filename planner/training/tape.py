@@ -10,12 +10,18 @@ tests/planner/test_training_activations.py holds the tapes against real models, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tonnage.planner.records import dataclass, field
 
 # the last parts of the modules PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
+
+
+# Activation functions: those torch fuses or that keep only their result, and, of those written out in Python
+# (transformers 5.19, activations.py), how many tensors they keep beside their input.
+WRITTEN_OUT = {"gelu_new": 3, "gelu_fast": 6, "quick_gelu": 1}
+ACTIVATIONS = frozenset(
+    ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "tanh", "sigmoid", "xielu", *WRITTEN_OUT)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +73,6 @@ class Value:
         return self if self.base is None else self.base.storage
 
 
-class Saved(NamedTuple):
-    value: Value
-    label: str
-
-
 @dataclass(slots=True)
 class Tape:
     """Records what is saved. ``compute``: bytes of matrix products under autocast (``autocast``), else the
@@ -90,14 +91,13 @@ class Tape:
     method: str = "full"
     rank: int = 0
     fp8: bool = False
-    label: str = ""
     trainable: bool = True  # the layer's own weights
-    saved: dict[int, Saved] = field(default_factory=dict)
+    saved: dict[int, Value] = field(default_factory=dict)
     weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)  # (module, bytes, frozen)
 
     def save(self, value: Value) -> None:
         storage = value.storage
-        self.saved.setdefault(id(storage), Saved(storage, self.label))
+        self.saved.setdefault(id(storage), storage)
 
     def new(self, token: int, width: int, grad: bool, *, split: bool = False) -> Value:
         return Value(Size(token=token), width, grad, split)
@@ -117,15 +117,28 @@ class Tape:
         """``value.to(dtype)``: a new tensor unless it has the type already; saves nothing."""
         return value if value.width == width else self.like(value, width)
 
-    def linear(
-        self, x: Value, name: str, into: int, out: int, *, bias: bool = False, column: bool = True
-    ) -> Value:
+    @property
+    def trains(self) -> bool:
+        """Whether the base weights of this layer are trained."""
+        return self.trainable and self.method in ("full", "freeze")
+
+    def add(self, a: Value, residual: Value) -> Value:
+        """A sum keeps nothing; a new tensor of the wider type."""
+        return Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
+
+    def scale(self, x: Value) -> Value:
+        """Times a learned vector."""
+        if self.trains:
+            self.save(x)
+        return self.like(x, max(x.width, self.weight), x.grad or self.trains)
+
+    def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
         """x W^T: keeps x if W is trained (or its adapter is), W if x needs a gradient.
 
         ``column``: tensor parallelism splits the output (else the input is split and the output summed).
         """
         adapted = name in self.targets
-        base_trained = self.trainable and self.method in ("full", "freeze")
+        base_trained = self.trains
         width = self.compute if self.autocast else x.width
         inputs = self.cast(x, width)
         feed_forward = name.endswith(IA3_FEED_FORWARD)
@@ -151,8 +164,6 @@ class Tape:
             if result.grad:
                 self.save(Value(Size(fixed=out), 4, False))
             result = self.like(result, width, True)
-        if bias and base_trained:
-            result.grad = True
         return result
 
     def _save_input(self, x: Value) -> None:
@@ -174,49 +185,76 @@ class Tape:
             self.weight_casts.append(("lora", self.compute * kept, False))
         return self.like(result, width, True)
 
-    def rms_norm(self, x: Value, width_of: int, *, groups: int = 1, gemma: bool = False) -> Value:
-        """Norm over ``width_of`` values, ``groups`` of them per token, in fp32 as the modules do it: x^2 and
+    def rms_norm(self, x: Value, size: int, groups: int = 1, kind: str = "rms") -> Value:
+        """Norm over ``size`` values, ``groups`` of them per token, in fp32 as the modules do it: x^2 and
         x * rsqrt keep x in fp32; the product with a trained weight keeps the normalized tensor, in the
-        model's type for Llama's class and in fp32 for Gemma's."""
+        model's type for ``rms`` and in fp32 for the other kinds (planner/families/recipe.py)."""
         wide = self.cast(x, 4)
         if x.grad:
             self.save(wide)
             self.save(self.new(groups, 4, True, split=x.split))  # rsqrt(variance)
-        normal = self.like(wide)
-        trained = self.trainable and self.method in ("full", "freeze")
-        if gemma:
-            if trained:
-                self.save(normal)
-            if x.grad:
-                self.save(Value(Size(fixed=width_of), 4, False))  # 1 + weight
-            return self.cast(self.like(normal, 4, x.grad or trained), x.width)
-        narrow = self.cast(normal, x.width)
-        if trained:
-            self.save(narrow)
-        weight = self.weight if trained else self.frozen
-        return self.like(x, max(weight, x.width) if weight == 4 else x.width, x.grad or trained)
+        return self._weighted(self.like(wide), x, size, kind)
 
-    def layer_norm(self, x: Value) -> Value:
-        """torch's fused one: keeps the input, mean and 1/std; fp32 under CUDA's autocast, not the CPU's."""
-        x = self.cast(x, 4) if self.autocast and self.cuda else x
-        trained = self.trainable and self.method in ("full", "freeze")
+    def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
+        trained = self.trains
+        weight = self.weight if trained else self.frozen
+        if kind == "rms":
+            narrow = self.cast(normal, x.width)
+            if trained:
+                self.save(narrow)
+            return self.like(x, max(weight, x.width) if weight == 4 else x.width, x.grad or trained)
+        if trained:
+            self.save(normal)
+        if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
+            self.save(Value(Size(fixed=size), 4, False))  # 1 + weight, or the weight's fp32 copy
+        return self.cast(self.like(normal, 4, x.grad or trained), x.width)
+
+    def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
+        """torch's fused one keeps the input, mean and 1/std; fp32 under CUDA's autocast, not the CPU's."""
+        trained = self.trains and kind != "layer-none"
+        if kind == "layer-written":
+            wide = self.cast(x, 4)
+            if x.grad:  # x - mean, once for the variance and once for the product with rsqrt
+                self.save(self.like(wide))
+                self.save(self.like(wide))
+                self.save(self.new(groups, 4, True, split=x.split))
+            return self._weighted(self.like(wide), x, size, kind)
+        width = x.width
+        if kind == "layer-none":
+            x = self.cast(x, 4)
+        elif self.autocast and self.cuda:
+            x = self.cast(x, width := self.compute if kind == "layer-one" else 4)
         if x.grad or trained:
+            weight = self.weight if trained else self.frozen
             self.save(x)
-            self.save(self.new(2, 4 if self.cuda else x.width, True))
-        return self.like(x, grad=x.grad or trained)
+            moments = 4 if self.cuda else max(x.width, weight)
+            self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
+            if kind == "layer-one":  # casts to autocast's type where CUDA's is on
+                cast = self.autocast and self.cuda
+                self.save(Value(Size(fixed=size), self.compute if cast else weight, False))  # 1 + weight
+                if cast and weight != self.compute:
+                    self.save(Value(Size(fixed=size), self.compute, False))  # the bias
+        return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
+        """``kind`` as in transformers' ACT2FN. silu and gelu are fused and keep their input."""
         out = self.like(x)
         if not x.grad:
             return out
-        if kind == "relu":
+        if kind in ("relu", "relu2", "tanh", "sigmoid"):
             self.save(out)
-        elif kind in ("gelu_new", "gelu_fast"):  # written out in Python: x, x/2, tanh, 1 + tanh
-            self.save(x)
-            for _ in range(3):
-                self.save(self.like(x))
-        else:  # silu, gelu, gelu_pytorch_tanh: fused, keep the input
-            self.save(x)
+            return self.like(out) if kind == "relu2" else out
+        self.save(x)
+        if kind == "xielu":
+            wide = max(x.width, self.weight if self.trains else self.frozen)
+            self.save(self.like(x, wide))  # alpha_p x
+            self.save(self.like(x))  # expm1
+            if self.trains:
+                self.save(self.like(x))  # expm1 - x
+            self.save(self.like(x, 1))  # x > 0
+            return self.like(x, wide)
+        for _ in range(WRITTEN_OUT.get(kind, 0)):
+            self.save(self.like(x))
         return out
 
     def multiply(self, a: Value, b: Value) -> Value:
@@ -231,7 +269,10 @@ class Tape:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
 
-    def rotate(self, x: Value, tables: tuple[Value, Value], *, partial: bool = False) -> Value:
+    def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
+        return self.like(tables[0]), self.like(tables[1])
+
+    def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
         """Rotary embedding: x cos + rotate(x) sin keeps the tables only."""
         if x.grad:
             for table in tables:
@@ -298,10 +339,10 @@ class Tape:
             self.save(self.like(v))
         return self.new(heads * head, width, grad or v.grad, split=True)
 
-    def total(self, label: str | None = None, *, split: bool | None = None) -> Size:
-        """Bytes kept, of one label, of what tensor parallelism splits or does not, or all."""
+    def total(self, *, split: bool | None = None) -> Size:
+        """Bytes kept, of what tensor parallelism splits or does not, or all."""
         out = Size()
         for saved in self.saved.values():
-            if (label is None or saved.label == label) and (split is None or saved.value.split == split):
-                out = out + saved.value.size.times(saved.value.width)
+            if split is None or saved.split == split:
+                out = out + saved.size.times(saved.width)
         return out

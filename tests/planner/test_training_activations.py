@@ -52,8 +52,8 @@ def planned(
     model = models.training_model(family, **overrides)
     key = (setup.attention, setup.method, setup.rank, targets, setup.trainable_layers, False)
     acts = activations_of(
-        family, model.block, model.architecture.layers, model.masked(length), convention_of(setup),
-        frozen_bytes(setup), key, cuda=False,
+        model.recipe, model.masked(length), convention_of(setup), frozen_bytes(setup), key, cuda=False,
+        estimated=model.estimated,
     )  # fmt: skip
     total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
     casts = acts.head.casts + acts.head.frozen_casts
@@ -162,12 +162,11 @@ def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
             architecture = build_architecture(config)
         except TonnageError:
             continue
-        model = model_from(path.stem, config, architecture)
-        if model.block is None or model.estimated:
+        model = model_from(path.stem, architecture)
+        if model.recipe is None or model.estimated:
             continue
         exact, guess = (
-            activations_of(architecture.model_type if not sums else "another", model.block, architecture.layers,
-                           model.masked(2048), convention, 2, key, estimated=sums)
+            activations_of(model.recipe, model.masked(2048), convention, 2, key, estimated=sums)
             for sums in ((), shape_sums(architecture))
         )  # fmt: skip
         exact, guess = (sum(n * kept.total.at(1, 2048) for _, n, kept in a.layers) for a in (exact, guess))
@@ -184,7 +183,7 @@ def test_mixtral_is_estimated_and_says_so():
         "max_position_embeddings": 32_768,
     }  # fmt: skip
     architecture = build_architecture(config)
-    planner = Planner(model_from("mixtral", config, architecture))
+    planner = Planner(model_from("mixtral", architecture))
     plan = planner.plan(TrainingSetup(gpus=8, expert_parallel=8, strategy="zero1"))
     line = next(x for x in plan.lines if x.name == "activations")
     assert line.low < line.bytes < line.high

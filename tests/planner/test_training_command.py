@@ -28,7 +28,7 @@ A100 = find_gpu("a100-80g").memory_bytes
 @pytest.fixture
 def planner(config_of):
     config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    return Planner(model_from("llama", config, build_architecture(config)))
+    return Planner(model_from("llama", build_architecture(config)))
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_deepspeed_takes_the_configuration(config_of, strategy, offload):
     if offload == "nvme" and strategy != "zero3":
         offload = "cpu"
     config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    planner = Planner(model_from("llama", config, build_architecture(config)))
+    planner = Planner(model_from("llama", build_architecture(config)))
     setup = TrainingSetup(strategy=strategy, gpus=8, offload_optimizer=offload,
                           offload_param=offload if strategy == "zero3" else "none")  # fmt: skip
     found = json.loads(emit.emit("deepspeed", planner.plan(setup), "llama"))

@@ -15,7 +15,7 @@ from tonnage.planner.training.setup import TrainingSetup
 @pytest.fixture
 def planner(config_of):
     config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    return Planner(model_from("llama", config, build_architecture(config)))
+    return Planner(model_from("llama", build_architecture(config)))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_refusal_changes_nothing(planner):
 def test_qlora_needs_linear_modules(config_of):
     """Falcon's linear layers are a subclass that bitsandbytes does not replace."""
     config = config_of("tiiuae/falcon-40b")
-    model = Planner(model_from("falcon", config, build_architecture(config)))
+    model = Planner(model_from("falcon", build_architecture(config)))
     with pytest.raises(UnsupportedArchitecture, match="FalconForCausalLM"):
         model.plan(TrainingSetup(method="qlora"))
 

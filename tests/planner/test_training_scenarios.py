@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 
 
 def planner(config: dict) -> Planner:
-    return Planner(model_from("scenario", config, build_architecture(config)))
+    return Planner(model_from("scenario", build_architecture(config)))
 
 
 def read(name: str) -> dict:

@@ -25,7 +25,7 @@ STATES = ("weights", "gradients", "optimizer states")
 def planner(config_of):
     def make(name: str) -> Planner:
         config = config_of(name)
-        return Planner(model_from(name, config, build_architecture(config)))
+        return Planner(model_from(name, build_architecture(config)))
 
     return make
 
@@ -264,7 +264,7 @@ def gpt_layer(config_of, attention):
     config["n_inner"] = 4096
     architecture = build_architecture(config)
     setup = TrainingSetup(precision="bf16", attention=attention)
-    (_, _, kept), *_ = Planner(model_from("gpt", config, architecture)).activations(setup).layers
+    (_, _, kept), *_ = Planner(model_from("gpt", architecture)).activations(setup).layers
     return kept.total
 
 

@@ -40,7 +40,7 @@ def config_of(family: str, **overrides: Any) -> dict[str, Any]:
 
 def training_model(family: str, **overrides: Any) -> TrainingModel:
     config = config_of(family, **overrides)
-    return model_from(family, config, build_architecture(config))
+    return model_from(family, build_architecture(config))
 
 
 def planner(family: str) -> Planner:

@@ -1,0 +1,70 @@
+"""The tensors of a recipe (recipe.py): TensorSpecs with the names of transformers' state dict."""
+
+from __future__ import annotations
+
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.recipe import Attention, Mlp, Norm, Recipe
+from tonnage.planner.records import replace
+
+# what the module of a norm learns (common.Tensors.norm)
+_LEARNED = {"layer": "layer", "layer-one": "layer", "layer-weight": "layer-weight",
+            "layer-written": "layer-weight", "layer-none": "none"}  # fmt: skip
+
+
+def tensors_of(recipe: Recipe) -> Tensors:
+    """Embedding, layers, final norm, head, rotary frequencies."""
+    t = Tensors()
+    t.linear_class = recipe.linear_class
+    first = recipe.embedding
+    t.vocabulary(first.name, first.rows, first.width)
+    if first.positions is not None:
+        t.embedding(*first.positions, first.width)
+    t.specs += first.buffers
+    for index, at in t.layers(len(recipe.layers), recipe.at):
+        layer = recipe.layers[index]
+        for branch in layer.branches:
+            module = branch.module
+            _attention(t, at, module) if isinstance(module, Attention) else _mlp(t, at, module)
+        t.specs += [replace(spec, name=f"{at}.{spec.name}", layer=index) for spec in layer.extra]
+        for branch in layer.branches:
+            for norm in (branch.before, branch.after):
+                _norm(t, at, norm)
+            if branch.weighted is not None:
+                t.add(f"{at}.{branch.weighted}", (first.width,), "norm", "DogeDecoderLayer")
+    t.norm(recipe.final.name, recipe.final.size, _LEARNED.get(recipe.final.kind, "rms"))
+    t.specs += recipe.head.buffers
+    t.head("lm_head", first.rows, first.width, f"{first.name}.weight" if recipe.head.tied else None,
+           recipe.head.bias)  # fmt: skip
+    for table in recipe.tables:
+        t.rotary(table.dim, table.name)
+    return t
+
+
+def _norm(t: Tensors, at: str, norm: Norm | None) -> None:
+    if norm is None:
+        return
+    learned = _LEARNED.get(norm.kind, "rms")
+    names = [f"{norm.name}.norms.{i}" for i in range(norm.groups)] if norm.each else [norm.name]
+    for name in names:
+        t.norm(f"{at}.{name}", norm.size, learned)
+
+
+def _attention(t: Tensors, at: str, a: Attention) -> None:
+    at = f"{at}.{a.name}"
+    if a.qkv is not None:
+        t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
+    else:
+        t.attention(at, a.heads, bias=a.bias, out_bias=a.out_bias, out=a.out)
+    for norm in (a.q_norm, a.k_norm, a.before_out):
+        _norm(t, at, norm)
+
+
+def _mlp(t: Tensors, at: str, m: Mlp) -> None:
+    at = f"{at}.{m.name}"
+    if len(m.names) == 3:
+        gate, up, down = m.names
+        t.gated_mlp(at, m.hidden, m.inner, bias=m.bias, names=(gate, up, down))
+    else:
+        up, down = m.names
+        t.plain_mlp(at, m.hidden, m.inner, bias=m.bias, names=(up, down), fused_gate=m.fused)
+    _norm(t, at, m.before_out)
