@@ -111,11 +111,50 @@ class Mlp:
     before_out: Norm | None = None
 
 
+RouterKind = Literal["softmax", "softmax-float", "softmax-chosen", "sigmoid", "sigmoid-groups", "other"]
+"""``softmax``: over all experts in fp32, the chosen weights back in the logits' type (Qwen);
+``softmax-float``: the same, left in fp32 (Mixtral); ``softmax-chosen``: over the chosen logits (Granite);
+``sigmoid``: of each logit in fp32 (MiniMax-M2); ``sigmoid-groups``: from fp32 copies of input and weight, where
+groups of experts are chosen first (GLM-4.5). ``other``: not known to the training interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """``name``: below the module. ``normed``: the chosen weights are divided by their sum. ``groups``: how many
+    there are and are chosen of. ``linear``: an nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
+
+    name: str
+    kind: RouterKind
+    normed: bool
+    groups: tuple[int, int] = (1, 1)
+    linear: bool = False
+    bias: bool = False
+    dtype: str | None = None
+    stored: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """``count`` routed experts of ``inner``, ``chosen`` of which a token goes through: gated MLPs held as two
+    tensors a layer. ``shared``: an MLP every token goes through (its name is relative to the layer),
+    ``shared_gate``: named where a sigmoid weighs it."""
+
+    name: str
+    hidden: int
+    inner: int
+    count: int
+    chosen: int
+    act: str
+    router: Router
+    shared: Mlp | None = None
+    shared_gate: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """``residual + dropout(after(module(before(x))))``; ``weighted``: the residual times a learned vector."""
 
-    module: Attention | Mlp
+    module: Attention | Mlp | Experts
     before: Norm | None = None
     after: Norm | None = None
     dropout: float = 0.0
@@ -185,7 +224,7 @@ Flow = Literal["pre", "post", "sandwich", "parallel"]
 def layer_of(
     flow: Flow,
     attention: Attention,
-    mlp: Mlp,
+    mlp: Mlp | Experts,
     norms: tuple[Norm, ...],
     dropouts: tuple[float, float] = (0.0, 0.0),
     extra: tuple[TensorSpec, ...] = (),

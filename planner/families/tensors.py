@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.families.recipe import Attention, Mlp, Norm, Recipe
+from tonnage.planner.families.recipe import Attention, Experts, Mlp, Norm, Recipe
 from tonnage.planner.records import replace
 
 # what the module of a norm learns (common.Tensors.norm)
@@ -24,7 +24,12 @@ def tensors_of(recipe: Recipe) -> Tensors:
         layer = recipe.layers[index]
         for branch in layer.branches:
             module = branch.module
-            _attention(t, at, module) if isinstance(module, Attention) else _mlp(t, at, module)
+            if isinstance(module, Attention):
+                _attention(t, at, module)
+            elif isinstance(module, Experts):
+                _experts(t, at, module)
+            else:
+                _mlp(t, at, module)
         t.specs += [replace(spec, name=f"{at}.{spec.name}", layer=index) for spec in layer.extra]
         for branch in layer.branches:
             for norm in (branch.before, branch.after):
@@ -68,3 +73,16 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
         up, down = m.names
         t.plain_mlp(at, m.hidden, m.inner, bias=m.bias, names=(up, down), fused_gate=m.fused)
     _norm(t, at, m.before_out)
+
+
+def _experts(t: Tensors, layer: str, e: Experts) -> None:
+    at, router = f"{layer}.{e.name}", e.router
+    t.router(
+        f"{at}.{router.name}", e.count, e.hidden, linear=router.linear, bias=router.bias, dtype=router.dtype,
+        stored=router.stored,
+    )  # fmt: skip
+    t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
+    if e.shared is not None:
+        _mlp(t, layer, e.shared)
+    if e.shared_gate is not None:
+        t.linear(f"{at}.{e.shared_gate}", 1, e.hidden, "router")

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tonnage.planner.architecture import Architecture
-from tonnage.planner.families.recipe import Embedding, Head, Layer, Mlp, Norm, Recipe, Table
+from tonnage.planner.families.recipe import Attention, Embedding, Experts, Head, Layer, Norm, Recipe, Table
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.layers import norm
@@ -101,10 +101,14 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
 
 def taped(recipe: Recipe | None) -> bool:
     """Whether the tape knows every operation of the recipe."""
-    return recipe is not None and recipe.taped and all(
-        not isinstance(branch.module, Mlp) or branch.module.act in ACTIVATIONS
-        for layer in set(recipe.layers) for branch in layer.branches
-    )  # fmt: skip
+    if recipe is None or not recipe.taped:
+        return False
+    modules = {branch.module for layer in set(recipe.layers) for branch in layer.branches}
+    return all(
+        isinstance(module, Attention)
+        or (module.act in ACTIVATIONS and not (isinstance(module, Experts) and module.router.kind == "other"))
+        for module in modules
+    )
 
 
 def bare_recipe(architecture: Architecture) -> Recipe:

@@ -1,12 +1,13 @@
 """The training interpreter of a recipe (planner/families/recipe.py): a layer as operations on a :class:`Tape`,
-in the order in which its module runs them (transformers 5.19, models/*/modeling_*.py)."""
+in the order in which its module runs them (transformers 5.19, models/*/modeling_*.py; experts as its default,
+``grouped_mm``, runs them: integrations/moe.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tonnage.planner.families.recipe import Attention, Layer, Mlp, Norm, Rope
-from tonnage.planner.training.tape import Tape, Value
+from tonnage.planner.families.recipe import Attention, Experts, Layer, Mlp, Norm, Rope
+from tonnage.planner.training.tape import Size, Tape, Value
 
 Tables = Mapping[str, tuple[Value, Value]]  # cos and sin of each table of rotary frequencies
 
@@ -21,9 +22,11 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
         elif not recipe.parallel:
             h = source
         if isinstance(branch.module, Attention):
-            out = attention(t, branch.module, h, tables, f"{at}.{branch.module.name}")
+            out = attention(t, branch.module, h, tables, at)
+        elif isinstance(branch.module, Experts):
+            out = experts(t, branch.module, h, at)
         else:
-            out = mlp(t, branch.module, h, f"{at}.{branch.module.name}")
+            out = mlp(t, branch.module, h, at)
         if branch.after is not None:
             out = norm(t, branch.after, out)
         out = t.dropout(out, branch.dropout)
@@ -37,7 +40,8 @@ def norm(t: Tape, n: Norm, x: Value) -> Value:
     return t.layer_norm(x, n.size, n.groups, n.kind)
 
 
-def attention(t: Tape, a: Attention, h: Value, tables: Tables, at: str) -> Value:
+def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Value:
+    at = f"{layer}.{a.name}"
     q, k, v = _projected(t, a, h, at)
     if a.clipped:  # clamp_ keeps a copy of what it overwrites
         for part in (q, k, v):
@@ -89,7 +93,8 @@ def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Valu
     return t.like(out) if rope.joined else out
 
 
-def mlp(t: Tape, m: Mlp, h: Value, at: str) -> Value:
+def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
+    at = f"{layer}.{m.name}"
     if len(m.names) == 3:
         gate, up = (t.linear(h, f"{at}.{name}", m.hidden, m.inner) for name in m.names[:2])
         mid = t.multiply(t.activation(gate, m.act), up)
@@ -102,3 +107,46 @@ def mlp(t: Tape, m: Mlp, h: Value, at: str) -> Value:
     if m.before_out is not None:
         mid = norm(t, m.before_out, mid)
     return t.linear(mid, f"{at}.{m.names[-1]}", m.inner, m.hidden, column=False)
+
+
+def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
+    """Each token is copied once for every expert it goes through; the copies are sorted by expert."""
+    at = f"{layer}.{e.name}"
+    shared = None if e.shared is None else mlp(t, e.shared, h, layer)
+    weights = _routed(t, e, h, f"{at}.{e.router.name}")
+    out = t.grouped(h, weights, e.count, e.chosen, e.hidden, e.inner, e.act)
+    if shared is not None:
+        if e.shared_gate is not None:
+            gate = t.activation(t.linear(h, f"{at}.{e.shared_gate}", e.hidden, 1), "sigmoid")
+            shared = t.multiply(gate, shared, shared)
+        out = t.add(shared, out)
+    return out
+
+
+def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
+    """The weights of the chosen experts, ``chosen`` per token."""
+    router = e.router
+    if router.kind == "sigmoid-groups":
+        h = t.cast(h, 4)
+        stored = t.weight if t.trains else t.frozen
+        if h.grad and stored != 4:  # the weight's fp32 copy
+            t.save(Value(Size(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
+    logits = t.linear(h, at, e.hidden, e.count)
+    if not logits.grad:
+        return t.new(e.chosen, 4, False)
+    t.save(t.new(e.chosen, 8, False))  # the indices
+    width = logits.width if router.kind == "sigmoid-groups" else 4
+    chosen = t.new(e.chosen, width, True)
+    if router.kind == "softmax-chosen":
+        t.save(chosen)
+        return t.like(t.cast(chosen, h.width))
+    t.save(t.new(e.count, width, True))  # softmax and sigmoid keep their result
+    if router.kind == "sigmoid-groups":
+        groups, taken = router.groups
+        t.save(t.new(2 * groups, 8, False))  # the two best experts of each group, the groups, the others' mask
+        t.save(t.new(taken, 8, False))
+        t.save(t.new(e.count, 1, False))
+    if router.normed:
+        t.save(t.like(chosen))  # divided in place: what was there is copied
+        t.save(t.new(1, width, True))
+    return t.cast(chosen, logits.width) if router.kind == "softmax" else chosen

@@ -257,12 +257,36 @@ class Tape:
             self.save(self.like(x))
         return out
 
-    def multiply(self, a: Value, b: Value) -> Value:
+    def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
+        """``shape``: the larger of two factors that are broadcast."""
         if a.grad:
             self.save(b)
         if b.grad:
             self.save(a)
-        return self.like(a, max(a.width, b.width), a.grad or b.grad)
+        return self.like(shape or a, max(a.width, b.width), a.grad or b.grad)
+
+    def grouped(
+        self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str
+    ) -> Value:
+        """Gated experts by torch's grouped_mm, which autocast does not cast: it runs in the weights' type."""
+        width = self.weight if self.trains else self.frozen
+        grad = x.grad or self.trains
+        for _ in range(3):  # the permutation that sorts, its inverse, the tokens it takes
+            self.save(self.new(chosen, 8, False))
+        taken = self.new(chosen * hidden, width, x.grad)
+        if grad:
+            self.save(Value(Size(fixed=count), 4, False))  # where each expert's tokens end
+        if self.trains:
+            self.save(taken)
+        both = self.new(2 * chosen * inner, width, grad)
+        gate, up = self.view(both, chosen * inner), self.view(both, chosen * inner)
+        product = self.multiply(self.activation(gate, act), up)
+        if self.trains:
+            self.save(product)
+        out = self.new(chosen * hidden, width, grad)
+        sorted_weights = self.like(weights)
+        self.multiply(out, sorted_weights)
+        return self.new(hidden, x.width, grad or weights.grad)
 
     def dropout(self, x: Value, probability: float) -> Value:
         if probability and x.grad:
