@@ -12,6 +12,12 @@ from tonnage.planner.records import dataclass
 from tonnage.planner.source import resolve_model
 from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_sums, taped
 
+# What these classes of transformers 5.19 have beside eager attention (_supports_sdpa, _supports_flash_attn).
+_WITHOUT_SDPA: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("codegen", "bloom", "mpt"), ()),
+    **dict.fromkeys(("gpt_neo", "gptj", "gpt_oss"), ("flash",)),
+}
+
 
 @dataclass(frozen=True)
 class TrainingModel:
@@ -35,6 +41,10 @@ class TrainingModel:
             if layer.window:
                 out[layer.layer] = layer.window
         return tuple(out)
+
+    def attention(self, asked: str) -> str:
+        """The attention that runs where ``asked`` is asked for: eager where the class does not have it."""
+        return asked if asked in _WITHOUT_SDPA.get(self.architecture.model_type, (asked,)) else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
         """Layers that are given an explicit mask at this length: windows shorter than the sequence."""

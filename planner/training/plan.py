@@ -131,7 +131,7 @@ class Planner:
             return cached
         targets = self.trained(setup).targets
         key = (
-            setup.attention,
+            self.model.attention(setup.attention),
             setup.method,
             setup.rank,
             targets,
@@ -364,6 +364,12 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
         out.append(
             f"activations of {name} are estimated from its shapes, {ESTIMATE_LOW} to {ESTIMATE_HIGH} times the "
             "figure"
+        )
+    attention = planner.model.attention(setup.attention)
+    if attention != setup.attention:
+        out.append(
+            f"{planner.model.architecture.class_name} has no {setup.attention} attention in transformers: "
+            f"planned with {attention}"
         )
     if setup.precision in ("fp16", "fp16-mixed"):
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")

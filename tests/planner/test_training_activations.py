@@ -1,16 +1,17 @@
-"""The activation model against ``saved_tensors_hooks`` on real models of ten families, within 2 %.
+"""The activation model against ``saved_tensors_hooks`` on real models: a type whose layer is written down
+within 0.05 %, any other inside the interval its plan states.
 
 What autograd keeps of them is stored (tests/data/oracles); `make test-oracles` trains them again.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import training_models as models
 from oracle import Oracle
 
 from tonnage.planner.errors import TonnageError
@@ -18,16 +19,11 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW, activations_of, shape_sums
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.plan import Planner
-from tonnage.planner.training.precision import convention_of, frozen_bytes
+from tonnage.planner.training.precision import convention_of
 from tonnage.planner.training.setup import TrainingSetup
 
-_SPEC = importlib.util.spec_from_file_location(
-    "training_models", Path(__file__).with_name("training_models.py")
-)
-models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(models)
-
 BATCH, LENGTH = 2, 96
+planned = models.planned_bytes
 ORACLE = Oracle("training_activations", "torch", "transformers", "peft")
 pytestmark = pytest.mark.oracle
 
@@ -46,33 +42,33 @@ def saved(request) -> Callable[..., int]:
     return ask
 
 
-def planned(
-    family: str, setup: TrainingSetup, targets: frozenset[str], batch: int, length: int, **overrides
-) -> int:
-    model = models.training_model(family, **overrides)
-    key = (setup.attention, setup.method, setup.rank, targets, setup.trainable_layers, False)
-    acts = activations_of(
-        model.recipe, model.masked(length), convention_of(setup), frozen_bytes(setup), key, cuda=False,
-        estimated=model.estimated,
-    )  # fmt: skip
-    total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
-    casts = acts.head.casts + acts.head.frozen_casts
-    for _, count, kept in acts.layers:
-        total = total + kept.total.times(count)
-        casts += count * (kept.casts + kept.frozen_casts)
-    return total.at(batch, length) + casts
+def exact(row: str) -> bool:
+    """The planner has the layer of this model operation by operation."""
+    return not models.training_model(row).estimated
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.ROWS)
 def test_full_training(family, precision, attention, saved):
     def real():
         return models.real_model(family, attention, "bfloat16" if precision == "bf16" else "float32")
 
     measured = saved(real, family, autocast=precision == "bf16-mixed")
     setup = TrainingSetup(precision=precision, attention=attention)
-    assert planned(family, setup, frozenset(), BATCH, LENGTH) == pytest.approx(measured, rel=0.0005)
+    found = planned(family, setup, frozenset(), BATCH, LENGTH)
+    if exact(family):
+        assert found == pytest.approx(measured, rel=0.0005)
+    else:
+        assert found * ESTIMATE_LOW <= measured <= found * ESTIMATE_HIGH
+
+
+def test_most_types_are_exact():
+    """Types whose rows are all exact, as benchmarks/training_accuracy.py --activations lists them."""
+    types = {True: set(), False: set()}
+    for row in models.ROWS:
+        types[exact(row)].add(row.partition("-")[0])
+    assert len(types[True] - types[False]) >= 34
 
 
 @pytest.mark.parametrize("method", ["lora", "ia3"])

@@ -5,23 +5,16 @@ What the ranks hold is stored (tests/data/oracles); `make test-oracles` starts t
 
 from __future__ import annotations
 
-import importlib.util
 import socket
-from pathlib import Path
 
 import pytest
+import training_models as models
 from oracle import Oracle
 
 from tonnage.planner.training.setup import TrainingSetup
 
 ORACLE = Oracle("training_fsdp", "torch", "transformers")
 pytestmark = pytest.mark.oracle
-
-_SPEC = importlib.util.spec_from_file_location(
-    "training_models", Path(__file__).with_name("training_models.py")
-)
-models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(models)
 
 
 def free_port() -> int:

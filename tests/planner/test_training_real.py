@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+import training_models as models
 
 from tonnage.planner.training.setup import TrainingSetup
 
 torch = pytest.importorskip("torch", reason="the real thing is torch")
-
-_SPEC = importlib.util.spec_from_file_location(
-    "training_models", Path(__file__).with_name("training_models.py")
-)
-models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(models)
 
 
 def train(model, optimizer, steps: int = 2) -> None:
