@@ -14,7 +14,7 @@ from typing import Any
 
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.sequences.tables import token_array
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 262_144

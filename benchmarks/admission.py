@@ -29,7 +29,7 @@ from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, read_trace
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 8, 128, "bfloat16", 2)
 STEP = StepTime(1, 1, 1.0, 1.0, 1.0)  # only steps count here

@@ -1,4 +1,4 @@
-"""Fit the GPU runtime model to start-up reports and write planner/runtime/fitted.json.
+"""Fit the GPU runtime model to start-up reports and write planner/engines/runtime/fitted.json.
 
     python benchmarks/fit_runtime.py [--reports FILE.jsonl] [--configs DIR] [--write]
 
@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=ROOT / "tests/data/field_reports.jsonl")
     parser.add_argument("--configs", type=Path, default=ROOT / "tests/data/configs")
-    parser.add_argument("--write", action="store_true", help="write planner/runtime/fitted.json")
+    parser.add_argument("--write", action="store_true", help="write planner/engines/runtime/fitted.json")
     options = parser.parse_args()
     from accuracy.common import Inputs
     from accuracy.pool_from_flags import score
@@ -40,7 +40,7 @@ def main() -> int:
         },
     }
     if options.write:
-        target = ROOT / "planner/runtime/fitted.json"
+        target = ROOT / "planner/engines/runtime/fitted.json"
         target.write_text(json.dumps(out, indent=1) + "\n")
     print(json.dumps(out))
     return 0

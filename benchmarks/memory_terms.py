@@ -1,4 +1,4 @@
-"""Where planner/runtime/hf.py has its numbers for the hf engine on a CPU from: memory of each process.
+"""Where planner/engines/runtime/hf.py has its numbers for the hf engine on a CPU from: memory of each process.
 
 Starts ``tonnage serve demo``, reads RssAnon + RssShmem of the API process and of the engine process when
 ready and after a load that fills the token budget and the batch, and takes off what is known exactly (weights,

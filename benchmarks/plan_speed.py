@@ -69,10 +69,10 @@ def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, fl
 
 def sweep_speed(folder: str) -> dict[str, float]:
     """CPU seconds of a sweep of 10,000 combinations or more."""
-    from tonnage.planner.gpus import catalogue
+    from tonnage.planner.devices.catalogue import catalogue
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source import resolve_model
-    from tonnage.planner.sweep import Grid, sweep
+    from tonnage.planner.source.resolve import resolve_model
+    from tonnage.planner.sweep.grid import Grid, sweep
 
     gpus = tuple(gpu for gpu in catalogue() if gpu.vendor != "apple")
     dtypes, ranks = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16"), (1, 2, 4, 8)

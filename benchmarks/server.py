@@ -141,7 +141,7 @@ async def fake() -> dict[str, Any]:
     """The real app on a real socket around the fake engine; the client is another process."""
     import uvicorn
 
-    from tonnage.planner.build import make_plan
+    from tonnage.planner.planning.build import make_plan
     from tonnage.planner.plans import Deployment
     from tonnage.server.app import create_app, settle_heap
     from tonnage.server.commands.serve import accepting, listen

@@ -17,7 +17,7 @@ import time
 
 from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
 LAYOUTS = {

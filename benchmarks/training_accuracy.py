@@ -27,8 +27,8 @@ from typing import Any
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.setup import TrainingSetup
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import load_training_model
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.sweep import parse_axis, sweep
 

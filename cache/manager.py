@@ -37,7 +37,7 @@ from tonnage.cache.results import Admitted, BlockCopy, CacheStats
 from tonnage.cache.sequences import steps
 from tonnage.cache.sequences.refusals import refused
 from tonnage.cache.sequences.tables import Sequences, TokenIds, end_array, token_array, tokens_by_row
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 
 __all__ = ["Admitted", "BlockCopy", "CacheStats", "KVCacheManager"]
 

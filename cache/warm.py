@@ -8,7 +8,7 @@ import numpy as np
 
 from tonnage.cache.admission import Policy
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 
 
 @functools.cache

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tonnage.planner.api import plan as plan
-    from tonnage.planner.build import make_plan as make_plan
     from tonnage.planner.errors import CheckpointError as CheckpointError
     from tonnage.planner.errors import ConfigError as ConfigError
     from tonnage.planner.errors import DeploymentError as DeploymentError
     from tonnage.planner.errors import ModelNotFound as ModelNotFound
     from tonnage.planner.errors import TonnageError as TonnageError
     from tonnage.planner.errors import UnsupportedArchitecture as UnsupportedArchitecture
+    from tonnage.planner.output.json import plan_to_dict as plan_to_dict
+    from tonnage.planner.planning.build import make_plan as make_plan
     from tonnage.planner.plans import Deployment as Deployment
     from tonnage.planner.plans import KVCachePlan as KVCachePlan
     from tonnage.planner.plans import ModelInfo as ModelInfo
     from tonnage.planner.plans import Plan as Plan
     from tonnage.planner.plans import RankPlan as RankPlan
     from tonnage.planner.plans import Term as Term
-    from tonnage.planner.render import plan_to_dict as plan_to_dict
 else:  # a module's __getattr__ would let a type checker accept any name
     _HOME = {
         "plan": "api",
-        "make_plan": "build",
+        "make_plan": "planning.build",
         "CheckpointError": "errors",
         "ConfigError": "errors",
         "DeploymentError": "errors",
@@ -42,7 +42,7 @@ else:  # a module's __getattr__ would let a type checker accept any name
         "Plan": "plans",
         "RankPlan": "plans",
         "Term": "plans",
-        "plan_to_dict": "render",
+        "plan_to_dict": "output.json",
     }
     __all__ = list(_HOME)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, NoReturn, ParamSpec
 
-from tonnage.planner.build import plan_source
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan, default_engine
 from tonnage.planner.records import replace
-from tonnage.planner.source import ModelSource, resolve_model
+from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import resolve_model
 
 _Fields = ParamSpec("_Fields")
 
@@ -78,7 +79,7 @@ def plan_or_advise(source: ModelSource, deployment: Deployment) -> Plan:
     found = plan_source(source, deployment)
     if found.fits:
         return found
-    from tonnage.planner.answers import advise  # only where it is needed: a plan that fits takes 50 ms
+    from tonnage.planner.planning.advice import advise  # only where it is needed: a plan that fits takes 50 ms
 
     return replace(found, advice=advise(source, deployment))
 
@@ -97,7 +98,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
         if name in given and deployment.engine != engine:
             refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
     if "device" in given and deployment.gpu is not None:
-        from tonnage.planner.gpus import find_gpu  # reads the catalogue
+        from tonnage.planner.devices.find import find_gpu  # reads the catalogue
 
         gpu = find_gpu(deployment.gpu)
         if deployment.device != gpu.device:

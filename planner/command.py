@@ -246,12 +246,12 @@ def run(argv: list[str]) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     # imported here: --help needs none of it
-    from tonnage.planner.source import resolve_model
+    from tonnage.planner.source.resolve import resolve_model
 
     deployment = deployment_from(args)
     check_flags(args, deployment)
     if args.sweep or args.target_concurrency is not None:
-        from tonnage.planner.sweep_command import run_sweep
+        from tonnage.planner.sweep.command import run_sweep
 
         target = args.target_concurrency
         wanted = None if target is None else parse_count(target, "--target-concurrency")
@@ -260,20 +260,20 @@ def _answer(args: argparse.Namespace) -> int:
 
     plan = plan_or_advise(resolve_model(args.model), deployment)
     if args.html:
-        from tonnage.planner.html import write_plan_page
+        from tonnage.planner.markup import write_page
 
-        write_plan_page(args.html, [plan])
+        write_page(args.html, "Memory plan", plan.html())
     _print(plan, args)
     return FITS if plan.fits else DOES_NOT_FIT
 
 
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     if args.emit:
-        from tonnage.planner.emit import emit
+        from tonnage.planner.output.emit import emit
 
         print(emit(plan, args.emit), end="")
     elif args.serve_line:
-        from tonnage.planner.answers import serve_lines
+        from tonnage.planner.planning.advice import serve_lines
 
         print("\n".join(serve_lines(plan)))
         for note in plan.notes:
@@ -281,7 +281,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     elif args.json:
         import json
 
-        from tonnage.planner.render import plan_to_dict
+        from tonnage.planner.output.json import plan_to_dict
 
         result = plan_to_dict(plan)
         if args.explain:
@@ -290,10 +290,10 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
             ]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        from tonnage.planner.tables import plan_table, print_table
+        from tonnage.planner.output.tables import plan_table, print_table
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)
     else:
-        from tonnage.planner.render import print_plan
+        from tonnage.planner.output.terminal import print_plan
 
         print_plan(plan, args.explain, sys.stdout)

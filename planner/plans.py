@@ -1,12 +1,13 @@
 """The Plan: computed once before anything loads, then what the pool is sized by, what admission reserves
-from, and what the metrics compare reality with. Built by :func:`tonnage.planner.build.make_plan`."""
+from, and what the metrics compare reality with. Built by :func:`tonnage.planner.planning.build.make_plan`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.records import dataclass, field
+from tonnage.planner.units import gib
 
 SCHEMA_VERSION = 1
 
@@ -20,7 +21,7 @@ class Deployment:
     engine: EngineName = "hf"
     engine_version: str | None = None  # whose rules; None: the installed one, else the newest known
     device: str = "cpu"
-    gpu: str | None = None  # a name of planner/gpus/catalogue.json
+    gpu: str | None = None  # a name of planner/devices/catalogue.json
     device_memory: int | None = None  # bytes of the device (or of the host for cpu)
     gpu_memory_utilization: float | None = None  # None: the engine's default
     dtype: str = "auto"  # auto | float32 | float16 | bfloat16
@@ -166,20 +167,99 @@ class Plan:
     notes: tuple[str, ...] = ()  # what a reader should know: rules assumed, settings that override
     advice: tuple[str, ...] = ()  # when it does not fit: changes that make it fit, smallest first
     schema_version: int = SCHEMA_VERSION
+    engine_name: str = ""  # as people call it: with its version, where it has one
 
     @property
     def rank(self) -> RankPlan:
         """The rank that decides."""
         return self.ranks[self.worst_rank]
 
+    def headline(self) -> tuple[str, str]:
+        """Two lines: the model, and how it is served."""
+        model, flags = self.model, self.deployment
+        first = f"{model.id}: {model.architecture}, {model.parameters:,} parameters, {model.attention}, "
+        first += model.dtype + (f", {flags.quantization}" if flags.quantization else "") + f" (via {model.via})"
+        second = (
+            f"engine {self.engine_name} on {self._device()}, max_model_len {flags.max_model_len:,}, "
+            f"max_num_seqs {flags.max_num_seqs:,}, block size {flags.block_size}"
+        )
+        return first, second
+
+    def _device(self) -> str:
+        flags = self.deployment
+        name = flags.gpu or flags.device
+        if len(self.ranks) > 1:
+            name = f"{len(self.ranks)} x {name}"
+        return (
+            f"{name} ({flags.data_parallel_size} replicas, each so)" if flags.data_parallel_size > 1 else name
+        )
+
+    def memory_rows(self) -> list[tuple[str, int, str]]:
+        """(component, bytes, note) of the worst rank, in the order they are taken."""
+        rank = self.rank
+
+        def bounds(name: str) -> str:
+            if name not in self.intervals:
+                return "exact"
+            low, high = self.intervals[name]
+            return f"{gib(low)} to {gib(high)}"
+
+        rows = [
+            ("weights", rank.weights_bytes, bounds("weights_bytes")),
+            ("KV cache pool", rank.kv_pool_bytes, "exact"),
+            ("activations", rank.activation_bytes, bounds("activation_bytes")),
+            ("framework", rank.framework_bytes, bounds("framework_bytes")),
+        ]
+        if rank.cuda_graph_bytes:
+            rows.append(("CUDA graphs", rank.cuda_graph_bytes, bounds("cuda_graph_bytes")))
+        if rank.lora_bytes:
+            rows.append(("LoRA slots", rank.lora_bytes, "exact"))
+        if rank.draft_bytes:
+            rows.append(("draft model", rank.draft_bytes, "exact"))
+        rows.append(("free", rank.free_bytes, ""))
+        rows.append(("device", rank.total_bytes, ""))
+        return rows
+
+    def capacity_lines(self) -> list[str]:
+        """What the pool holds; the groups of a hybrid apart."""
+        cache, layout, flags = self.kv_cache, self.kv_cache.layout, self.deployment
+        if not layout.groups:
+            return [f"KV cache: none (an encoder); at most {flags.max_num_seqs:,} texts in a step"]
+        lines = [
+            f"KV cache: {cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes ({layout.dtype}), "
+            f"{cache.usable_blocks:,} usable; {cache.tokens:,} tokens",
+            f"Concurrency at {flags.max_model_len:,} tokens per request: {cache.max_concurrency:.2f}x "
+            f"({gib(cache.bytes_per_sequence)} each)",
+        ]
+        if len(layout.groups) > 1 or layout.slides:
+            for i, group in enumerate(layout.groups):
+                window = f", window {group.window:,}" if group.window else ""
+                lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
+        return lines
+
+    def verdict_lines(self) -> list[str]:
+        """Whether it fits, or why not and what would; notes."""
+        lines = ["Fits."] if self.fits else [f"Does not fit: {reason}" for reason in self.reasons]
+        lines += [f"Would fit with {change}" for change in self.advice]
+        return lines + [f"Note: {note}" for note in self.notes]
+
     def __repr__(self) -> str:
         """A few lines for people; the fields are in ``plan_to_dict``."""
-        from tonnage.planner.render import summary_lines  # reads plans
+        rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
+        memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
+        verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
+        return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
-        return "\n  ".join(("<Plan", *summary_lines(self))) + ">"
+    def html(self) -> str:
+        """A section of a page: the table with memory bars, capacity, verdict."""
+        from tonnage.planner.markup import memory_section  # for pages and notebooks alone
+
+        rows = [row for row in self.memory_rows() if row[0] != "device"]
+        lines = (*self.capacity_lines(), *self.verdict_lines())
+        return memory_section(*self.headline(), rows, self.rank.total_bytes, lines)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table with memory bars, and nothing outside it."""
-        from tonnage.planner.html import plan_fragment  # reads plans
+        """What a notebook shows; its style touches nothing outside it."""
+        from tonnage.planner.markup import fragment  # for pages and notebooks alone
 
-        return plan_fragment(self)
+        return fragment(self.html())

@@ -23,7 +23,7 @@ class Inputs:
     def config(self, name: str) -> dict[str, Any] | None:
         """config.json of ``org/model`` or ``org__model`` (with ``hf_quant_config.json`` merged in, as the
         planner reads a folder); None when the folder does not have it."""
-        from tonnage.planner.fields import parse_config
+        from tonnage.planner.model.fields import parse_config
 
         if self.configs is None:
             return None

@@ -20,11 +20,11 @@ _SPECS = {
 
 
 def score(inputs: Inputs) -> Section | None:
-    from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source import ModelSource
+    from tonnage.planner.source.model_source import ModelSource
 
     if inputs.configs is None:
         return None

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tonnage.planner.architecture import Architecture, CacheLayer
+    from tonnage.planner.model.architecture import Architecture, CacheLayer
     from tonnage.planner.plans import Plan
 
 # Their blocks hold something else than the tokens' K, V and latents: pages of compressed tokens, latents

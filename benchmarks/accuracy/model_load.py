@@ -59,12 +59,12 @@ def architecture_body(config: dict[str, Any]) -> str:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any], printed: float) -> bool:
-    from tonnage.planner.build import plan_source
     from tonnage.planner.engines.vllm.repack import mxfp4_padding
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source import ModelSource
+    from tonnage.planner.source.model_source import ModelSource
 
     length = row["max_model_len"]
     said = str(row["other_flags"])

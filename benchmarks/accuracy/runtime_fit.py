@@ -1,7 +1,7 @@
 """The GPU runtime model's fit to start-up reports: which rows carry it, its coefficients, its spread.
 
-Used by benchmarks/fit_runtime.py (which writes planner/runtime/fitted.json) and by ``pool_from_flags``, which
-fits once per source left out.
+Used by benchmarks/fit_runtime.py (which writes planner/engines/runtime/fitted.json) and by ``pool_from_flags``,
+which fits once per source left out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
 
 if TYPE_CHECKING:
-    from tonnage.planner.architecture import Architecture
-    from tonnage.planner.engines.base import Resolved
-    from tonnage.planner.runtime.estimate import Coefficients
+    from tonnage.planner.engines.resolved import Resolved
+    from tonnage.planner.engines.runtime.estimate import Coefficients
+    from tonnage.planner.model.architecture import Architecture
 
 # Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all.
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.04
@@ -47,9 +47,10 @@ class Row:
         return max(0, self.chosen.limit - self.weights - self.runtime(fitted))
 
     def runtime(self, fitted: Coefficients) -> int:
-        from tonnage.planner.runtime.gpu import terms
+        from tonnage.planner.engines.registry import engine_of
 
-        return terms(self.architecture, self.chosen, fitted).total
+        engine = engine_of(self.chosen.flags.engine)
+        return engine.gpu_terms(self.architecture, self.chosen, fitted).total
 
 
 def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
@@ -68,11 +69,11 @@ def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
 
 
 def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
-    from tonnage.planner.build import auto_dtype
-    from tonnage.planner.deployment import complete
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.source import ModelSource
+    from tonnage.planner.planning.build import auto_dtype
+    from tonnage.planner.planning.deployment import complete
+    from tonnage.planner.source.model_source import ModelSource
 
     seen = report["observed"]
     config = model_config(inputs, report)
@@ -113,8 +114,8 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
 
 
 def _device(report: dict[str, Any]) -> tuple[int | None, str | None]:
+    from tonnage.planner.devices.find import find_gpu
     from tonnage.planner.errors import TonnageError
-    from tonnage.planner.gpus import find_gpu
 
     total, name = report["observed"].get("total_gpu_gib"), report["gpu"]
     found = None
@@ -164,8 +165,8 @@ def _weights(
     engine's own figure, because a model's name is no quantization config."""
     from tonnage.planner.engines.ranks import rank_architecture
     from tonnage.planner.errors import TonnageError
-    from tonnage.planner.quantization import check_quantization, read_quantization
-    from tonnage.planner.weights import sum_weights
+    from tonnage.planner.planning.weights import sum_weights
+    from tonnage.planner.quantization.read import check_quantization, read_quantization
 
     printed = report["observed"].get("model_load_gib")
     if quantization_known(report):
@@ -194,9 +195,9 @@ def fit(rows: Sequence[Row]) -> Coefficients:
 
 
 def _values(rows: Sequence[Row]) -> Coefficients:
+    from tonnage.planner.engines.runtime.estimate import Coefficients
+    from tonnage.planner.engines.runtime.gpu import SAMPLER_BYTES, forward_bytes
     from tonnage.planner.engines.vllm.versions import rules
-    from tonnage.planner.runtime.estimate import Coefficients
-    from tonnage.planner.runtime.gpu import SAMPLER_BYTES, forward_bytes
 
     sort: dict[str, list[float]] = {}
     fused: dict[str, list[float]] = {}

@@ -46,10 +46,10 @@ def _unusable(row: dict[str, Any]) -> str | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
-    from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
+    from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source import ModelSource
+    from tonnage.planner.source.model_source import ModelSource
 
     seen = row["observed"]
     said = str(row["other_flags"] or "")

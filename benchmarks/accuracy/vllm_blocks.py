@@ -10,10 +10,10 @@ NAME = "vllm_blocks"
 def score(inputs: Inputs) -> Section | None:
     if inputs.configs is None or inputs.vllm is None:
         return None
-    from tonnage.planner.build import plan_source
     from tonnage.planner.errors import TonnageError
+    from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source import ModelSource
+    from tonnage.planner.source.model_source import ModelSource
 
     section = Section()
     flags = Deployment(

@@ -39,10 +39,10 @@ def _parameters(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 
 def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
-    from tonnage.planner.checkpoint import checkpoint_size
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.quantization import read_quantization
+    from tonnage.planner.planning.checkpoint import checkpoint_size
+    from tonnage.planner.quantization.read import read_quantization
 
     config = inputs.config(row["model"])
     if config is None:
@@ -70,7 +70,7 @@ def _checkpoint(inputs: Inputs, section: Section, row: dict[str, str]) -> None:
 
 def _dtype(row: dict[str, str], config: dict[str, Any]) -> str:
     """As the row says, else the config, else bfloat16."""
-    from tonnage.planner.dtypes import config_dtype
+    from tonnage.planner.model.dtypes import config_dtype
 
     if row["torch_dtype"] not in ("None", ""):
         return row["torch_dtype"]

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
 from tonnage.cache.blocks.groups import FULL, STATE, kind_of
-from tonnage.planner.layout import KVGroup
+from tonnage.planner.model.layout import KVGroup
 from tonnage.planner.units import ceil_div
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from tonnage.cache.blocks.groups import check_groups
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 
 
 class WaitReason(StrEnum):

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.errors import CacheConfigError
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 # What a query reads: everything before it, the last ``window`` positions with its own, its own chunk of
 # ``window`` positions, a recurrent state.

@@ -26,7 +26,7 @@ from tonnage.cache.blocks.groups import FULL, GROUP, group_records
 from tonnage.cache.blocks.memory import lazy, resident
 from tonnage.cache.eviction.model import CLASSES, ENTRY, MODEL, new_model
 from tonnage.cache.results import EVICTION_CAUSES
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.units import ceil_div
 
 Int32Array = npt.NDArray[np.int32]

@@ -25,7 +25,7 @@ from tonnage.cache.replay.result import Replay, Samples
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceRequest
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -11,32 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.resolved import Resolved
+from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.quantization import Quantization
-from tonnage.planner.records import dataclass
-from tonnage.planner.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A Deployment without open questions: ``flags`` for the Plan, and its integers without None. ``limit``:
-    bytes of the device that the plan may take."""
-
-    engine: Engine
-    flags: Deployment
-    version: Version
-    device_memory: int
-    limit: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    given_block_size: int | None = None
+from tonnage.planner.quantization.scheme import Quantization
 
 
 class Engine(ABC):
@@ -69,11 +53,11 @@ class Engine(ABC):
     tiles_linear = False  # linear weights may be repacked into padded tiles
     null_block = False  # block 0 of the pool holds nothing
     sized_by_context = False  # the pool is the context that was asked for, whatever memory there is
-    # device -> format -> the kernel that repacks its weights (quantization_formats.py after_warmup)
+    # device -> format -> the kernel that repacks its weights (quantization/formats.py after_warmup)
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    shows_version = True  # beside the name in a plan's headline
+    shows_version = True  # beside the name
 
-    # -- flags: completed by tonnage.planner.deployment, or refused by name
+    # -- flags: completed by tonnage.planner.planning.deployment, or refused by name
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
         """(max_num_seqs, max_num_batched_tokens) on a device of ``memory`` bytes."""
@@ -155,16 +139,28 @@ class Engine(ABC):
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
         """Framework, activations of a step and CUDA graphs."""
         if chosen.flags.device == "cpu":
-            from tonnage.planner.runtime import hf
+            from tonnage.planner.engines.runtime import hf
 
             return Runtime(self.cpu_framework(), hf.activation_bytes(architecture, chosen), NOTHING)
-        from tonnage.planner.runtime import gpu
+        return self.gpu_terms(architecture, chosen)
 
-        return gpu.terms(architecture, chosen)
+    def gpu_terms(
+        self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
+    ) -> Runtime:
+        """:meth:`runtime_terms` on a GPU. ``fitted``: other coefficients than the shipped ones (scores with a
+        source left out)."""
+        from tonnage.planner.engines.runtime import gpu
+
+        fitted = fitted or gpu.coefficients()
+        activation = self.gpu_activation(architecture, chosen)
+        if activation is None:
+            activation = gpu.activation(architecture, chosen, fitted, self.logit_bytes(chosen.version, fitted))
+        graphs = self.counts_graphs(chosen.flags, chosen.version)
+        return gpu.terms(architecture, chosen, fitted, activation, graphs=graphs)
 
     def cpu_framework(self) -> Estimate:
         """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
-        from tonnage.planner.runtime import hf
+        from tonnage.planner.engines.runtime import hf
 
         return hf.framework_bytes()
 
@@ -229,6 +225,11 @@ class Engine(ABC):
         return flags
 
     # -- words
+
+    def shown_name(self, flags: Deployment) -> str:
+        """What a plan calls it."""
+        known = self.shows_version and flags.engine_version not in (None, "none")
+        return f"{self.name} {flags.engine_version}" if known else self.name
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Commands that serve ``plan``."""

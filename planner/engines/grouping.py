@@ -8,7 +8,7 @@ holds them against those functions.
 from __future__ import annotations
 
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.layout import GroupKind
+from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.records import dataclass
 
 

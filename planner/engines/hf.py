@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tonnage.planner.architecture import Architecture, CacheLayer
-from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
-from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
+from tonnage.planner.engines.resolved import Resolved
+from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
-from tonnage.planner.runtime.estimate import Estimate
 
 
 class HF(Engine):
@@ -47,7 +48,7 @@ class HF(Engine):
         return size
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        from tonnage.planner.runtime import hf
+        from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
 

@@ -14,13 +14,14 @@ import shlex
 from math import prod
 from typing import ClassVar, Literal
 
-from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
-from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.heads import expanded_heads
-from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.pool import PoolSpec, token_pool
+from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
-from tonnage.planner.engines.tokens import token_pool
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div

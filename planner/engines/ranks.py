@@ -1,10 +1,10 @@
-"""Ranks of a deployment: its flags in the terms of planner/parallel.py."""
+"""Ranks of a deployment: its flags in the terms of parallel.py."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Deployment
 
 
@@ -29,7 +29,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
             field="--tensor-parallel-size", hint="plan it for one GPU",
         )  # fmt: skip
     # imported here: most plans are for one GPU, and a cold start counts in milliseconds
-    from tonnage.planner import parallel
+    from tonnage.planner.engines import parallel
 
     sizes = parallel.Parallel(
         tensor=flags.tensor_parallel_size,

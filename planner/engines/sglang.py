@@ -10,14 +10,15 @@ from __future__ import annotations
 import shlex
 from typing import ClassVar
 
-from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
-from tonnage.planner.dtypes import KV_DTYPE_BYTES
-from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.heads import heads_per_rank
-from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.pool import PoolSpec, token_pool
+from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
-from tonnage.planner.engines.tokens import token_pool
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan
 
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)

@@ -3,7 +3,8 @@ for each rope instead of frequencies."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, TensorSpec
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
 VOCABULARY_PADDING = 64

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
-from tonnage.planner.fields import Fields
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
 
 # What published files carry of training, of a tokenizer or of other heads.
@@ -132,8 +133,8 @@ def label_count(fields: Fields) -> int:
 
 
 def text_length(fields: Fields, positions: int) -> int:
-    """``max_seq_length`` of sentence_bert_config.json (planner/source.py puts it beside config.json's fields)
-    where there is one and the positions reach that far."""
+    """``max_seq_length`` of sentence_bert_config.json (planner/source/model_source.py puts it beside
+    config.json's fields) where there is one and the positions reach that far."""
     if positions < 1:
         raise UnsupportedArchitecture(
             "leaves no position behind the padding token's", field="max_position_embeddings"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.fields import Fields, shown
-from tonnage.planner.records import dataclass, replace
-
-if TYPE_CHECKING:
-    from tonnage.planner.families.recipe import Recipe
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads, Recipe
+from tonnage.planner.model.tensor import Role, TensorSpec
+from tonnage.planner.records import replace
 
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
@@ -258,21 +257,6 @@ class Tensors:
 
     def rotary(self, dim: int, *prefixes: str) -> None:
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """Geometry of one attention module."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    value: int | None = None
-
-    @property
-    def value_size(self) -> int:
-        return self.head_size if self.value is None else self.value
 
 
 def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:

@@ -7,11 +7,12 @@ compressed alike, or one entry per 128 tokens; and the tokens of the entry that 
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 
 _SPARSE, _HEAVY = 4, 128  # compress ratios: with an indexer, and without
 _RATES = {

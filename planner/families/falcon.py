@@ -6,23 +6,23 @@ bitsandbytes' replacement does not touch (integrations/bitsandbytes.py: ``type(m
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads
-from tonnage.planner.families.recipe import (
+from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
     Head,
+    Heads,
     Mlp,
     Norm,
     Recipe,
     Rope,
     Table,
     layer_of,
-)  # fmt: skip
-from tonnage.planner.families.tensors import tensors_of
-from tonnage.planner.fields import Fields, shown
+)
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

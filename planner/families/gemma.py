@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.architecture import Architecture, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads
-from tonnage.planner.families.recipe import (
+from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import (
     Attention,
     Embedding,
     Flow,
     Head,
+    Heads,
     Layer,
     Mlp,
     Norm,
@@ -25,8 +27,7 @@ from tonnage.planner.families.recipe import (
     Table,
     layer_of,
 )  # fmt: skip
-from tonnage.planner.families.tensors import tensors_of
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import dataclass
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.towers import conv
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.fields import Fields, shown
 
 VISION_WIDTH = 2048  # of the fused features
 # Stages: (channels, [(start kernel, middle kernel, expansion) of each inverted residual]), then (pairs of

@@ -4,11 +4,12 @@ models/gemma4/."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

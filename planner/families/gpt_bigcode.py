@@ -3,13 +3,13 @@ models/gpt_bigcode/."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads
-from tonnage.planner.families.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, layer_of
 from tonnage.planner.families.tensors import tensors_of
-from tonnage.planner.fields import Fields
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, layer_of
+from tonnage.planner.model.tensor import TensorSpec
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

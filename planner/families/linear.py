@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tonnage.planner.architecture import Architecture, Role, Rotary, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads
-from tonnage.planner.families.recipe import (
+from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import (
     Attention,
     Embedding,
     Flow,
     Head,
+    Heads,
     Layer,
     Mlp,
     Norm,
@@ -26,8 +28,7 @@ from tonnage.planner.families.recipe import (
     Table,
     layer_of,
 )  # fmt: skip
-from tonnage.planner.families.tensors import tensors_of
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.tensor import Role, TensorSpec
 from tonnage.planner.records import dataclass, replace
 
 Bias = bool | tuple[str, bool]  # always | (config field, its default)

@@ -3,11 +3,11 @@ the multimodal files are in multimodal.py."""
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
 
 
 def build(fields: Fields, model_type: str) -> Architecture:

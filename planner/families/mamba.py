@@ -7,11 +7,12 @@ A Mamba layer keeps, per sequence, the last kernel - 1 inputs of its convolution
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
 
 TIME_STEP = (

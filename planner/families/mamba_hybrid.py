@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import replace
 
 

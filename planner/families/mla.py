@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import label_count, text_length, wanted_class
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import Heads
 
 # Of training and of heads: no shape.
 _NO_SHAPE = (

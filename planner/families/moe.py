@@ -6,12 +6,13 @@ Shapes after transformers 5.19, models/<family>/modeling_<family>.py: routed exp
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.llama import Bias
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass, replace
 
 

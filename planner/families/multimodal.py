@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tonnage.planner.architecture import Architecture, CacheLayer, TensorSpec
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n_towers, towers
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
 _TOP = (

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.absent import ABSENT
 from tonnage.planner.families.leftovers import LEFTOVERS
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.records import replace
 
 # module -> the model_types it builds. A module is imported when one of its types is asked for.
@@ -142,15 +142,14 @@ def _adapted(config: Mapping[str, Any]) -> Architecture:
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """The adapter's answer, also with ``unread`` switches, or, for a model_type without one, what
-    transformers' own modules hold where it is installed and knows the family (planner/meta.py). Raises what
-    both do."""
+    transformers' own modules hold where it is installed and knows the family (meta.py). Raises what both do."""
     global _last
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type in _ADAPTERS:
         return _adapted(config)
     written = repr(config)
     if _last is None or _last[0] != written:
-        from tonnage.planner.meta import meta_architecture
+        from tonnage.planner.families.meta import meta_architecture
 
         _last = (written, meta_architecture(config, _unknown(model_type)))
     return _last[1]

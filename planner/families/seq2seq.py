@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from tonnage.planner.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 
 Kind = Literal["decoder", "encoder-decoder", "encoder"]
 

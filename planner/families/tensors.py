@@ -1,9 +1,9 @@
-"""The tensors of a recipe (recipe.py): TensorSpecs with the names of transformers' state dict."""
+"""The tensors of a recipe (model/recipe.py): TensorSpecs with the names of transformers' state dict."""
 
 from __future__ import annotations
 
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.families.recipe import Attention, Experts, Mlp, Norm, Recipe
+from tonnage.planner.model.recipe import Attention, Experts, Mlp, Norm, Recipe
 from tonnage.planner.records import replace
 
 # what the module of a norm learns (common.Tensors.norm)

@@ -8,8 +8,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 
 
 def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:

@@ -3,12 +3,13 @@ transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Heads, Tensors
+from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto
-from tonnage.planner.fields import Fields, shown
+from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import replace
 
 

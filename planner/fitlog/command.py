@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
-from tonnage.planner.build import plan_source
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import LogFigures, read_log
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.units import gib, parse_count, parse_size
 
 OK, BAD_INPUT = 0, 2

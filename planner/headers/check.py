@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from math import prod
 
-from tonnage.planner.architecture import TOWER_ROLES, Architecture, TensorSpec
-from tonnage.planner.dtypes import SAFETENSORS_NAMES
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.tensor import HeaderTensor
-from tonnage.planner.quantization import Quantization
-from tonnage.planner.quantization_rules import spelling
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import SAFETENSORS_NAMES
+from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
+from tonnage.planner.quantization.rules import spelling
+from tonnage.planner.quantization.scheme import Quantization
 
 # Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import CheckpointError, UnsupportedArchitecture
 from tonnage.planner.headers.gguf import GGUFHeader
 from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.model.architecture import Architecture
 
 _MODEL_TYPES = {
     "llama": "llama",

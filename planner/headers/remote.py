@@ -16,7 +16,6 @@ from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
-from tonnage.planner.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.headers.safetensors import (
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
@@ -25,6 +24,7 @@ from tonnage.planner.headers.safetensors import (
     shard_names,
 )
 from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 
 _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request

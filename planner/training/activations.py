@@ -1,6 +1,6 @@
 """Activations a training step keeps for its backward pass, layer by layer.
 
-Where a family is written as a recipe (planner/families/recipe.py), its layers are run on a :class:`Tape`; other
+Where a family is written as a recipe (planner/model/recipe.py), its layers are run on a :class:`Tape`; other
 decoders are estimated from the shapes of their tensors.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tonnage.planner.architecture import Architecture
-from tonnage.planner.families.recipe import Attention, Embedding, Experts, Head, Layer, Norm, Recipe, Table
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.recipe import Attention, Embedding, Experts, Head, Layer, Norm, Recipe, Table
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.layers import norm

@@ -175,7 +175,7 @@ def setup_from(args: argparse.Namespace) -> TrainingSetup:
     if args.gpu is not None:
         if values["device_memory"] is not None:
             raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
-        from tonnage.planner.gpus import find_gpu
+        from tonnage.planner.devices.find import find_gpu
 
         values["device_memory"] = find_gpu(args.gpu).memory_bytes
     known = set(TrainingSetup.__annotations__)
@@ -198,8 +198,8 @@ def run(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     # imported here: --help needs none of it
+    from tonnage.planner.training.build import Planner
     from tonnage.planner.training.model import load_training_model
-    from tonnage.planner.training.plan import Planner
 
     setup = setup_from(args)
     planner = Planner(load_training_model(args.model))

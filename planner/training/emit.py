@@ -9,7 +9,7 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.training.methods import IA3_TARGETS, LORA_TARGETS
-from tonnage.planner.training.plan import TrainingPlan
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.step import kernel_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from tonnage.planner.training.plan import TrainingPlan
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.render import bounds, headline, place_rows, tail, verdict
 from tonnage.planner.training.tricks import Trick
 from tonnage.planner.units import gib

@@ -1,4 +1,4 @@
-"""The training interpreter of a recipe (planner/families/recipe.py): a layer as operations on a :class:`Tape`,
+"""The training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a :class:`Tape`,
 in the order in which its module runs them (transformers 5.19, models/*/modeling_*.py; experts as its default,
 ``grouped_mm``, runs them: integrations/moe.py)."""
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tonnage.planner.families.recipe import Attention, Experts, Layer, Mlp, Norm, Rope
+from tonnage.planner.model.recipe import Attention, Experts, Layer, Mlp, Norm, Rope
 from tonnage.planner.training.tape import Size, Tape, Value
 
 Tables = Mapping[str, tuple[Value, Value]]  # cos and sin of each table of rotary frequencies

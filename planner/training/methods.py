@@ -11,10 +11,11 @@ from collections import Counter
 from functools import cached_property
 from math import prod
 
-from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.dtypes import ELEMENT_BYTES
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.quantization import Quantization
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.families.recipe import Recipe
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.recipe import Recipe
 from tonnage.planner.records import dataclass
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_sums, taped
 
 # What these classes of transformers 5.19 have beside eager attention (_supports_sdpa, _supports_flash_attn).

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tonnage.planner.training.methods import Trained
+from tonnage.planner.training.plans import Line
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import States
-
-if TYPE_CHECKING:
-    from tonnage.planner.training.plan import Line
 
 # DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
 PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
@@ -41,8 +39,6 @@ def init_bytes(parameters: int, gpus: int) -> int:
 def place(setup: TrainingSetup, states: States, convention: Convention, trained: Trained) -> HostBytes:
     """Offload moves optimizer states with their master weights and gradients (ZeRO-Offload), and with
     ``offload_param`` the weights too (ZeRO-Infinity)."""
-    from tonnage.planner.training.plan import Line
-
     node = setup.gpus
     weights_off = setup.offload_param != "none"
     optimizer_off = setup.offload_optimizer != "none"
@@ -89,8 +85,6 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
     """Whole weights that are alive at once. DeepSpeed: the module at work and the prefetch bucket, at most
     max_live_parameters. FSDP: the unit at work, the next one prefetched, and the root's embedding and head,
     which stay gathered through the forward pass."""
-    from tonnage.planner.training.plan import Line
-
     each = convention.compute
     if setup.method in ("lora", "qlora", "ia3") and states.parameters:
         each = max(1, -(-states.full_frozen // states.parameters))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tonnage.planner.records import asdict
-from tonnage.planner.training.plan import SCHEMA_VERSION, Line, TrainingPlan
+from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan
 from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.training.plan import Planner, TrainingPlan
+from tonnage.planner.training.build import Planner
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 
 FIELDS = ("micro_batch", "sequence_length")

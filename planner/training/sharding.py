@@ -6,8 +6,8 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.training.methods import Held
 from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.units import ceil_div

@@ -4,8 +4,9 @@ every figure is relative to the same setup without the trick."""
 from __future__ import annotations
 
 from tonnage.planner.records import dataclass
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.methods import Trained
-from tonnage.planner.training.plan import Planner, TrainingPlan
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.units import ceil_div
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tonnage.planner.architecture import Architecture
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.methods import Held, Trained, adapter_bytes
 from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.training.plan import Planner
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.setup import TrainingSetup
 
 MAX_SETTINGS = 1_000_000

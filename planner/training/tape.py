@@ -188,7 +188,7 @@ class Tape:
     def rms_norm(self, x: Value, size: int, groups: int = 1, kind: str = "rms") -> Value:
         """Norm over ``size`` values, ``groups`` of them per token, in fp32 as the modules do it: x^2 and
         x * rsqrt keep x in fp32; the product with a trained weight keeps the normalized tensor, in the
-        model's type for ``rms`` and in fp32 for the other kinds (planner/families/recipe.py)."""
+        model's type for ``rms`` and in fp32 for the other kinds (planner/model/recipe.py)."""
         wide = self.cast(x, 4)
         if x.grad:
             self.save(wide)

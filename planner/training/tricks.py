@@ -7,7 +7,8 @@ from typing import Any
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.training.plan import Planner, TrainingPlan
+from tonnage.planner.training.build import Planner
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
 from tonnage.planner.training.step import kernel_of

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.base import Capabilities

@@ -13,11 +13,11 @@ from types import FrameType, UnionType
 from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.build import make_plan
+from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.host import host_memory
+from tonnage.planner.output.terminal import print_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
-from tonnage.planner.render import print_plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend

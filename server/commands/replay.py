@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.build import make_plan
+from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.gpus import find_gpu
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import parse_count, parse_size
 from tonnage.server.commands.launch import Parser

@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     # imported here: --help needs none of it
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace
-    from tonnage.planner.build import make_plan
+    from tonnage.planner.planning.build import make_plan
     from tonnage.server.commands.replay import parse_seconds, positive, setup_of
 
     deployment = deployment_from(arguments)

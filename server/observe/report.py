@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.plans import Plan, RankPlan
-from tonnage.planner.render import plan_to_dict
 from tonnage.server.engines.stats import MeasuredMemory, PoolStats
 from tonnage.server.state import ServerState
 

@@ -17,8 +17,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo

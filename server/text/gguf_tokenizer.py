@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from tonnage.planner.errors import CheckpointError
-from tonnage.planner.source import cache_folder
+from tonnage.planner.source.resolve import cache_folder
 
 
 def model_files(path: str) -> Path:

@@ -27,7 +27,7 @@ from tonnage.cache.admission import (
 )
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
 

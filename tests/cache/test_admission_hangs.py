@@ -25,7 +25,7 @@ from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceRequest
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)
 MODES = [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY, AdmissionMode.NO_EVICT]

@@ -15,7 +15,7 @@ from kv_calls import append, commit, extend
 from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.peak import Growth, peak_of
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 
 def ints(*values: int) -> np.ndarray:

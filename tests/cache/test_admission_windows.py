@@ -7,7 +7,7 @@ from kv_calls import append
 
 from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Policy, Wait
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 WINDOWS = KVLayout(
     (KVGroup("sliding", (0,), window=8), KVGroup("sliding", (1,), window=8)),

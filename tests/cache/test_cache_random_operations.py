@@ -24,7 +24,7 @@ from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock, xxh64_block
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
 LAYOUTS = {

@@ -26,7 +26,7 @@ from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
 from tonnage.cache.prefix.index import evict
 from tonnage.cache.replay.trace import read_trace
 from tonnage.cache.sequences.steps import wanted_blocks
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
 SLIDING = KVGroup("sliding", (1,), window=8)

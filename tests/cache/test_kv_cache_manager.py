@@ -26,7 +26,7 @@ from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
 from tonnage.cache.prefix.hashing import xxh64_block
 from tonnage.cache.prefix.index import evict
-from tonnage.planner.layout import KVGroup
+from tonnage.planner.model.layout import KVGroup
 
 
 def _oldest(manager: KVCacheManager, block: int) -> None:

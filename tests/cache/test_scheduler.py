@@ -12,7 +12,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 LAYOUT = KVLayout((KVGroup("full", (0,)),), 16, 1, 1, 8, "float32", 4)
 

@@ -15,7 +15,7 @@ from numba.core.dispatcher import Dispatcher
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.warm import compile_manager
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 layout = KVLayout({groups}, 16, 1, 1, 8, "float32", 4)
 policy = {policy}

@@ -7,7 +7,7 @@ from kv_calls import commit, extend
 
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.hashing import HashBlock
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
 SLIDING = KVGroup("sliding", (1,), window=8)

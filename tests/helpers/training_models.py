@@ -10,8 +10,8 @@ from training_rows import ROWS
 
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.activations import activations_of
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import TrainingModel, model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 

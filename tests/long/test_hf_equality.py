@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop

@@ -20,9 +20,9 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tonnage.planner.architecture import Architecture
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture, known_model_types
+from tonnage.planner.model.architecture import Architecture
 
 # Fields of every config class that change no shape, and identifiers of tokens.
 SAME = {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tonnage.planner.build import plan_source
 from tonnage.planner.engines.vllm.allocator import unsplit_bytes
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source import ModelSource
+from tonnage.planner.source.model_source import ModelSource
 from tonnage.planner.units import GiB, MiB
 
 REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import (
     CheckpointError,
     ConfigError,
@@ -16,6 +15,7 @@ from tonnage.planner.errors import (
     TonnageError,
     UnsupportedArchitecture,
 )
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 
 FLAGS = Deployment(device_memory=1 << 34)
@@ -251,7 +251,7 @@ def test_a_bad_flag_is_named(flags, field, tiny_llama, folder_with):
 
 
 def test_a_flag_that_contradicts_the_checkpoint(config_of):
-    from tonnage.planner.quantization import read_quantization
+    from tonnage.planner.quantization.read import read_quantization
 
     config = config_of("jeevanchaps/Llama-3.1-8B-Instruct-bnb")
     assert read_quantization(config, "int8").scheme == "int8"

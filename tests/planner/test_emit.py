@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from tonnage.planner.build import make_plan
-from tonnage.planner.emit import FORMS, emit, memory_limit_bytes
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.output.emit import FORMS, emit, memory_limit_bytes
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -46,7 +46,7 @@ NEW = """
 from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.engines.tokens import token_pool
+from tonnage.planner.engines.pool import token_pool
 
 
 class TensorRT(Engine):

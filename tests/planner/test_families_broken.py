@@ -12,7 +12,7 @@ import pytest
 from tonnage.planner.engines.vllm.pool import VLLMDeployment, build_pool
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.quantization import read_quantization
+from tonnage.planner.quantization.read import read_quantization
 
 FOLDER = Path(__file__).parents[1] / "data" / "configs"
 VLLM = VLLMDeployment(

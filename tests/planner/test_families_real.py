@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 
 SHAPE = {

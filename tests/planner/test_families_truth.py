@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.families.registry import build_architecture, known_model_types
-from tonnage.planner.quantization import read_quantization
+from tonnage.planner.planning.checkpoint import checkpoint_size
+from tonnage.planner.quantization.read import read_quantization
 
 
 def test_parameters_equal_the_meta_device_count(truth_row, config_of):

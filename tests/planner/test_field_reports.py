@@ -64,10 +64,10 @@ def test_model_load(scores):
 
 
 def test_the_shipped_coefficients_are_the_fit_of_the_data(tmp_path):
-    """planner/runtime/fitted.json is what benchmarks/fit_runtime.py writes from tests/data."""
+    """planner/engines/runtime/fitted.json is what benchmarks/fit_runtime.py writes from tests/data."""
     script = str(ROOT / "benchmarks" / "fit_runtime.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])["coefficients"]
-    shipped = json.loads((ROOT / "planner" / "runtime" / "fitted.json").read_text())["coefficients"]
+    shipped = json.loads((ROOT / "planner" / "engines" / "runtime" / "fitted.json").read_text())["coefficients"]
     assert shipped == pytest.approx(found)

@@ -8,10 +8,11 @@ from statistics import median
 
 import pytest
 
-import tonnage.planner.gpus as gpus
+import tonnage.planner.devices.catalogue as gpus
+from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, catalogue
+from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.gpus import NOMINAL_RESERVE, catalogue, find_gpu
-from tonnage.planner.host import host_memory
 
 ENTRIES = json.loads((Path(gpus.__file__).parent / "catalogue.json").read_text())["gpus"]
 NEEDED = [

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.architecture import CacheLayer
-from tonnage.planner.build import plan_source
 from tonnage.planner.engines import hf
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.model.architecture import CacheLayer
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source import ModelSource
+from tonnage.planner.source.model_source import ModelSource
 
 GIB = 1 << 30
 VLLM = Deployment(
@@ -67,7 +67,7 @@ def test_tokens_of_the_pool_are_its_bytes(name, on, config_of):
 
 def test_start_up_line_of_vllm_for_the_demo_model():
     """vLLM 0.32.0 on CPU prints 93,184 tokens and 45.50x for SmolLM2-135M with a 2 GiB pool."""
-    from tonnage.planner.build import make_plan
+    from tonnage.planner.planning.build import make_plan
 
     flags = Deployment(engine="vllm", max_model_len=2048, kv_cache_memory_bytes=2 * GIB, device_memory=1 << 42)
     cache = make_plan("demo", flags).kv_cache

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tonnage.planner.build import plan_source
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source import ModelSource
+from tonnage.planner.source.model_source import ModelSource
 
 BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 from transformers import BitsAndBytesConfig
 
-from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.families.registry import architecture_of
-from tonnage.planner.quantization import Quantization
-from tonnage.planner.source import resolve_model
+from tonnage.planner.planning.checkpoint import checkpoint_size
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.source.resolve import resolve_model
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 256,

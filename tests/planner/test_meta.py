@@ -15,13 +15,13 @@ import torch
 import transformers
 from benchmark_modules import module
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.families.meta import meta_architecture
 from tonnage.planner.families.registry import architecture_of, build_architecture
-from tonnage.planner.meta import meta_architecture
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Deployment
-from tonnage.planner.quantization import Quantization
-from tonnage.planner.weights import sum_weights
+from tonnage.planner.quantization.scheme import Quantization
 
 REFUSAL = UnsupportedArchitecture("not reached", field="model_type")
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tonnage.planner.engines.parallel import Parallel, heads_per_rank, rank_architecture, stage_layers
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.parallel import Parallel, heads_per_rank, rank_architecture, stage_layers
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 SMALL = {

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.build import make_plan
-from tonnage.planner.host import host_memory
+from tonnage.planner.devices.host import host_memory
+from tonnage.planner.output.json import plan_to_dict
+from tonnage.planner.output.terminal import plain_lines
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, check_components
-from tonnage.planner.render import plain_lines, plan_to_dict
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -114,8 +115,8 @@ def test_weight_terms_add_up():
 
 def test_gptq_layout():
     """4 bits, group 128: qweight in x out / 2, qzeros and scales per group, g_idx; by hand for one matrix."""
-    from tonnage.planner.architecture import TensorSpec
-    from tonnage.planner.quantization import Quantization
+    from tonnage.planner.model.tensor import TensorSpec
+    from tonnage.planner.quantization.scheme import Quantization
 
     tensor = TensorSpec("m.weight", (576, 1536), "mlp", "Linear")
     assert Quantization("gptq").parts(tensor) == {

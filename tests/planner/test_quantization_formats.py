@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.errors import ConfigError, TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.quantization import read_quantization
-from tonnage.planner.quantization_formats import LinearFormat
-from tonnage.planner.quantization_rules import compile_patterns
+from tonnage.planner.planning.checkpoint import checkpoint_size
+from tonnage.planner.quantization.formats import LinearFormat
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.quantization.rules import compile_patterns
 
 N = 4096 * 14336
 

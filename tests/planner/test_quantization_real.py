@@ -8,12 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tonnage.planner.build import make_plan
-from tonnage.planner.checkpoint import checkpoint_size
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.plans import Deployment
-from tonnage.planner.quantization import Quantization, read_quantization
-from tonnage.planner.source import resolve_model
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo
 
 

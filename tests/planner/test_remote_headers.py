@@ -11,7 +11,7 @@ import pytest
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 
 
 def safetensors(tensors: dict[str, list[int]], *, pad: int = 0) -> bytes:
@@ -71,8 +71,8 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
-    from tonnage.planner.build import plan_source
     from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
 
     specs = [t for t in build_architecture(tiny_llama).tensors if t.is_parameter]

@@ -15,7 +15,7 @@ import pytest
 import tonnage.planner
 from tonnage.planner import Deployment, DeploymentError, ModelNotFound, make_plan, plan, plan_to_dict
 from tonnage.planner.command import run
-from tonnage.planner.html import write_plan_page
+from tonnage.planner.markup import write_page
 from tonnage.planner.records import replace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,5 +187,5 @@ def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
     assert all(
         one.strip().startswith(".tonnage") for one in selectors
     )  # the notebook's own tables stay as they are
-    write_plan_page(str(tmp_path / "page.html"), [found])
+    write_page(str(tmp_path / "page.html"), "Memory plan", found.html())
     assert found._repr_html_().partition("</style>")[2] in (tmp_path / "page.html").read_text()

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.answers import advise, serve_lines
-from tonnage.planner.build import make_plan, plan_source
 from tonnage.planner.command import run
+from tonnage.planner.devices.catalogue import catalogue
+from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.gpus import catalogue, find_gpu
+from tonnage.planner.planning.advice import advise, serve_lines
+from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source import resolve_model
-from tonnage.planner.sweep import Grid, cheapest, sweep
+from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.sweep.grid import Grid, cheapest, sweep
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 FLAGS = Deployment(engine="vllm", max_model_len=8192, max_num_seqs=64)

@@ -17,8 +17,8 @@ from oracle import Oracle
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW, activations_of, shape_sums
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.precision import convention_of
 from tonnage.planner.training.setup import TrainingSetup
 

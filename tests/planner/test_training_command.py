@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.gpus import find_gpu
 from tonnage.planner.training import emit
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.command import parse_speed, run
 from tonnage.planner.training.html import page
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.sweep import parse_axis, sweep

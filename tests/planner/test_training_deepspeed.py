@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import deepspeed_estimators as ours
 import pytest
 
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training import deepspeed as ours
 from tonnage.planner.training import emit
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.setup import TrainingSetup
 
 STORED = json.loads((Path(__file__).parents[1] / "data" / "training" / "deepspeed_estimates.json").read_text())

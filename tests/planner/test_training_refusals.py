@@ -6,8 +6,8 @@ import pytest
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import load_training_model, model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
 

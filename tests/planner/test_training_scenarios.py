@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.gpus import find_gpu
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.setup import TrainingSetup
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import deepspeed_estimators as deepspeed
 import pytest
 
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training import deepspeed
+from tonnage.planner.training.build import Planner
 from tonnage.planner.training.communication import communication_of, zero3_inter_node_bits
 from tonnage.planner.training.methods import Held, Trained
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.optimizers import state_bytes
 from tonnage.planner.training.placement import init_bytes
-from tonnage.planner.training.plan import Planner
 from tonnage.planner.training.precision import convention_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import states_on_rank

@@ -123,7 +123,7 @@ def ask(folders: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_blocks_tokens_and_concurrency(case, answers):
-    from tonnage.planner.build import make_plan
+    from tonnage.planner.planning.build import make_plan
     from tonnage.planner.plans import Deployment
 
     root, found = answers

@@ -88,7 +88,7 @@ def ask(folders: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_start_has_the_planned_pool(name, started):
-    from tonnage.planner.build import make_plan
+    from tonnage.planner.planning.build import make_plan
     from tonnage.planner.plans import Deployment
 
     found, root = started

@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from openai.types.shared import ErrorObject
 from serving import PATIENCE
 
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo

@@ -376,7 +376,7 @@ def test_the_api_process_imports_no_torch(small_plan) -> None:
     code = """
         import asyncio, sys
         import httpx
-        from tonnage.planner.build import make_plan
+        from tonnage.planner.planning.build import make_plan
         from tonnage.server.app import create_app
         from tonnage.server.engines.fake import FakeEngine
         from tonnage.server.settings import Settings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
 from tonnage.server.settings import load_settings
 
 

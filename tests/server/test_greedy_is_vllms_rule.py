@@ -26,7 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 
 BLOCKS, SEQUENCES, BUDGET, LONGEST = 65, 24, 64, 320
 # chunks by request, in the order of the batch; who was preempted

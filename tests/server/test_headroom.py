@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.results import Admitted
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.pool_stats import pool_stats

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk

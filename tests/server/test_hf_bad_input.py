@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from serving import PATIENCE
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf import HFEngine

@@ -19,7 +19,7 @@ import pytest_asyncio
 from oracle import Oracle
 from serving import PATIENCE
 
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import GGUF_SHA256, ensure_demo
 from tonnage.server.engines.chunk import Chunk

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check

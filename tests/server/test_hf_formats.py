@@ -15,12 +15,12 @@ import torch
 from serving import PATIENCE
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.quantization import Quantization
-from tonnage.planner.source import cache_folder, resolve_model
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.source.resolve import cache_folder, resolve_model
 from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.fuse import fuse

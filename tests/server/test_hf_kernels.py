@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.hf.attention.gather import GatherAttention
 from tonnage.server.engines.hf.attention.in_place import InPlaceAttention, Scratch, serves
 from tonnage.server.engines.hf.attention.interface import NAME, PagedBatch, register

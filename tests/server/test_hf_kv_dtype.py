@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tonnage.planner.build import make_plan
-from tonnage.planner.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.model.runner import ModelRunner

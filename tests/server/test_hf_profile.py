@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DoesNotFit
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.errors import EngineDead

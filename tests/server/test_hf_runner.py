@@ -16,8 +16,8 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.batch import Batch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk

@@ -17,7 +17,7 @@ from tonnage.cache.errors import CacheBusy, CacheConfigError
 from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.kv_events import END, KVEventPublisher, encode
 
 

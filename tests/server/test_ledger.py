@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tonnage.cache.admission import AdmissionRequest, Limits
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.errors import EngineDead, NeverFits
 from tonnage.server.engines.vllm.ledger import ReservationLedger
 

@@ -23,7 +23,7 @@ from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, read_trace
 from tonnage.cache.scheduler import Decisions, Scheduler
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine

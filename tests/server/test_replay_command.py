@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.build import make_plan
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.server.cli import main
 from tonnage.server.commands.replay import _step_time, parser

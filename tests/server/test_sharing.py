@@ -15,8 +15,8 @@ import zmq
 from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo

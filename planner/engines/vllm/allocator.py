@@ -16,9 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-from tonnage.planner.architecture import TensorSpec
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment
-from tonnage.planner.quantization import Quantization
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 
 _ROUND = 512  # kMinBlockSize

@@ -9,11 +9,11 @@ blocks and tokens against those functions.
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, CacheLayer
 from tonnage.planner.engines.grouping import Groups, LayerPages, bucket_pages, pack_buckets
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture, CacheLayer
 
 BLOCK = 256  # tokens of a block of compressed entries: the only one the kernels have (sparse_mla.py)
 _WINDOW_BLOCK = 64  # DeepseekV4SWACache

@@ -7,7 +7,7 @@ models need more.
 
 from __future__ import annotations
 
-from tonnage.planner.runtime.estimate import Estimate, scaled
+from tonnage.planner.engines.runtime.estimate import Estimate, scaled
 from tonnage.planner.units import MiB
 
 VLLM_API_BYTES = 400 * MiB

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-from tonnage.planner.architecture import Architecture, TensorSpec
-from tonnage.planner.dtypes import DTYPE_BYTES
-from tonnage.planner.engines.base import Engine, Resolved
+from tonnage.planner.devices.host import cpu_features_of
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.resolved import Resolved
+from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.models import ENCODER_CLASSES, EXPANDED_MLA, NO_FLOAT16
@@ -17,11 +18,12 @@ from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
 from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.host import cpu_features_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.quantization import Quantization
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
-from tonnage.planner.runtime.estimate import Coefficients, Estimate
 from tonnage.planner.units import GiB, gib
 
 # Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from math import prod
 
-from tonnage.planner.architecture import Architecture, CacheLayer, StateTensor
-from tonnage.planner.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
 from tonnage.planner.engines.heads import expanded_heads, heads_per_rank
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec
@@ -18,7 +16,9 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.models import ALTERNATING, EXPANDED_MLA, FLOAT32_STATES
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.layout import KVGroup, KVLayout
+from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
+from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tonnage.planner.architecture import Architecture, TensorSpec
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
 from tonnage.planner.engines.vllm.models import ONE_MROPE_LENGTH
 from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment
 
 # Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long

@@ -14,7 +14,7 @@ from pathlib import Path
 from tonnage.cache.admission import Policy
 from tonnage.cache.compiled import COMPILER
 from tonnage.cache.warm import compile_manager
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
 

@@ -22,7 +22,7 @@ from tonnage.cache.admission import AdmissionRequest, Policy, refusal
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plans import Plan
-from tonnage.planner.source import resolve_model
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk

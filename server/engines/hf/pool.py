@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tonnage.planner.dtypes import KV_SCALE_BYTES
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.dtypes import KV_SCALE_BYTES
+from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.batch import Int64
 
 # --kv-cache-dtype -> how K and V are stored

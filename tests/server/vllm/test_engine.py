@@ -17,8 +17,8 @@ import pytest
 from serving import PATIENCE
 from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 
-from tonnage.planner.build import make_plan
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tonnage.planner.runtime.hf import FLASHINFER_WORKSPACE_BYTES
+from tonnage.planner.engines.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.pool import PagedPool, on_device

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tonnage.cache.admission import Limits
-from tonnage.planner.runtime.hf import FLEX_TILE
+from tonnage.planner.engines.runtime.hf import FLEX_TILE
 from tonnage.server.engines.hf.attention.paged import PagedAttention
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.pool import PagedPool, on_device

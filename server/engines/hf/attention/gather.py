@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tonnage.planner.runtime.hf import GATHERED_TOKENS
+from tonnage.planner.engines.runtime.hf import GATHERED_TOKENS
 from tonnage.server.engines.hf.batch import Batch, Int64
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 

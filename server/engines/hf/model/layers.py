@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.attention.in_place import InPlaceAttention, Scratch
 from tonnage.server.engines.hf.attention.interface import PagedBatch
 from tonnage.server.engines.hf.batch import Batch

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tonnage.planner.errors import DoesNotFit, TonnageError, UnsupportedArchitecture
-from tonnage.planner.layout import KVLayout
+from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.attention.interface import NAME
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import plain

@@ -1,0 +1,68 @@
+"""The GPU catalogue: memory of one device, with a source per figure (catalogue.json).
+
+``reported_gib`` is what CUDA or ROCm reports and vLLM's utilization is a share of; where nobody published
+it, the nominal memory less :data:`NOMINAL_RESERVE` stands in, and :attr:`Gpu.basis` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tonnage.planner.records import dataclass
+from tonnage.planner.units import GiB
+
+NOMINAL_RESERVE = 0.0125
+"""Share of the nominal memory that drivers and ECC keep: the median over the catalogue's NVIDIA entries that
+have both figures (H100 1.0 %, A100 1.1 % and 1.0 %, B200 0.9 %, RTX 4090 1.5 %, T4 7.9 %, RTX 4080 0.1 %),
+rounded up to the next quarter percent; tests/planner/test_gpus.py recomputes it."""
+
+APPLE_SHARE = 0.75
+"""Share of unified memory Metal lets the GPU use by default on machines of 64 GB and more
+(recommendedMaxWorkingSetSize)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """``memory_bytes``: what an engine can divide; ``usd_per_hour``: list price or None."""
+
+    name: str
+    aliases: tuple[str, ...]
+    vendor: str
+    device: str
+    memory_bytes: int
+    basis: str
+    source: str
+    usd_per_hour: float | None
+    price_source: str | None
+
+
+@cache
+def catalogue() -> tuple[Gpu, ...]:
+    """Every entry, in the file's order."""
+    data = json.loads((Path(__file__).parent / "catalogue.json").read_text())
+    return tuple(_gpu(entry) for entry in data["gpus"])
+
+
+def _gpu(entry: dict[str, object]) -> Gpu:
+    nominal, reported = entry["nominal_gib"], entry.get("reported_gib")
+    assert isinstance(nominal, int | float)
+    if isinstance(reported, int | float):
+        memory, basis, source = reported * GiB, "reported", entry["reported_source"]
+    else:
+        share = APPLE_SHARE if entry["vendor"] == "apple" else 1 - NOMINAL_RESERVE
+        memory, basis, source = nominal * GiB * share, "nominal", entry["nominal_source"]
+    price, aliases = entry.get("usd_per_hour"), entry["aliases"]
+    assert isinstance(aliases, list)
+    return Gpu(
+        name=str(entry["name"]),
+        aliases=tuple(aliases),
+        vendor=str(entry["vendor"]),
+        device=str(entry["device"]),
+        memory_bytes=int(memory),
+        basis=basis,
+        source=str(source),
+        usd_per_hour=price if isinstance(price, float) else None,
+        price_source=str(entry["price_source"]) if price else None,
+    )

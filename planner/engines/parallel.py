@@ -1,0 +1,153 @@
+"""The part of a model one rank holds: its pipeline stage's layers, its share of every divided tensor.
+
+vLLM 0.32.0's rules. Pipeline: distributed/utils.py get_pp_indices. Tensor: model_executor/layers/linear.py
+(KV heads are replicated when there are fewer than ranks), vocab_parallel_embedding.py (the vocabulary is padded
+to 64), mamba/mamba_utils.py; latents of MLA are the same on every rank. Experts: fused_moe/config.py
+FusedMoEParallelConfig.make (tensor and data parallel ranks divide the experts together: whole experts with
+expert parallelism, else their width).
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
+from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
+
+VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE, model_executor/layers/vocab_parallel_embedding.py, vLLM 0.32.0
+_LAST = ("norm", "head")  # what follows the last layer
+_TP = "--tensor-parallel-size"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Sizes of the parallel groups; ``expert``: whole experts per rank instead of slices."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+    pad_vocabulary: bool = True
+
+    @property
+    def trivial(self) -> bool:
+        return self.tensor == self.pipeline == self.data == 1
+
+
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage: the remainder goes one each to the stages from the second-last back."""
+    if stages > layers:
+        raise DeploymentError(f"{stages} stages for {layers} layers", field="--pipeline-parallel-size")
+    counts = [layers // stages] * stages
+    for i in range(2, layers % stages + 2):
+        counts[-i] += 1
+    return tuple(counts)
+
+
+def heads_per_rank(kv_heads: int, ranks: int) -> int:
+    """KV heads one rank keeps: at least one, so that they are replicated when there are more ranks."""
+    return ceil_div(kv_heads, ranks)
+
+
+def check(architecture: Architecture, ranks: int) -> None:
+    """Raise DeploymentError naming the heads that ``ranks`` tensor-parallel ranks cannot divide."""
+    if ranks == 1:
+        return
+    if architecture.heads % ranks and not _headless(architecture):
+        raise DeploymentError(
+            f"{ranks} does not divide {architecture.heads} attention heads",
+            field=_TP,
+            hint=_divisors(architecture),
+        )
+    for kv_heads in sorted({layer.kv_heads for layer in architecture.cache_layers if _divided(layer.kind)}):
+        if kv_heads % ranks and ranks % kv_heads:
+            raise DeploymentError(
+                f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP,
+                hint=_divisors(architecture),
+            )  # fmt: skip
+    for layer in architecture.cache_layers:
+        for state in layer.states:
+            if state.shard_dim is not None and state.name in ("ssm", "recurrent", "linear"):
+                size = state.shape[state.shard_dim]
+                if size % ranks:
+                    raise DeploymentError(f"{ranks} does not divide {size} heads of the state", field=_TP)
+
+
+def _headless(architecture: Architecture) -> bool:
+    return all(layer.kind == "state" for layer in architecture.cache_layers) and bool(architecture.cache_layers)
+
+
+def _divided(kind: str) -> bool:
+    return kind in ("full", "sliding", "chunked", "cross")
+
+
+def _divisors(architecture: Architecture) -> str:
+    found = [str(n) for n in (1, 2, 4, 8, 16, 32, 64) if architecture.heads % n == 0]
+    return "for example " + ", ".join(found)
+
+
+def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:
+    """What a rank of pipeline ``stage`` holds: its tensors in their own shapes, its cache layers (whose heads
+    the KV layout divides). Raises DeploymentError when a size cannot be divided."""
+    if parallel.trivial:
+        return architecture
+    check(architecture, parallel.tensor)
+    counts = stage_layers(architecture.layers, parallel.pipeline)
+    first = sum(counts[:stage])
+    mine = range(first, first + counts[stage])
+    tensors = tuple(
+        _shard(_untied(tensor, stage), architecture, parallel)
+        for tensor in architecture.tensors
+        if _on_stage(tensor, mine, stage, parallel.pipeline)
+    )
+    cache = tuple(layer for layer in architecture.cache_layers if layer.layer in mine)
+    return replace(architecture, tensors=tensors, cache_layers=cache)
+
+
+def _on_stage(tensor: TensorSpec, mine: range, stage: int, stages: int) -> bool:
+    if tensor.layer is not None:
+        return tensor.layer in mine
+    if tensor.role in _LAST:
+        return stage == stages - 1
+    return stage == 0 or tensor.role == "buffer"
+
+
+def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
+    """A head tied to the embedding is a copy of its own where the embedding is on another stage."""
+    return replace(tensor, tied_to=None) if tensor.role == "head" and stage > 0 else tensor
+
+
+def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -> TensorSpec:
+    if tensor.role == "expert":
+        return _shard_experts(tensor, parallel)
+    dim, ranks = tensor.shard_dim, parallel.tensor
+    if dim is None or ranks == 1:
+        return tensor
+    size = tensor.shape[dim]
+    if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:
+        size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
+    if tensor.kv_rows and tensor.kv_units:
+        per_head = tensor.kv_rows // tensor.kv_units
+        size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
+    elif tensor.role in ("mlp", "attention") and size % ranks:
+        raise DeploymentError(f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP)
+    else:
+        size = ceil_div(size, ranks)  # towers and mixers are padded or kept whole where they do not divide
+        if tensor.role in TOWER_ROLES and tensor.shape[dim] % ranks:
+            return tensor
+    return replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+
+
+def _shard_experts(tensor: TensorSpec, parallel: Parallel) -> TensorSpec:
+    ranks = parallel.tensor * parallel.data
+    dim = 0 if parallel.expert else tensor.shard_dim
+    if dim is None or ranks == 1 or (parallel.expert and len(tensor.shape) < 2):
+        return tensor
+    size = tensor.shape[dim]
+    if not parallel.expert and size % (ranks * tensor.matrices if tensor.matrices > 1 and dim else ranks):
+        raise DeploymentError(
+            f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP,
+            hint="--enable-expert-parallel divides whole experts",
+        )  # fmt: skip
+    return replace(tensor, shape=(*tensor.shape[:dim], ceil_div(size, ranks), *tensor.shape[dim + 1 :]))

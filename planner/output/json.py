@@ -1,0 +1,71 @@
+"""A Plan as JSON: the contract of ``tonnage plan --json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.planner.plans import Plan, RankPlan
+from tonnage.planner.records import asdict
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """The JSON object: keys are only ever added. All bytes are ints; a figure that has no single meaning
+    for a hybrid is None beside its groups."""
+    cache, layout = plan.kv_cache, plan.kv_cache.layout
+    return {
+        "schema_version": plan.schema_version,
+        "plan_id": plan.plan_id,
+        "revision": plan.revision,
+        "model": {
+            "id": plan.model.id,
+            "architecture": plan.model.architecture,
+            "parameters": plan.model.parameters,
+            "attention": plan.model.attention,
+            "via": plan.model.via,
+            "dtype": plan.model.dtype,
+            "max_model_len": plan.model.max_model_len,
+            "vocab_size": plan.model.vocab_size,
+        },
+        "deployment": asdict(plan.deployment),
+        "ranks": [_rank(rank) for rank in plan.ranks],
+        "worst_rank": plan.worst_rank,
+        "kv_cache": {
+            "bytes_per_token": None if layout.slides else layout.bytes_per_token,
+            "bytes_per_sequence": cache.bytes_per_sequence,
+            "usable_blocks": cache.usable_blocks,
+            "num_blocks": cache.num_blocks,
+            "tokens": cache.tokens,
+            "max_concurrency": round(cache.max_concurrency, 4),
+            "dtype": layout.dtype,
+            "groups": [
+                {
+                    "kind": group.kind,
+                    "layers": list(group.layers),
+                    "window": group.window,
+                    "block_size": group.block_size or layout.block_size,
+                    "bytes_per_block": layout.bytes_per_block,
+                }
+                for group in layout.groups
+            ],
+        },
+        "fits": plan.fits,
+        "reasons": list(plan.reasons),
+        "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
+        "notes": list(plan.notes),
+        "advice": list(plan.advice),
+    }
+
+
+def _rank(rank: RankPlan) -> dict[str, int]:
+    return {
+        "weights_bytes": rank.weights_bytes,
+        "kv_pool_bytes": rank.kv_pool_bytes,
+        "activation_bytes": rank.activation_bytes,
+        "cuda_graph_bytes": rank.cuda_graph_bytes,
+        "framework_bytes": rank.framework_bytes,
+        "free_bytes": rank.free_bytes,
+        "total_bytes": rank.total_bytes,
+        "lora_bytes": rank.lora_bytes,
+        "draft_bytes": rank.draft_bytes,
+        "offloaded_bytes": rank.offloaded_bytes,
+    }

@@ -1,0 +1,47 @@
+"""Plain tables: CSV and Markdown of a plan or a sweep."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from typing import TextIO
+
+from tonnage.planner.plans import Plan
+from tonnage.planner.records import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``rows``: one value a column; bytes are ints."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+
+
+def plan_table(plan: Plan) -> Table:
+    """Components of the worst rank, then the capacity."""
+    rows: list[tuple[object, ...]] = [(name, size, note) for name, size, note in plan.memory_rows()]
+    cache = plan.kv_cache
+    rows += [
+        ("blocks", cache.num_blocks, ""),
+        ("tokens", cache.tokens, ""),
+        ("max_concurrency", round(cache.max_concurrency, 2), ""),
+        ("fits", "yes" if plan.fits else "no", "; ".join(plan.reasons)),
+    ]
+    return Table(("component", "bytes", "bounds"), tuple(rows))
+
+
+def print_table(table: Table, file: TextIO, *, markdown: bool) -> None:
+    if not markdown:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table.columns)
+        writer.writerows(table.rows)
+        return
+    print(_line(table.columns), file=file)
+    print(_line(["---"] * len(table.columns)), file=file)
+    for row in table.rows:
+        print(_line([f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row]), file=file)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,82 @@
+"""The other direction: what would make it fit, and the commands that serve a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.records import replace
+from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.units import gib
+
+_MOST_RANKS = 16
+_MOST_CHANGES = 4
+
+
+def advise(source: ModelSource, deployment: Deployment) -> tuple[str, ...]:
+    """Single changes that make it fit, smallest first: flags, then formats, then more memory."""
+    out = []
+    for words, changed in _candidates(source, deployment):
+        try:
+            plan = plan_source(source, changed)
+        except TonnageError:
+            continue
+        if plan.fits:
+            out.append(f"{words}: {plan.kv_cache.max_concurrency:.1f} sequences of "
+                       f"{plan.deployment.max_model_len:,} tokens")  # fmt: skip
+        if len(out) == _MOST_CHANGES:
+            break
+    return tuple(out)
+
+
+def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
+    try:
+        now = plan_source(source, flags)
+    except TonnageError:
+        return
+    chosen = now.deployment
+    engine = engine_of(chosen.engine)
+    longest = now.kv_cache.longest or 0
+    if longest and chosen.max_model_len and longest < chosen.max_model_len:
+        yield f"--max-model-len {longest}", replace(flags, max_model_len=longest)
+    if flags.kv_cache_memory_bytes:
+        room = now.rank.total_bytes - (now.rank.used_bytes - now.rank.kv_pool_bytes)
+        if 0 < room < flags.kv_cache_memory_bytes:
+            yield f"--kv-cache-memory-bytes {room}", replace(flags, kv_cache_memory_bytes=room)
+        need = now.kv_cache.bytes_per_sequence + now.kv_cache.layout.bytes_per_block
+        if need > flags.kv_cache_memory_bytes:
+            yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
+    if engine.graphs and not flags.enforce_eager:
+        yield "--enforce-eager", replace(flags, enforce_eager=True)
+    for seqs in (256, 64, 16):
+        if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
+            tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
+            yield (
+                f"--max-num-seqs {seqs} --max-num-batched-tokens {tokens}",
+                replace(flags, max_num_seqs=seqs, max_num_batched_tokens=tokens),
+            )
+    used = chosen.gpu_memory_utilization or 1.0
+    if used < 0.95:
+        yield "--gpu-memory-utilization 0.95", replace(flags, gpu_memory_utilization=0.95)
+    if engine.fp8_kv_cache and flags.kv_cache_dtype == "auto":
+        yield "--kv-cache-dtype fp8", replace(flags, kv_cache_dtype="fp8")
+    if chosen.quantization is None:
+        for scheme in ("int8", "nf4"):
+            yield f"--quantization {scheme}", replace(flags, quantization=scheme)
+    if engine.divides:
+        ranks = chosen.tensor_parallel_size * 2
+        while ranks <= _MOST_RANKS:
+            yield f"--tensor-parallel-size {ranks}", replace(flags, tensor_parallel_size=ranks)
+            ranks *= 2
+    without_pool = now.rank.used_bytes - now.rank.kv_pool_bytes + now.kv_cache.bytes_per_sequence
+    share = 1.0 if flags.kv_cache_memory_bytes else used
+    memory = int((without_pool + now.kv_cache.layout.bytes_per_block * 2) / share) + (1 << 20)
+    yield f"a device of {gib(memory)}", replace(flags, gpu=None, device=chosen.device, device_memory=memory)
+
+
+def serve_lines(plan: Plan) -> tuple[str, ...]:
+    """Commands that serve this plan: ours, and the engine's own where it has one."""
+    return engine_of(plan.deployment.engine).serve_lines(plan)

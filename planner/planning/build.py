@@ -1,0 +1,195 @@
+"""make_plan: model + deployment -> Plan, by arithmetic alone. Nothing is loaded and no engine imported."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan may take)
+    from _sha256 import sha256  # type: ignore[import-not-found]  # Python 3.11
+except ImportError:
+    from hashlib import sha256
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import config_dtype
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.planning.deployment import complete, version_notes
+from tonnage.planner.planning.extras import (
+    environment_notes,
+    lora_bytes,
+    other_terms,
+    quantization_notes,
+    quantized_terms,
+)
+from tonnage.planner.planning.fit import judge
+from tonnage.planner.planning.stages import Added, Stage, build_stages
+from tonnage.planner.planning.terms import kv_terms
+from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan
+from tonnage.planner.quantization.read import check_quantization, read_quantization
+from tonnage.planner.records import asdict, replace
+from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import resolve_model
+
+PLANNER_RULES = "1"
+"""Raised whenever the same inputs may give another plan; part of plan_id."""
+
+
+def make_plan(model: str, deployment: Deployment) -> Plan:
+    """Plan ``model`` (``demo``, a folder, a .gguf file or a hub id) under ``deployment``.
+
+    A plan that does not fit is a plan with ``fits`` False and ``reasons``. Raises TonnageError subclasses
+    for what is not understood: ModelNotFound, ConfigError, CheckpointError, UnsupportedArchitecture,
+    DeploymentError.
+    """
+    return plan_source(resolve_model(model), deployment)
+
+
+def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
+    """The same for a model that was already found."""
+    architecture = architecture_of(source.config)
+    quantization = read_quantization(source.config, deployment.quantization)
+    check_quantization(architecture, quantization, deployment.engine)
+    copies = _check_checkpoint(source, architecture)
+    chosen = complete(deployment, architecture, auto_dtype(source))
+    if quantization.scheme != "none":
+        chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
+    flags = chosen.flags
+    engine = engine_of(flags.engine)
+    pooled, draft_weights, draft_notes = with_draft(architecture, flags)
+    pool = engine.build_pool(pooled, chosen)
+    flags = engine.shown_flags(flags, pool)
+    added = Added(lora_bytes(architecture, flags), draft_weights)
+    stages = build_stages(architecture, quantization, chosen, pool, added, copies)
+    num_blocks = min(
+        engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
+        for stage in stages
+    )
+    stages = [stage.with_blocks(num_blocks) for stage in stages]
+    place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
+    held = engine.capacity(pool, chosen, num_blocks)
+    reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
+    terms = (
+        *worst.weights.loaded.terms,
+        *worst.runtime_terms(),
+        *other_terms(worst.rank, flags),
+        *quantized_terms(architecture, quantization, source.config, flags),
+        *worst.weights.added_terms(),
+        *kv_terms(pool, num_blocks, chosen),
+    )
+    return Plan(
+        engine_name=engine.shown_name(flags),
+        plan_id=_plan_id(source, flags),
+        revision=0,
+        model=_model_info(source, architecture, flags),
+        deployment=flags,
+        ranks=_every_rank(stages, flags),
+        worst_rank=place * flags.tensor_parallel_size,
+        kv_cache=KVCachePlan(
+            layout=pool.layout,
+            num_blocks=num_blocks,
+            usable_blocks=held.usable_blocks,
+            tokens=held.tokens,
+            max_concurrency=held.max_concurrency,
+            bytes_per_sequence=held.blocks_per_sequence * pool.layout.bytes_per_block,
+            longest=pool.longest(held.usable_blocks, architecture.max_model_len),
+        ),
+        fits=not reasons,
+        reasons=reasons,
+        intervals=worst.intervals(),
+        terms=terms,
+        weight_formats=worst.weights.loaded.formats,
+        notes=(
+            *_family_notes(architecture),
+            *pool.notes,
+            *draft_notes,
+            *version_notes(deployment, chosen),
+            *environment_notes(flags, deployment.gpu),
+            *quantization_notes(source.config, deployment.quantization, flags.engine),
+        ),
+    )
+
+
+def _family_notes(architecture: Architecture) -> tuple[str, ...]:
+    if architecture.unread:
+        names = ", ".join(architecture.unread)
+        return (
+            f"{names}: not known for {architecture.model_type}; the interval of the weights has room for "
+            "biases and norms in every layer",
+        )
+    if architecture.via == "adapter":
+        return ()
+    return (
+        f"no adapter for {architecture.model_type}: tensors and cache are those of transformers' own modules, "
+        "built on the meta device (via: meta)",
+    )
+
+
+def with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
+    """What the pool is built from, the draft's weights, notes."""
+    if flags.speculative_model is None:
+        return architecture, 0, ()
+    from tonnage.planner.planning.speculative import add_draft
+
+    draft = add_draft(architecture, flags)
+    return draft.architecture, draft.weights, draft.notes
+
+
+def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
+    """One entry per GPU of one replica: the ranks of a stage hold the same bytes."""
+    return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
+
+
+def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
+    """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
+    if source.tensors is None:
+        return ()
+    if source.kind == "gguf":
+        from tonnage.planner.headers.gguf_config import check_gguf
+
+        check_gguf(architecture, source.tensors)
+        return ()
+    from tonnage.planner.headers.check import check_tensors, stored_tied_copies
+
+    check_tensors(architecture, source.tensors, read_quantization(source.config, None))
+    return stored_tied_copies(architecture, source.tensors)
+
+
+def auto_dtype(source: ModelSource) -> str:
+    """What ``--dtype auto`` means: config.json's dtype, else the checkpoint's, else float32 (transformers'
+    own order). A GGUF file states none and is dequantized while loading: bfloat16."""
+    found = config_dtype(source.config.get("dtype", source.config.get("torch_dtype")))
+    if found is None and source.kind == "gguf":
+        return "bfloat16"
+    if found is None and source.tensors is not None:
+        from tonnage.planner.headers.check import floating_dtype
+
+        found = floating_dtype(source.tensors)
+    return found or "float32"
+
+
+def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
+    via: Literal["gguf", "adapter", "headers", "meta"] = architecture.via
+    if source.tensors is not None and via == "adapter":
+        via = "gguf" if source.kind == "gguf" else "headers"
+    return ModelInfo(
+        id=source.id,
+        path=source.path,
+        architecture=architecture.class_name,
+        parameters=architecture.parameters,
+        attention=architecture.attention,
+        via=via,
+        max_model_len=architecture.max_model_len,
+        vocab_size=architecture.vocab_size,
+        dtype=flags.dtype,
+    )
+
+
+def _plan_id(source: ModelSource, flags: Deployment) -> str:
+    """16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
+    version = flags.engine_version
+    tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
+    content = [source.id, source.config, tensors, asdict(flags), PLANNER_RULES, flags.engine, version]
+    digest: str = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return digest[:16]

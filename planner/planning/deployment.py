@@ -1,0 +1,217 @@
+"""Flags -> a complete Deployment: every None replaced by the value chosen, or refused by name."""
+
+from __future__ import annotations
+
+from tonnage.planner.devices.host import host_memory
+from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.resolved import Resolved
+from tonnage.planner.engines.version import Version, installed_version, parse_version
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import check_dtype
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
+
+_MAX_BLOCK_SIZE = 8192
+_MAX_COUNT = 1 << 31
+_MAX_BYTES = 1 << 60  # one EiB
+_MAX_RANKS = 4096
+_MAX_LORA_RANK = 512
+
+
+def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Resolved:
+    """Check every flag against the model and the others and fill in what was left open.
+
+    ``dtype``: what ``auto`` means for this checkpoint. Raises DeploymentError naming flag and value.
+    """
+    engine = engine_of(deployment.engine)
+    deployment = _with_gpu(deployment)
+    if deployment.device not in ("cpu", "cuda"):
+        raise DeploymentError(f"{deployment.device!r} is not cpu or cuda", field="--device")
+    version, name = _version(engine, deployment)
+    memory = _device_memory(deployment)
+    max_model_len = _model_len(deployment, architecture)
+    seqs, tokens = _batch(engine, deployment, max_model_len, memory, version)
+    deployment, tokens = engine.settle_step(deployment, architecture, max_model_len, tokens)
+    check_dtype(deployment.dtype)
+    chosen = engine.choose_dtype(deployment, architecture, dtype)
+    given = _positive(deployment.block_size, "--block-size", limit=_MAX_BLOCK_SIZE)
+    block_size = engine.block_size(given, deployment, architecture)
+    share = engine.default_utilization(version)
+    if deployment.gpu_memory_utilization is not None:
+        share = _share(deployment.gpu_memory_utilization, "--gpu-memory-utilization")
+    caching = deployment.enable_prefix_caching
+    if caching is None:
+        caching = engine.caches_prefixes(architecture, version)
+    flags = replace(
+        deployment,
+        engine_version=name,
+        device_memory=memory,
+        gpu_memory_utilization=share,
+        dtype=chosen,
+        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen),
+        max_model_len=max_model_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        block_size=block_size,
+        mem_fraction_static=engine.static_share(deployment),
+        enable_prefix_caching=caching,
+        kv_cache_memory_bytes=_positive(
+            deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=_MAX_BYTES
+        ),
+    )
+    _check_numbers(engine, flags)
+    if flags.enable_expert_parallel and not architecture.experts:
+        raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
+    limit = engine.memory_limit(flags, memory, share)
+    return Resolved(
+        flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given
+    )
+
+
+def _positive(value: int | None, flag: str, limit: int = _MAX_COUNT) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit):
+        raise DeploymentError(f"{value!r} is not an integer from 1 to {limit}", field=flag)
+    return value
+
+
+def _check_numbers(engine: Engine, flags: Deployment) -> None:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+                 "decode_context_parallel_size"):  # fmt: skip
+        _positive(getattr(flags, name), "--" + name.replace("_", "-"), _MAX_RANKS)
+    _positive(flags.num_gpu_blocks_override, "--num-gpu-blocks-override")
+    _positive(flags.max_loras, "--max-loras", 1024)
+    _check_lora_rank(engine, flags.max_lora_rank)
+    for value, flag, most in (
+        (flags.num_speculative_tokens, "--num-speculative-tokens", 64),
+        (flags.cpu_offload_bytes, "--cpu-offload-gb", _MAX_BYTES),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise DeploymentError(f"{value!r} is not from 0 to {most}", field=flag)
+    if flags.mem_fraction_static is not None:
+        _share(flags.mem_fraction_static, "--mem-fraction-static")
+    _share(flags.swa_full_tokens_ratio, "--swa-full-tokens-ratio")
+    if not engine.divides and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
+        raise DeploymentError(
+            f"the {engine.name} engine runs on one device",
+            field="--tensor-parallel-size",
+            hint="use --engine vllm",
+        )
+    if flags.tensor_parallel_size % flags.decode_context_parallel_size:
+        raise DeploymentError(
+            f"{flags.decode_context_parallel_size} does not divide --tensor-parallel-size "
+            f"{flags.tensor_parallel_size}",
+            field="--decode-context-parallel-size",
+        )
+
+
+def _check_lora_rank(engine: Engine, rank: int) -> None:
+    """vLLM takes a few ranks; SGLang (its --max-lora-rank) and llama.cpp (the adapter's own) any up to vLLM's
+    largest, beyond which nothing is known to be served."""
+    _positive(rank, "--max-lora-rank", _MAX_LORA_RANK)
+    if engine.lora_ranks and rank not in engine.lora_ranks:
+        raise DeploymentError(
+            f"{engine.title} has no slots of rank {rank}",
+            field="--max-lora-rank",
+            hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
+        )
+
+
+def _with_gpu(deployment: Deployment) -> Deployment:
+    """``--gpu NAME`` means a CUDA device of that memory, unless --device-memory says another figure."""
+    if deployment.gpu is None:
+        return deployment
+    from tonnage.planner.devices.find import find_gpu
+
+    gpu = find_gpu(deployment.gpu)
+    memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory
+    return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
+
+
+def _version(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
+    """Version whose rules apply: the flag's, the installed one's, or the newest known."""
+    given = deployment.engine_version
+    if given is not None:
+        version = parse_version(given)
+        if not any(version):
+            raise DeploymentError(
+                f"{given!r} is no release", field="--engine-version", hint="for example 0.11.0"
+            )
+        return version, given
+    newest = engine.newest
+    found = next(filter(None, map(installed_version, engine.distributions)), None)
+    if found is not None:
+        try:
+            return _version(engine, replace(deployment, engine_version=found))
+        except DeploymentError:  # a source build may call itself anything
+            pass
+    return newest, _text(newest) if any(newest) else "none"
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
+    """Says it where the rules of the very version are not known, or where no rule depends on it."""
+    engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
+    newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
+    if not any(newest):
+        return (f"no rule of {engine} depends on --engine-version",) if asked.engine_version else ()
+    if version[:2] > newest[:2]:  # patch releases follow the rules of their minor release
+        return (f"{engine} {name} is newer than what is known here: the rules of {_text(newest)} are used",)
+    if version < oldest:
+        return (f"{engine} {name} is older than what is known here: the rules of {_text(oldest)} are used",)
+    return ()
+
+
+def _model_len(deployment: Deployment, architecture: Architecture) -> int:
+    asked = _positive(deployment.max_model_len, "--max-model-len")
+    if asked is not None and asked > architecture.max_model_len:
+        raise DeploymentError(
+            f"{asked} is above the model's own {architecture.max_model_len} ({architecture.position_field})",
+            field="--max-model-len",
+            hint=f"at most {architecture.max_model_len}",
+        )
+    return asked or architecture.max_model_len
+
+
+def _batch(
+    engine: Engine, deployment: Deployment, max_model_len: int, memory: int, version: Version
+) -> tuple[int, int]:
+    seqs = _positive(deployment.max_num_seqs, "--max-num-seqs")
+    tokens = _positive(deployment.max_num_batched_tokens, "--max-num-batched-tokens")
+    default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
+    if tokens is None and not engine.cuts_prompts(deployment, version):
+        tokens = max(max_model_len, 2048)
+    if tokens is None:
+        tokens = max(default_tokens, seqs or 0)
+        tokens = min(tokens, (seqs or default_seqs) * max_model_len)
+    if seqs is None:
+        seqs = min(default_seqs, tokens)
+    if tokens < seqs:
+        raise DeploymentError(
+            f"{tokens} is below --max-num-seqs {seqs}: a decode step takes one token of each sequence",
+            field="--max-num-batched-tokens",
+        )
+    return seqs, tokens
+
+
+def _share(value: float, flag: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise DeploymentError(f"{value!r} is not in (0, 1]", field=flag)
+    return float(value)
+
+
+def _device_memory(deployment: Deployment) -> int:
+    asked = _positive(deployment.device_memory, "--device-memory", limit=_MAX_BYTES)
+    if asked is not None:
+        return asked
+    if deployment.device == "cpu":
+        return host_memory()
+    raise DeploymentError(
+        "needed for a GPU that is not here",
+        field="--device-memory",
+        hint="for example --device-memory 80GiB, or --gpu h100-80g",
+    )

@@ -1,0 +1,117 @@
+"""Pipeline stages: what a rank of each holds beside the pool, and what one block of the pool is there."""
+
+from __future__ import annotations
+
+from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.ranks import rank_architecture
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.resolved import Resolved
+from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.planning.weights import HeldWeights, hold_weights
+from tonnage.planner.plans import Deployment, RankPlan, Term
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.records import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Bytes that flags add on every rank."""
+
+    lora: int
+    draft: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """``rank``: one of the stage's ranks; its pool is empty until :meth:`with_blocks`."""
+
+    rank: RankPlan
+    weights: HeldWeights
+    runtime: Runtime
+    block_bytes: int
+
+    def with_blocks(self, num_blocks: int) -> Stage:
+        """The stage with so many blocks: every one gets the smallest one's (get_kv_cache_configs)."""
+        return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes))
+
+    def runtime_terms(self) -> list[Term]:
+        return [Term(name, e.value, e.formula, e.source) for name, e in self._estimates().items()]
+
+    def intervals(self) -> dict[str, tuple[int, int]]:
+        """Bounds of every figure that is not exact, and of their sum with the exact ones."""
+        bounds = {name: (e.low, e.high) for name, e in self._estimates().items()}
+        low = sum(pair[0] for pair in bounds.values())
+        high = sum(pair[1] for pair in bounds.values())
+        if self.runtime.sum_interval is not None:
+            low, high = self.runtime.sum_interval
+        exact = self.rank.used_bytes - self.runtime.total
+        if more := self.weights.loaded.high - self.weights.loaded.total:
+            bounds["weights_bytes"] = (self.rank.weights_bytes, self.rank.weights_bytes + more)
+            high += more
+        bounds["used_bytes"] = (exact + low, exact + high)
+        return bounds
+
+    def _estimates(self) -> dict[str, Estimate]:
+        runtime = self.runtime
+        found = {
+            "framework_bytes": runtime.framework,
+            "activation_bytes": runtime.activation,
+            "cuda_graph_bytes": runtime.graphs,
+        }
+        return {name: estimate for name, estimate in found.items() if estimate.high}
+
+
+def build_stages(
+    architecture: Architecture, quantization: Quantization, chosen: Resolved, pool: PoolSpec, added: Added,
+    stored_copies: tuple[TensorSpec, ...],
+) -> list[Stage]:  # fmt: skip
+    """Every stage of ``chosen``. Raises DeploymentError and UnsupportedArchitecture for a model that cannot be
+    divided so. ``stored_copies``: as for :func:`tonnage.planner.planning.weights.sum_weights`."""
+    flags = chosen.flags
+    engine = engine_of(flags.engine)
+    held = []
+    for stage in range(flags.pipeline_parallel_size):
+        part = rank_architecture(architecture, flags, stage)
+        weights = hold_weights(part, quantization, flags, stored_copies)
+        held.append((weights, engine.runtime_terms(part, chosen)))
+    sizes = _block_bytes(pool, architecture, flags)
+    return [
+        Stage(_rank(weights, runtime, chosen, added), weights, runtime, size)
+        for (weights, runtime), size in zip(held, sizes, strict=True)
+    ]
+
+
+def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:
+    return RankPlan(
+        weights_bytes=weights.bytes,
+        kv_pool_bytes=0,
+        activation_bytes=runtime.activation.value,
+        cuda_graph_bytes=runtime.graphs.value,
+        framework_bytes=runtime.framework.value,
+        total_bytes=chosen.device_memory,
+        lora_bytes=added.lora,
+        draft_bytes=added.draft,
+        offloaded_bytes=weights.offloaded,
+    )
+
+
+def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
+    """Bytes of one block on each pipeline stage, which stores its own layers only."""
+    stages = flags.pipeline_parallel_size
+    if stages == 1:
+        return [pool.layout.bytes_per_block]
+    from tonnage.planner.engines.parallel import stage_layers
+
+    out, first = [], 0
+    for count in stage_layers(architecture.layers, stages):
+        held = pool.stage_bytes(frozenset(range(first, first + count)))
+        first += count
+        if not held:
+            raise UnsupportedArchitecture(
+                "a stage without a KV cache is not planned", field="--pipeline-parallel-size"
+            )
+        out.append(held)
+    return out

@@ -1,0 +1,188 @@
+"""Weight bytes of a rank: every tensor under the quantization, summed and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.plans import Deployment, Term, WeightFormat
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.records import dataclass
+
+# The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
+# linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
+_TILE = 64
+
+# dtype of the packed storage; scales and code books are counted with it (bitsandbytes 0.50, gptqmodel 7.7)
+_STORED_AS = {"int8": "int8", "nf4": "uint8", "nf4-double": "uint8", "gptq": "int32"}
+
+_FIELDS = {
+    "embedding": "vocab_size, hidden_size",
+    "attention": "num_attention_heads, num_key_value_heads, head_dim, hidden_size",
+    "mlp": "hidden_size, intermediate_size",
+    "expert": "num_experts, moe_intermediate_size, hidden_size",
+    "router": "num_experts, hidden_size",
+    "mixer": "the state-space or linear-attention fields",
+    "encoder": "the encoder's fields",
+    "vision": "vision_config",
+    "audio": "audio_config",
+    "projector": "vision_config, hidden_size",
+    "norm": "hidden_size",
+    "head": "vocab_size, hidden_size, tie_word_embeddings",
+    "buffer": "rope_parameters",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """``total`` bytes after load, at most ``high``, and one Term per kind of tensor."""
+
+    total: int
+    high: int
+    terms: tuple[Term, ...]
+    formats: tuple[WeightFormat, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights of one rank on its device: what was loaded, what a kernel's ``padding`` and the allocator's
+    ``rounding`` add, less what is ``offloaded`` to the host (bytes)."""
+
+    loaded: Weights
+    padding: int
+    rounding: int
+    offloaded: int
+
+    @property
+    def bytes(self) -> int:
+        return self.loaded.total + self.padding + self.rounding - self.offloaded
+
+    def added_terms(self) -> list[Term]:
+        terms = (
+            Term(
+                "weights.allocator_rounding", self.rounding,
+                "blocks of the CUDA allocator that are not split for less than 1 MiB", "tensor sizes",
+            ),
+            Term(
+                "weights.kernel_padding", self.padding, "experts padded to the MXFP4 kernel's tiles", "--gpu"
+            ),
+        )  # fmt: skip
+        return [term for term in terms if term.value]
+
+
+def hold_weights(
+    architecture: Architecture,
+    quantization: Quantization,
+    deployment: Deployment,
+    stored_copies: tuple[TensorSpec, ...] = (),
+) -> HeldWeights:
+    """What one rank, whose share ``architecture`` is, holds; arguments as for :func:`sum_weights`."""
+    engine = engine_of(deployment.engine)
+    loaded = sum_weights(architecture, quantization, deployment, stored_copies)
+    padding = engine.kernel_padding(architecture, quantization.scheme, deployment)
+    rounding = engine.allocator_rounding(architecture, quantization, deployment)
+    return HeldWeights(loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total))
+
+
+def sum_weights(
+    architecture: Architecture,
+    quantization: Quantization,
+    deployment: Deployment,
+    stored_copies: tuple[TensorSpec, ...] = (),
+) -> Weights:
+    """Bytes the process holds for the model after load (parameters, buffers, quantization state).
+
+    ``stored_copies``: tied tensors that the checkpoint stores too, which are loaded apart if their values
+    differ. vLLM may repack linear weights into padded tiles: that is the upper bound there.
+    """
+    engine, dtype = engine_of(deployment.engine), deployment.dtype
+    kernels = engine.kernels.get(deployment.device, {})
+    total = 0
+    slack = sum(copy.elements * ELEMENT_BYTES[dtype] for copy in stored_copies)
+    kinds: dict[tuple[str, tuple[int, ...]], _Kind] = {}
+    formats: dict[tuple[str, str], int] = {}
+    for tensor in engine.tensors(architecture, deployment):
+        if architecture.unread:
+            slack += _biases_and_norms(tensor, deployment.tensor_parallel_size)
+        converted = quantization.converts(tensor)
+        held = quantization.bytes_after_load(tensor, dtype)
+        repacked = converted and quantization.scheme == "gptq" and deployment.device == "cpu"
+        if repacked:
+            held = sum(quantization.loaded_parts(tensor, kernels).values())
+        total += held
+        if held:
+            stored = (
+                _STORED_AS.get(quantization.scheme, quantization.scheme) if converted else tensor.dtype or dtype
+            )
+            key = (stored, quantization.scheme if converted else "none")
+            formats[key] = formats.get(key, 0) + held
+        if (
+            engine.tiles_linear
+            and not repacked
+            and tensor.module_class.endswith("Linear")
+            and len(tensor.shape) == 2
+        ):
+            slack += _tiled(tensor.shape, held) - held
+        pattern = _unnumbered(tensor.name)
+        kind = kinds.get((pattern, tensor.shape))
+        if kind is None:
+            kinds[pattern, tensor.shape] = _Kind(tensor, converted, 1, held)
+        else:
+            kind.count += 1
+            kind.value += held
+    terms = tuple(_term(pattern, kind, quantization, kernels, dtype) for (pattern, _), kind in kinds.items())
+    return Weights(
+        total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
+    )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Tensors of one name and shape over all layers; ``value`` is their sum."""
+
+    first: TensorSpec
+    converted: bool
+    count: int
+    value: int
+
+
+def _unnumbered(name: str) -> str:
+    """The name with a star for the layer and for the places of lists inside it."""
+    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+
+
+def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
+    """The most a bias, a norm before and a norm behind add to a matrix: three vectors of either side, in
+    float32, whole on each of ``ranks``."""
+    if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
+        return 0
+    *several, rows, columns = tensor.shape
+    return prod(several) * 3 * (rows + columns) * ELEMENT_BYTES["float32"] * ranks
+
+
+def _tiled(shape: tuple[int, ...], held: int) -> int:
+    """Bytes when both sides are padded to whole tiles."""
+    padded = prod(-(-side // _TILE) * _TILE for side in shape)
+    return held * padded // prod(shape)
+
+
+def _term(
+    pattern: str, kind: _Kind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
+) -> Term:
+    first = kind.first
+    shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
+    if first.tied_to is not None:
+        formula = f"tied to {first.tied_to}"
+    elif kind.converted:
+        held = quantization.loaded_parts(first, kernels)
+        parts = " + ".join(f"{name} {size:,}" for name, size in held.items())
+        formula = f"{kind.count} x ({parts}); {quantization.describe()} of [{shape}]"
+    else:
+        kept = first.dtype or dtype
+        formula = f"{kind.count} x {shape} x {ELEMENT_BYTES[kept]} ({kept})"
+    source = "the engine's code" if first.module_class == "Attention" else _FIELDS[first.role]
+    return Term(f"weights.{pattern}", kind.value, formula, source)

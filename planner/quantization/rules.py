@@ -1,0 +1,99 @@
+"""Which modules a checkpoint's own quantization_config leaves alone, or names: its patterns against our names.
+
+Checkpoints name modules as the code that wrote them did; transformers 5 names them otherwise. Both sides are
+brought to one spelling before they are compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.model.fields import shown
+from tonnage.planner.records import dataclass
+
+_PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
+_RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
+# What regular expressions of published files are made of; groups are not repeated, so that none can blow up
+_PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
+_NESTED = r"[)\]}*+?]\s*[*+{]"
+MAX_PATTERNS = 200_000
+
+
+@cache
+def spelling(name: str) -> str:
+    """One spelling of a module's name: without the wrappers' prefixes, MLPs called mlp."""
+    cut = True
+    while cut:
+        cut = False
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                name, cut = name[len(prefix) :], True
+    for old, new in _RENAMED:
+        if old in name:
+            name = name.replace(old, new)
+    return "lm_head" if name == "head" else name
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """A list of names, globs and regular expressions, matched in a few dictionary look-ups.
+
+    ``names``: whole modules (everything below counts); ``starts``: globs with one star at the end;
+    ``tails``: single components that match at the end (``lm_head``, ``gate``); ``regex``: the rest.
+    """
+
+    names: frozenset[str] = frozenset()
+    starts: tuple[str, ...] = ()
+    tails: frozenset[str] = frozenset()
+    regex: re.Pattern[str] | None = None
+
+    def match(self, module: str) -> bool:
+        name = spelling(module)
+        if name in self.names or name.startswith(self.starts):
+            return True
+        pieces = name.split(".")
+        if not self.tails.isdisjoint(pieces[-1:]) or any(
+            ".".join(pieces[:k]) in self.names for k in range(1, len(pieces))
+        ):
+            return True
+        return self.regex is not None and (self.regex.match(name) or self.regex.match(module)) is not None
+
+
+def compile_patterns(values: Iterable[str], field: str) -> Patterns:
+    """Names (``lm_head``, ``model.layers.0.mlp``), globs (``*.attn.*``) and regular expressions (``re:...``).
+
+    Raises UnsupportedArchitecture naming an entry that is neither, or that could run for ever.
+    """
+    names, starts, tails, expressions = set(), [], set(), []
+    for count, value in enumerate(values):
+        if count > MAX_PATTERNS:
+            raise UnsupportedArchitecture(f"more than {MAX_PATTERNS:,} entries", field=field)
+        if value.startswith("re:"):
+            expressions.append(_regex(value[3:], field))
+        elif re.fullmatch(r"[\w-]+", value, re.ASCII):
+            tails.add(spelling(value))
+            names.add(spelling(value))
+        elif re.fullmatch(r"[\w.-]+", value, re.ASCII):
+            names.add(spelling(value))
+        elif re.fullmatch(r"[\w.-]+\*", value, re.ASCII):
+            starts.append(spelling(value[:-1]))
+        elif re.fullmatch(r"[\w.*?-]{1,200}", value, re.ASCII):
+            text = re.escape(value).replace(r"\*", ".*").replace(r"\?", ".")
+            expressions.append(text if value.endswith("*") else rf"{text}(\.|$)")
+        else:
+            raise UnsupportedArchitecture(f"{shown(value)} is not a plain module name", field=field)
+    joined = "|".join(f"(?:{expression})" for expression in expressions)
+    return Patterns(frozenset(names), tuple(starts), frozenset(tails), re.compile(joined) if joined else None)
+
+
+def _regex(text: str, field: str) -> str:
+    if not re.fullmatch(_PLAIN_REGEX, text, re.ASCII) or re.search(_NESTED, text.replace(".*", ".")):
+        raise UnsupportedArchitecture(f"{shown(text)} is not a simple regular expression", field=field)
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise UnsupportedArchitecture(f"{shown(text)}: {error}", field=field) from None
+    return text

@@ -1,0 +1,214 @@
+"""Bytes of each tensor in the file, after load and after warm-up, under each way of storing weights.
+
+"After load" is what the process holds: the storages of parameters, buffers and quantization state. Verified
+against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0). The formats are in
+formats.py, the exclusion rules in rules.py, the reading of quantization_config in stored.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.quantization.formats import LinearFormat
+from tonnage.planner.quantization.rules import Patterns, spelling
+from tonnage.planner.records import dataclass, field
+
+_ROW_SCALE = (1, 0)
+
+# --quantization for an unquantized checkpoint -> the format the engine makes of it
+_FLAGS = {
+    "int8": LinearFormat("int8"),
+    "nf4": LinearFormat("nf4"),
+    "nf4-double": LinearFormat("nf4", double=True),
+    "fp4": LinearFormat("nf4", code="fp4"),
+    "fp4-double": LinearFormat("nf4", double=True, code="fp4"),
+    "gptq": LinearFormat("gptq"),
+    "awq": LinearFormat("awq"),
+    "fp8": LinearFormat("fp8"),
+    "fp8-channel": LinearFormat("fp8", block=_ROW_SCALE),
+    "fp8-block": LinearFormat("fp8", block=(128, 128)),
+    "w8a8": LinearFormat("int-w8", block=_ROW_SCALE, scale_bytes=2),
+    "w4a16": LinearFormat("packed", scale_bytes=2, zero_points=False),
+    "mxfp4": LinearFormat("mxfp4"),
+    "mxfp8": LinearFormat("mxfp8"),
+    "nvfp4": LinearFormat("nvfp4", input_scale=True),
+    "hqq": LinearFormat("hqq", group_size=64),
+    "torchao-int4": LinearFormat("torchao-int4"),
+    "torchao-int8": LinearFormat("torchao-int8", scale_bytes=2),
+}
+FLAG_VALUES = tuple(_FLAGS)
+_BITSANDBYTES = ("int8", "nf4")  # made from nn.Linear while loading; experts and heads stay as they are
+# Which classes a method replaces. ``KeptLinear``: an nn.Linear of a family's _keep_in_fp32_modules, which every
+# quantizer of transformers leaves alone (5.19, quantizers/base.py)
+_CLASSES = {"gptq": ("Linear", "FalconLinear"), "int8": ("Linear", "Conv1D"), "nf4": ("Linear", "Conv1D")}
+_TOWERS = ("vision", "audio", "projector")
+_SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How linear weights are stored. ``skip``: modules left in the model's dtype, None for the default rule.
+
+    Default rule (transformers 5.19, quantizers/base.py get_keys_to_not_convert): the output head, and
+    whatever is tied to it. ``linear`` is the format of every other linear layer (None: only the modules named
+    in ``named`` are quantized), ``named`` those of modules (in one spelling) that have their own, ``experts``
+    that of routed experts where it differs. ``scheme`` is the name printed and compared with the flag.
+    """
+
+    scheme: str = "none"
+    skip: Patterns | None = None
+    bits: int = 4
+    group_size: int = 128
+    desc_act: bool = False
+    sym: bool = True
+    origin: str = "--quantization"
+    linear: LinearFormat | None = None
+    named: Mapping[str, LinearFormat] = field(default_factory=dict)
+    experts: LinearFormat | None = None
+    method: str | None = None  # quant_method of the checkpoint
+
+    def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
+        """Format of this weight, None when it stays in its dtype."""
+        if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
+            return None
+        # bitsandbytes replaces every nn.Linear, a router too; the other formats' tools leave routers alone
+        if tensor.role == "router" and self._default().kind not in _BITSANDBYTES:
+            return None
+        if tensor.role == "expert":
+            return self._expert_format(tensor)
+        if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
+            return None
+        classes = _CLASSES.get(self._default().kind, ("Linear",))
+        # V4's grouped projection is a subclass of nn.Linear that FP8 checkpoints store as any other
+        if tensor.module_class not in classes and tensor.module_class != "GroupedLinear":
+            return None
+        if tensor.module_class == "GroupedLinear" and self._default().kind in _BITSANDBYTES:
+            return None
+        if self.named:
+            own = self.named.get(spelling(tensor.module))
+            if own is not None or self.linear is None:
+                return own
+        if self._default().kind in ("gptq", "awq") and tensor.role in _TOWERS:
+            return None  # both walk the language model's layers only
+        if self.skip is not None and self.skip.match(tensor.module):
+            return None
+        if tensor.role == "head" and (self.skip is None or self._default().kind not in _BITSANDBYTES):
+            return None
+        return self.linear
+
+    def _expert_format(self, tensor: TensorSpec) -> LinearFormat | None:
+        kind = self._default().kind
+        # transformers' fused experts are parameters, no nn.Linear: bitsandbytes leaves them alone
+        if kind in _BITSANDBYTES or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
+            return None
+        chosen = self.experts or self.linear
+        if self.named:
+            at = spelling(tensor.module)
+            first = "up_proj" if tensor.name.endswith(("up_proj", "gate_up_proj")) else "down_proj"
+            for name in (at, f"{at}.0.{first}", f"{at}.0.{'w3' if first == 'up_proj' else 'w2'}"):
+                if name in self.named:
+                    return self.named[name]
+            if self.linear is None and self.experts is None:
+                return None
+        if self.skip is not None and (
+            self.skip.match(tensor.module)
+            or self.skip.match(f"{tensor.module}.0.{tensor.name.rpartition('.')[2]}")
+        ):
+            return None
+        return chosen
+
+    def _default(self) -> LinearFormat:
+        return self.linear or self.experts or next(iter(self.named.values()))
+
+    def converts(self, tensor: TensorSpec) -> bool:
+        """Whether this weight is replaced."""
+        return self.format_of(tensor) is not None
+
+    def bytes_after_load(self, tensor: TensorSpec, dtype: str) -> int:
+        """Bytes the process holds for ``tensor`` of a model in ``dtype``; 0 for a tied one."""
+        if tensor.tied_to is not None:
+            return 0
+        found = self.format_of(tensor)
+        if found is None:
+            return tensor.elements * ELEMENT_BYTES[tensor.dtype or dtype]
+        return self._bytes(tensor, found)
+
+    def loaded_parts(self, tensor: TensorSpec, kernels: Mapping[str, str]) -> dict[str, int]:
+        """The storages of one converted weight by name once an engine has loaded it. ``kernels``: by format,
+        those that repack."""
+        found = self.format_of(tensor) or self._default()
+        count, out, into = matrices(tensor)
+        parts = found.loaded_by(kernels.get(found.kind), out, into, tensor.module)
+        return {name: count * size for name, size in parts.items()}
+
+    def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
+        """Bytes of the checkpoint's tensors for ``tensor`` (of buffers those that are stored)."""
+        if tensor.tied_to is not None or not (tensor.is_parameter or tensor.stored):
+            return 0
+        found = self.format_of(tensor)
+        if found is None and tensor.stored is not None:
+            return tensor.elements * ELEMENT_BYTES[dtype if tensor.stored == "model" else tensor.stored]
+        extra = 0
+        if found is not None:
+            count, out, into = matrices(tensor)
+            extra = count * found.extra_in_file(out, into)
+        return self.bytes_after_load(tensor, dtype) + extra
+
+    def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
+        """Bytes after the first forward with ``kernel`` (quantization_formats.LinearFormat.after_warmup)."""
+        found = self.format_of(tensor) if tensor.tied_to is None else None
+        if found is None:
+            return self.bytes_after_load(tensor, dtype)
+        count, out, into = matrices(tensor)
+        return count * sum(found.after_warmup(out, into, kernel, tensor.module).values())
+
+    def parts(self, tensor: TensorSpec) -> dict[str, int]:
+        """The storages of one converted weight [out, in] by name, in bytes."""
+        found = self.format_of(tensor) or self.linear or _FLAGS.get(self.scheme)
+        if found is None:
+            raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
+        return self._parts(tensor, found)
+
+    def _bytes(self, tensor: TensorSpec, found: LinearFormat) -> int:
+        """Sum of the storages; the layers of a model share a few shapes."""
+        key = (found, matrices(tensor))
+        size = _SIZES.get(key)
+        if size is None:
+            if len(_SIZES) > 4096:  # a sweep over many models
+                _SIZES.clear()
+            size = _SIZES[key] = sum(self._parts(tensor, found).values())
+        return size
+
+    def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
+        count, out, into = matrices(tensor)
+        parts = found.parts(out, into, tensor.module)
+        return parts if count == 1 else {name: count * size for name, size in parts.items()}
+
+    def __post_init__(self) -> None:
+        # Quantization("gptq", bits=8): the fields of the scheme without reading a config
+        if self.linear is None and self.scheme in _FLAGS and not self.named and self.experts is None:
+            base = _FLAGS[self.scheme]
+            if base.kind in ("gptq", "awq"):
+                base = LinearFormat(base.kind, self.bits, self.group_size, act_order=self.desc_act)
+            object.__setattr__(self, "linear", base)
+
+    def describe(self) -> str:
+        if self.scheme == "gptq":
+            return f"gptq, {self.bits} bits, group {self.group_size}, desc_act {self.desc_act}, sym {self.sym}"
+        if self.scheme == "awq":
+            return f"awq, {self.bits} bits, group {self.group_size}"
+        return self.scheme
+
+
+def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
+    """(how many, out, in) of the matrices stored for this weight: experts are stored one by one."""
+    if len(tensor.shape) == 2:
+        rows, columns = tensor.shape
+        return (1, columns, rows) if tensor.module_class == "Conv1D" else (1, rows, columns)
+    experts, rows, columns = tensor.shape
+    if tensor.transposed:
+        rows, columns = columns, rows
+    return experts * tensor.matrices, rows // tensor.matrices, columns

@@ -1,0 +1,99 @@
+"""A model's name -> :class:`ModelSource`: ``demo``, a folder, a GGUF file or a hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.headers.safetensors import read_folder
+from tonnage.planner.model.fields import load_config
+from tonnage.planner.source.model_source import ModelSource, read_config
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+
+
+def cache_folder() -> Path:
+    """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``."""
+    if own := os.environ.get("TONNAGE_CACHE"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tonnage"
+    return Path.home() / ".cache" / "tonnage"
+
+
+def demo_folder() -> Path:
+    """Where the converted demo model lives."""
+    return cache_folder() / "models" / DEMO_NAME
+
+
+def resolve_model(model: str) -> ModelSource:
+    """Find a model by name. Reads config.json and headers, never weights.
+
+    ``demo`` means SmolLM2-135M-Instruct; before it is converted its config comes with the package. Raises
+    ModelNotFound with what to do, ConfigError or CheckpointError when what was found is broken.
+    """
+    if model == "demo":
+        return _demo()
+    if not model or "\0" in model:
+        raise ModelNotFound(f"{model!r} is not a name", field="model")
+    try:
+        return _local(Path(model).expanduser(), model) or _hub(model)
+    except OSError as error:  # no permission, a name too long
+        raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
+    except RuntimeError as error:  # ~user that does not exist
+        raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
+
+
+def _local(path: Path, model: str) -> ModelSource | None:
+    if path.is_dir():
+        return _folder(path, model)
+    return _file(path, model) if path.exists() else None
+
+
+def _hub(model: str) -> ModelSource:
+    if not re.fullmatch(_HUB_ID, model, re.ASCII):
+        raise ModelNotFound(
+            f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
+        )
+    from tonnage.planner.source.hub import resolve_hub_id
+
+    return resolve_hub_id(model)
+
+
+def _demo() -> ModelSource:
+    folder = demo_folder()
+    config = folder / "config.json"
+    if config.exists():
+        return ModelSource("demo", str(folder), load_config(config), "demo", read_folder(folder))
+    shipped = Path(__file__).parent / "data" / "demo" / "config.json"
+    return ModelSource("demo", str(folder), load_config(shipped), "demo")
+
+
+def _folder(path: Path, model: str) -> ModelSource:
+    if not (path / "config.json").exists():
+        raise ModelNotFound(
+            f"{model} has no config.json", field="model", hint="give the folder that from_pretrained would load"
+        )
+    return ModelSource(model, str(path), read_config(path), "folder", read_folder(path))
+
+
+def _file(path: Path, model: str) -> ModelSource:
+    if path.suffix.lower() in _PICKLES:
+        raise CheckpointError(
+            f"{model} is a pickle file: reading it runs code", field="model",
+            hint="convert it to safetensors, or give the model's folder",
+        )  # fmt: skip
+    if not path.is_file() or path.suffix.lower() != ".gguf":
+        raise ModelNotFound(
+            f"{model} is a file but not a .gguf", field="model", hint="give the model's folder instead"
+        )
+    from tonnage.planner.headers.gguf import read_gguf
+    from tonnage.planner.headers.gguf_config import config_from_gguf
+
+    header = read_gguf(path)
+    return ModelSource(model, str(path), config_from_gguf(header, path.name), "gguf", header.tensors)

@@ -1,0 +1,1 @@
+"""Many plans at once: quantization x KV dtype x ranks x GPU."""

@@ -1,0 +1,42 @@
+"""A sweep as an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from tonnage.planner.markup import percent, write_page
+from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.units import gib
+
+
+def write_sweep_page(path: str, model: str, rows: Sequence[SweepRow]) -> None:
+    """One line with a bar per combination."""
+    lines = []
+    for row in rows:
+        head = f"<td>{row.gpus} x {escape(row.gpu)}</td><td>{escape(row.quantization)}</td>"
+        head += f"<td>{escape(row.kv_cache_dtype)}</td>"
+        if row.refused:
+            lines.append(f"<tr>{head}<td colspan=4 class=no>{escape(row.refused)}</td></tr>")
+            continue
+        total = max(1, row.total_bytes)
+        bar = "".join(
+            f"<i class={kind} style='width:{percent(size, total)}%'></i>"
+            for kind, size in (
+                ("w", row.weights_bytes),
+                ("r", row.runtime_bytes + row.added_bytes),
+                ("k", row.kv_pool_bytes),
+            )
+        )
+        verdict = f"{row.max_concurrency:.1f}" if row.fits else "<span class=no>does not fit</span>"
+        lines.append(
+            f"<tr>{head}<td><div class=bar>{bar}</div></td><td>{gib(row.weights_bytes)}</td>"
+            f"<td>{row.tokens:,}</td><td>{verdict}</td></tr>"
+        )
+    legend = (
+        "<p><small>blue: weights, yellow: runtime, LoRA slots and draft, green: KV cache pool, "
+        "grey: left over</small></p>"
+    )
+    heads = "GPUs", "quantization", "KV", "memory of one GPU", "weights", "tokens", "sequences"
+    table = f"<table><tr><th>{'<th>'.join(heads)}</tr>"
+    write_page(path, f"Sweep of {model}", f"<h2>{escape(model)}</h2>{legend}{table}{''.join(lines)}</table>")

@@ -1,0 +1,62 @@
+"""TrainingPlan: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends. Made by
+:class:`tonnage.planner.training.build.Planner`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tonnage.planner.records import dataclass
+from tonnage.planner.training.communication import Communication
+from tonnage.planner.training.precision import Convention
+from tonnage.planner.training.setup import TrainingSetup
+
+SCHEMA_VERSION = 1
+
+Place = Literal["gpu", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One component: ``bytes`` on one rank (cpu and nvme: on one node), within [low, high]."""
+
+    name: str
+    place: Place
+    bytes: int
+    low: int
+    high: int
+    formula: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """The answer. ``lines`` belong to the fullest rank (pipeline stage ``stage``); ``moment``: when its peak
+    is reached. Sums are over ``lines``; node totals count all ranks of a node."""
+
+    model: str
+    architecture: str
+    setup: TrainingSetup
+    length: int
+    convention: Convention
+    parameters: int
+    trainable: int
+    adapters: int
+    lines: tuple[Line, ...]
+    moment: str
+    stage: int
+    communication: Communication
+    fits: bool | None
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+    cpu_init_bytes: int
+
+    def total(self, place: Place = "gpu") -> int:
+        return sum(line.bytes for line in self.lines if line.place == place)
+
+    def bounds(self, place: Place = "gpu") -> tuple[int, int]:
+        lines = [line for line in self.lines if line.place == place]
+        return sum(line.low for line in lines), sum(line.high for line in lines)
+
+    def line(self, name: str, place: Place = "gpu") -> int:
+        """Bytes of a component by name; 0 when it does not occur."""
+        return sum(line.bytes for line in self.lines if line.name == name and line.place == place)
