@@ -6,11 +6,13 @@ An encoder reads a whole text in one step and keeps nothing between steps: no KV
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family, InFiles, InVLLM
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
@@ -68,7 +70,6 @@ _TIED_BIAS = {"bert": "cls.predictions.bias", "distilbert": None}  # of the othe
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*IGNORED, *_NO_SHAPE)
     style = _STYLES[model_type]
     class_name, kind = wanted_class(fields, style.name)
     hidden = fields.integer("hidden_size", limit="width")
@@ -188,3 +189,22 @@ def _classifier(t: Tensors, fields: Fields, model_type: str, hidden: int) -> Non
     distilled = model_type == "distilbert"
     t.linear("pre_classifier" if distilled else "classifier.dense", hidden, hidden, "head", bias=True)
     t.linear("classifier" if distilled else "classifier.out_proj", labels, hidden, "head", bias=True)
+
+
+_family = partial(
+    Family, build, ignored=(*IGNORED, *_NO_SHAPE), reads_class=True,
+    files=InFiles(renamed=True, sentence_length=True),
+)  # fmt: skip
+FAMILIES = {
+    "bert": _family(hf="encoder", vllm=InVLLM(embeddings="BertModel")),
+    "roberta": _family(hf="encoder", vllm=InVLLM(embeddings="RobertaModel")),
+    "xlm-roberta": _family(hf="encoder", vllm=InVLLM(embeddings="XLMRobertaModel")),
+    "camembert": _family(hf="encoder"),
+    "mpnet": _family(),
+    "distilbert": _family(
+        aliases={
+            "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+        },
+    ),
+}  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family, InFiles
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -165,3 +166,9 @@ def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]
 def _rotary(t: Tensors, at: str, half: int) -> None:
     for kind in ("main", "compress"):
         t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
+
+
+FAMILIES = {
+    "deepseek_v4": Family(build, files=InFiles(renamed=True, exponent_scales=True)),
+    "deepseek_ref": Family(build, files=InFiles(renamed=True, exponent_scales=True)),
+}

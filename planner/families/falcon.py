@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
+from tonnage.planner.families.family import Family, InFiles
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -95,3 +96,30 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
     if (count or (2 if new else 1)) == 2:
         return ("ln_attn", "ln_mlp")
     return ("input_layernorm",)
+
+
+def _refined(fields: Fields, model_type: str) -> Architecture:
+    # the 40B files state no flag: RefinedWeb is the new decoder architecture by definition
+    fields.config = {"new_decoder_architecture": True, **fields.config}
+    return build(fields, "falcon")
+
+
+def _refined_7b(fields: Fields, model_type: str) -> Architecture:
+    return build(fields, "falcon")
+
+
+# The names of the first published files
+_REFINED = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
+FAMILIES = {
+    "falcon": Family(
+        build, lora=("query_key_value",), ia3=("query_key_value", "dense_4h_to_h"), hf="own attention",
+    ),
+    "RefinedWeb": Family(
+        _refined, aliases=_REFINED, first_class="RWForCausalLM", lora=("query_key_value",),
+        ia3=("query_key_value", "dense_4h_to_h"), files=InFiles(tied_head=True),
+    ),
+    "RefinedWebModel": Family(
+        _refined_7b, aliases=_REFINED, first_class="RWForCausalLM", lora=("query_key_value",),
+        ia3=("query_key_value", "dense_4h_to_h"), files=InFiles(tied_head=True),
+    ),
+}  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
+from tonnage.planner.families.family import QV, QV_DOWN, Family, InGGUF, InVLLM
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -184,3 +185,23 @@ def _rotary(fields: Fields, model_type: str, kinds: tuple[str, ...]) -> tuple[tu
     elif new is not None:
         raise ConfigError(f"{shown(new)} is not an object", field="rope_parameters")
     return tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds)), 1.0
+
+
+_GGUF_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FAMILIES = {
+    "gemma": Family(build, lora=QV, ia3=QV_DOWN, hf="served"),
+    "gemma2": Family(
+        build, leftovers={"sliding_window_size": "sliding_window"},  # 9B and 27B give the window twice
+        lora=QV, ia3=QV_DOWN, hf="served",
+        vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
+    ),
+    "gemma3_text": Family(
+        build, lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
+        gguf=InGGUF("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
+    ),
+    "vaultgemma": Family(build, hf="served"),
+}  # fmt: skip

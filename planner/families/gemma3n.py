@@ -12,6 +12,7 @@ from typing import Literal
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -150,3 +151,8 @@ def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shar
     t.norm(f"{at}.q_norm", dims.head_size)
     if not shared:
         t.norm(f"{at}.k_norm", dims.head_size)
+
+
+FAMILIES = {
+    "gemma3n_text": Family(build, hf="page sizes"),
+}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -125,3 +126,8 @@ def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, 
         own.integer("num_key_value_heads", sliding.kv_heads, limit="heads"),
         own.integer("head_dim", sliding.head_size, limit="width"),
     )  # fmt: skip
+
+
+FAMILIES = {
+    "gemma4_text": Family(build, hf="page sizes"),
+}

@@ -3,12 +3,13 @@ transformers 5.19, models/<family>/."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import GPT2_NAMES, QV, Family
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -18,11 +19,6 @@ GPT_FIELDS = (
     "activation_function", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "n_ctx",
     "attention_softmax_in_fp32", "classifier_dropout", "resid_dropout", "embed_dropout",
 )  # fmt: skip
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*GPT_FIELDS)
-    return _BUILDERS[model_type](fields, model_type)
 
 
 def sizes(fields: Fields) -> tuple[Heads, int, int]:
@@ -253,12 +249,24 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "gpt2": gpt2,
-    "gpt_neo": gpt_neo,
-    "gptj": gptj,
-    "codegen": gptj,
-    "opt": opt,
-    "bloom": bloom,
-    "mpt": mpt,
-}
+_family = partial(Family, ignored=GPT_FIELDS)
+FAMILIES = {
+    "gpt2": _family(gpt2, aliases=GPT2_NAMES, lora=("c_attn",), ia3=("c_attn", "mlp.c_proj"), hf="served"),
+    "gpt_neo": _family(
+        gpt_neo, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
+        hf="own attention",
+    ),
+    "gptj": _family(gptj, aliases=GPT2_NAMES, hf="own attention"),
+    "codegen": _family(gptj, aliases=GPT2_NAMES, hf="own attention"),
+    "opt": _family(opt, lora=QV, ia3=("q_proj", "k_proj", "fc2"), hf="served"),
+    "bloom": _family(
+        bloom,
+        aliases={"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+        lora=("query_key_value",), ia3=("query_key_value", "mlp.dense_4h_to_h"), hf="alibi",
+    ),
+    "mpt": _family(
+        mpt,
+        aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+        hf="alibi",
+    ),
+}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
+from tonnage.planner.families.family import GPT2_NAMES, Family
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
@@ -58,3 +59,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
         common.full_layers(layers, dims), layers=layers, inner=inner, vocab=vocab, max_model_len=positions,
         position_field=fields.name("max_position_embeddings"), gated=False, recipe=recipe,
     )  # fmt: skip
+
+
+FAMILIES = {
+    "gpt_bigcode": Family(
+        build, aliases=GPT2_NAMES, lora=("c_attn",), ia3=("c_attn", "mlp.c_proj"), hf="served",
+    ),
+}  # fmt: skip

@@ -7,19 +7,14 @@ per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import dataclass
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    return _BUILDERS[model_type](fields, model_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,12 +418,28 @@ def _lfm2_inner(fields: Fields) -> int:
     return multiple * -(-width // multiple)
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "qwen3_next": qwen,
-    "qwen3_5_text": qwen,
-    "qwen3_5_moe_text": qwen,
-    "kimi_linear": kimi,
-    "minimax": minimax,
-    "lfm2": lfm2,
-    "lfm2_moe": lfm2,
-}
+FAMILIES = {
+    "qwen3_next": Family(
+        qwen, absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
+        vllm=InVLLM(one_mrope_length=True), files=RENAMED,
+    ),
+    "qwen3_5_text": Family(
+        qwen, absent={"num_key_value_heads": 4, "head_dim": 256}, hf="recurrent",
+        vllm=InVLLM(float32_states=True, one_mrope_length=True),
+    ),
+    "qwen3_5_moe_text": Family(
+        qwen, absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
+        first_class="Qwen3_5MoeForConditionalGeneration",  # text-only checkpoints of a pruned model
+        vllm=InVLLM(float32_states=True, one_mrope_length=True),
+    ),
+    "kimi_linear": Family(
+        kimi, absent={"num_shared_experts": 1}, hf="recurrent", vllm=InVLLM(float32_states=True), files=RENAMED,
+    ),
+    "minimax": Family(minimax, absent={"num_key_value_heads": 8}, hf="recurrent", files=RENAMED),
+    "lfm2": Family(
+        lfm2, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED,
+    ),
+    "lfm2_moe": Family(
+        lfm2, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED,
+    ),
+}  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, QV_DOWN, Family, InGGUF, InVLLM, Values
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -427,3 +428,78 @@ def _listed_kinds(
         if window is None:
             kinds = ("full_attention",) * layers
     return kinds, window
+
+
+_GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
+# Hunyuan's first class also made mixtures of experts, MLA and vision towers; the text models of these two types
+# carry its fields (Hunyuan-MT, HY-MT), their classes in transformers build none of it. Not its kv_lora_rank:
+# vLLM takes a model with one for MLA (model_executor/models/transformers/base.py).
+HUNYUAN_LEFTOVERS: dict[str, Values] = {
+    "anyres_pooling_size": (), "anyres_vit_max_image_size": (), "attention_head_dim": "head_dim",
+    "cla_share_factor": (), "moe_drop_tokens": (), "moe_random_routing_dropped_token": (),
+    "norm_type": ("rms",), "num_media_embeds": (), "org_vocab_size": (), "use_qk_norm": (True,),
+    "vit_input_resolution": (), "vit_norm_type": (), "vit_token": (),
+}  # fmt: skip
+FAMILIES = {
+    "llama": Family(
+        build, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served", vllm=LORA_ON_VOCABULARY,
+        gguf=InGGUF("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
+    ),
+    "mistral": Family(
+        build, absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
+    ),
+    "qwen2": Family(
+        build, absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
+        gguf=InGGUF("qwen2", "Qwen2ForCausalLM", _GGUF_NORMS),
+    ),
+    "qwen3": Family(
+        build, absent={"num_key_value_heads": 32, "head_dim": 128}, lora=QV, ia3=QV_DOWN, hf="served",
+        vllm=LORA_ON_VOCABULARY, gguf=InGGUF("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
+    ),
+    "granite": Family(build, hf="served", vllm=LORA_ON_VOCABULARY),
+    "helium": Family(build, absent={"num_key_value_heads": 20, "head_dim": 128}, hf="served"),
+    "smollm3": Family(
+        build, absent={"num_key_value_heads": 4}, hf="served",
+        leftovers={"max_window_layers": ()},  # SmolLM3-3B; its class goes by layer_types alone
+    ),
+    "seed_oss": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="served"),
+    "glm": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
+    "glm4": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
+    "ernie4_5": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
+    "exaone4": Family(build, absent={"num_key_value_heads": 32}, hf="served", vllm=LORA_ON_VOCABULARY),
+    "olmo": Family(build, hf="served"),
+    "olmo2": Family(build, hf="served"),
+    "olmo3": Family(build, hf="served"),
+    "arcee": Family(build, hf="served"),
+    "apertus": Family(build, hf="served", vllm=LORA_ON_VOCABULARY),
+    "bitnet": Family(build, absent={"num_key_value_heads": 5}, hf="served"),
+    "cohere": Family(build, hf="served", vllm=InVLLM(lora_vocabulary=1)),
+    "cohere2": Family(
+        build,
+        leftovers={  # Command R7B, from before sliding_window_pattern; one norm, MLP and attention are added
+            "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
+            "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
+        },
+        hf="served", vllm=InVLLM(lora_vocabulary=1),
+    ),
+    "diffllama": Family(build, hf="two attentions"),
+    "doge": Family(build, hf="served"),
+    "hunyuan_v1_dense": Family(
+        build,
+        leftovers={
+            **HUNYUAN_LEFTOVERS, "moe_intermediate_size": (), "moe_layer_num_skipped": (), "moe_topk": (),
+            "num_experts": (1,), "num_shared_expert": (),
+        },
+        hf="served",
+    ),
+    "starcoder2": Family(
+        build, absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",)}, hf="served",
+    ),
+    "stablelm": Family(build, absent={"num_key_value_heads": 32}, hf="keywords lost"),
+    "persimmon": Family(build, hf="served"),
+    "phi": Family(build, lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served"),
+    "phi3": Family(build, leftovers={"full_attn_mod": (1,)}, hf="served"),  # Phi-4-mini: every layer is full
+    "nemotron": Family(build, hf="keywords lost", vllm=LORA_ON_VOCABULARY),
+    "xverse": Family(build),
+    "baichuan": Family(build),
+}  # fmt: skip

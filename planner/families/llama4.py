@@ -6,6 +6,7 @@ from __future__ import annotations
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 
@@ -73,3 +74,8 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     if chunk is None:
         listed = ["full_attention"] * layers
     return tuple(listed), chunk
+
+
+FAMILIES = {
+    "llama4_text": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="chunked masks"),
+}

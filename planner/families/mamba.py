@@ -10,6 +10,7 @@ from __future__ import annotations
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
@@ -111,7 +112,6 @@ class Mamba1:
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """No attention at all: the length is unlimited, memory per sequence is constant."""
-    fields.ignore(*TIME_STEP)
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -157,3 +157,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 # No field limits the length; vLLM 0.32.0 takes 2048 when it finds none, but a state of any length fits.
 _UNLIMITED = 1 << 31
+
+
+FAMILIES = {
+    "mamba": Family(build, ignored=TIME_STEP, hf="recurrent"),
+    "mamba2": Family(build, ignored=TIME_STEP, hf="recurrent"),
+    "falcon_mamba": Family(build, ignored=TIME_STEP, hf="recurrent"),
+}

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import replace
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*TIME_STEP)
-    return _BUILDERS[model_type](fields, model_type)
 
 
 def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
@@ -275,10 +271,14 @@ def _nemotron_kinds(fields: Fields) -> str:
     return pattern
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "bamba": bamba,
-    "granitemoehybrid": bamba,
-    "falcon_h1": falcon_h1,
-    "jamba": jamba,
-    "nemotron_h": nemotron_h,
-}
+_family = partial(Family, ignored=TIME_STEP)
+FAMILIES = {
+    "bamba": _family(bamba, absent={"num_key_value_heads": 8}, hf="recurrent"),
+    "granitemoehybrid": _family(bamba, hf="recurrent", vllm=LORA_ON_VOCABULARY, files=RENAMED),
+    "falcon_h1": _family(falcon_h1, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY),
+    "jamba": _family(jamba, absent={"num_key_value_heads": 8}, hf="recurrent", vllm=LORA_ON_VOCABULARY),
+    "nemotron_h": _family(
+        nemotron_h, absent={"num_key_value_heads": 8}, hf="recurrent",
+        vllm=InVLLM(float32_states=True, lora_vocabulary=2), files=RENAMED,
+    ),
+}  # fmt: skip

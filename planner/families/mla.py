@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family, InVLLM
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
@@ -98,15 +99,7 @@ _VARIANTS = {
 }
 
 
-def build(fields: Fields, model_type: str) -> Architecture:
-    if model_type == "minicpm3":
-        return _minicpm3(fields)
-    if model_type == "longcat_flash":
-        return _longcat(fields)
-    return deepseek(fields, model_type)
-
-
-def deepseek(fields: Fields, model_type: str = "lm_head") -> Architecture:
+def deepseek(fields: Fields, model_type: str) -> Architecture:
     v = _VARIANTS[model_type]
     # DeepSeek's small vision models switch the latents off and keep ordinary heads
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
@@ -181,7 +174,7 @@ def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     return heads, size, own or (True,) * layers
 
 
-def _minicpm3(fields: Fields) -> Architecture:
+def _minicpm3(fields: Fields, model_type: str) -> Architecture:
     hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
     value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
     d = read_latent(fields, value_default=value)
@@ -202,12 +195,12 @@ def _minicpm3(fields: Fields) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
-        fields, "minicpm3", "MiniCPM3ForCausalLM", t, Heads(d.hidden, d.heads, d.heads, nope_rope, d.value),
+        fields, model_type, "MiniCPM3ForCausalLM", t, Heads(d.hidden, d.heads, d.heads, nope_rope, d.value),
         cache(range(layers), d), layers=layers, inner=inner, vocab=vocab, rotary=Rotary(d.rope, 1),
     )  # fmt: skip
 
 
-def _longcat(fields: Fields) -> Architecture:
+def _longcat(fields: Fields, model_type: str) -> Architecture:
     """Two attention modules and two dense MLPs per layer, one routed MLP beside; some experts are nothing."""
     d = read_latent(fields, defaults=True)
     stated = fields.optional_integer("qk_head_dim", limit="width")  # read in this family alone
@@ -245,8 +238,36 @@ def _longcat(fields: Fields) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rope, "model.rotary_emb.")
     return common.decoder(
-        fields, "longcat_flash", "LongcatFlashForCausalLM", t,
+        fields, model_type, "LongcatFlashForCausalLM", t,
         Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
         cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
         rotary=Rotary(d.rope, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
+
+
+FAMILIES = {
+    "deepseek_v2": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 2}, hf="latent"),
+    "deepseek_v3": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
+    "deepseek_v32": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
+    "kimi_k2": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
+    "glm_moe_dsa": Family(
+        deepseek,
+        absent={
+            "v_head_dim": 256, "qk_nope_head_dim": 192, "index_n_heads": 32, "q_lora_rank": 2048,
+            "n_shared_experts": 1,
+        },
+        hf="latent",
+    ),
+    "glm4_moe_lite": Family(
+        deepseek,
+        absent={"v_head_dim": 256, "qk_nope_head_dim": 192, "q_lora_rank": 768, "n_shared_experts": 1},
+        hf="latent",
+    ),
+    "mistral4": Family(
+        deepseek,
+        absent={"qk_nope_head_dim": 64, "kv_lora_rank": 256, "q_lora_rank": 1024, "n_shared_experts": 1},
+        hf="latent",
+    ),
+    "minicpm3": Family(_minicpm3, absent={"q_lora_rank": 768}, hf="latent", vllm=InVLLM(expanded_mla=True)),
+    "longcat_flash": Family(_longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent"),
+}  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import label_count, text_length, wanted_class
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family, InFiles, InVLLM
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
@@ -22,7 +23,6 @@ _NO_SHAPE = (
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*_NO_SHAPE)
     class_name, kind = wanted_class(fields, "ModernBert")
     hidden, heads, _, head_size = common.geometry(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -95,3 +95,11 @@ def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hi
         t.head("decoder", vocab, hidden, words, bias=fields.boolean("decoder_bias", True))
     else:
         t.linear("classifier", label_count(fields), hidden, "head", bias=True)
+
+
+FAMILIES = {
+    "modernbert": Family(
+        build, ignored=_NO_SHAPE, reads_class=True, hf="encoder", vllm=InVLLM(embeddings="ModernBertModel"),
+        files=InFiles(renamed=True, sentence_length=True),
+    ),
+}  # fmt: skip

@@ -9,7 +9,8 @@ from __future__ import annotations
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.families.llama import Bias
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family
+from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS, Bias
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -239,3 +240,26 @@ def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, .
             raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
         return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
     return (True,) * layers
+
+
+FAMILIES = {
+    "mixtral": Family(build, absent={"num_key_value_heads": 8}, lora=QV, hf="routing", vllm=LORA_ON_VOCABULARY),
+    "qwen2_moe": Family(build, absent={"num_key_value_heads": 16}, hf="served"),
+    "qwen3_moe": Family(
+        build, aliases={"num_experts": "num_local_experts"},  # as transformers 5.19 writes it
+        absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
+    ),
+    "olmoe": Family(build, hf="served"),
+    "flex_olmo": Family(build, hf="served"),
+    "phimoe": Family(
+        build, absent={"num_key_value_heads": 8}, first_class="PhiMoEForCausalLM", hf="routing",
+        vllm=LORA_ON_VOCABULARY,
+    ),
+    "granitemoe": Family(build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
+    "granitemoeshared": Family(build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
+    "minimax_m2": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing"),
+    "ernie4_5_moe": Family(build, absent={"num_key_value_heads": 4, "moe_num_shared_experts": 2}),
+    "glm4_moe": Family(build, absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served"),
+    "dots1": Family(build, absent={"num_key_value_heads": 32}),
+    "hunyuan_v1_moe": Family(build, leftovers=HUNYUAN_LEFTOVERS),
+}  # fmt: skip

@@ -3,22 +3,18 @@ function per family; shapes after transformers 5.19 / 5.23, models/<family>/."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
 
-def build(fields: Fields, model_type: str) -> Architecture:
-    return _BUILDERS[model_type](fields)
-
-
-def gpt_oss(fields: Fields) -> Architecture:
+def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     """Alternating windows; experts with biases, their matrices stored [experts, in, out]."""
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -43,13 +39,13 @@ def gpt_oss(fields: Fields) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
-        fields, "gpt_oss", "GptOssForCausalLM", t, dims,
+        fields, model_type, "GptOssForCausalLM", t, dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
         vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 
-def laguna(fields: Fields) -> Architecture:
+def laguna(fields: Fields, model_type: str) -> Architecture:
     """Query heads differ between full and sliding layers; a gate on the attention output."""
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -92,7 +88,7 @@ def laguna(fields: Fields) -> Architecture:
     for kind in dict.fromkeys(kinds):
         t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
-        fields, "laguna", "LagunaForCausalLM", t,
+        fields, model_type, "LagunaForCausalLM", t,
         Heads(dims.hidden, max(query_heads), dims.kv_heads, dims.head_size),
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(share)),
@@ -100,7 +96,7 @@ def laguna(fields: Fields) -> Architecture:
     )  # fmt: skip
 
 
-def mimo_v2(fields: Fields) -> Architecture:
+def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     """Sliding layers have their own KV heads and head sizes, and sinks; V is narrower than K."""
     full = common.heads_of(fields)
     full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
@@ -164,13 +160,13 @@ def mimo_v2(fields: Fields) -> Architecture:
     for name, own in (("full_attention", full), ("sliding_attention", sliding)):
         t.rotary(int(own.head_size * share), f"model.rotary_emb.{name}_")
     return common.decoder(
-        fields, "mimo_v2_flash", "MiMoV2FlashForCausalLM", t, full, tuple(cache), layers=layers,
+        fields, model_type, "MiMoV2FlashForCausalLM", t, full, tuple(cache), layers=layers,
         inner=max(chosen * inner, dense), vocab=vocab, rotary=Rotary(int(full.head_size * share), 2),
         experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 
-def step3p7(fields: Fields) -> Architecture:
+def step3p7(fields: Fields, model_type: str) -> Architecture:
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
     kinds = fields.layer_types(layers) or tuple(
@@ -216,7 +212,7 @@ def step3p7(fields: Fields) -> Architecture:
     )  # fmt: skip
 
 
-def minimax_m3(fields: Fields) -> Architecture:
+def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     """A block-sparse indexer beside grouped-query attention; its key is cached too."""
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -273,7 +269,7 @@ def minimax_m3(fields: Fields) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(int(dims.head_size * common.rotary_share(fields, 0.5)), "model.rotary_emb.")
     return common.decoder(
-        fields, "minimax_m3", "MiniMaxM3ForCausalLM", t, dims, tuple(cache), layers=layers,
+        fields, model_type, "MiniMaxM3ForCausalLM", t, dims, tuple(cache), layers=layers,
         inner=max(chosen * inner + shared * number, dense), vocab=vocab, rotary=Rotary(dims.head_size // 2, 1),
         experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -299,7 +295,7 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     return heads, size, tuple(bool(flag) for flag in every)
 
 
-def dbrx(fields: Fields) -> Architecture:
+def dbrx(fields: Fields, model_type: str) -> Architecture:
     """Its own config fields, attention and experts in two sub-objects; experts [experts x inner, hidden]."""
     attention, ffn = fields.mapping("attn_config"), fields.mapping("ffn_config")
     if attention is None or ffn is None:
@@ -331,14 +327,14 @@ def dbrx(fields: Fields) -> Architecture:
     t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
     t.rotary(dims.head_size, "transformer.rotary_emb.")
     return common.decoder(
-        fields, "dbrx", "DbrxForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "DbrxForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
         inner=chosen * inner, vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
         experts_per_token=chosen, max_model_len=fields.integer("max_seq_len", limit="positions"),
         position_field="max_seq_len",
     )  # fmt: skip
 
 
-def jetmoe(fields: Fields) -> Architecture:
+def jetmoe(fields: Fields, model_type: str) -> Architecture:
     """Experts in the attention too: each token's queries go through ``num_experts_per_tok`` of them."""
     hidden = fields.integer("hidden_size", limit="width")
     layers, vocab = _layers(fields), _vocab(fields)
@@ -370,8 +366,8 @@ def jetmoe(fields: Fields) -> Architecture:
     t.rotary(size, "model.rotary_emb.")
     cache = tuple(CacheLayer(i, "full", None, kv_heads, size, kv_heads * chosen) for i in range(layers))
     return common.decoder(
-        fields, "jetmoe", "JetMoeForCausalLM", t, dims, cache, layers=layers, inner=chosen * inner, vocab=vocab,
-        rotary=Rotary(size, 1), experts=count, experts_per_token=chosen,
+        fields, model_type, "JetMoeForCausalLM", t, dims, cache, layers=layers, inner=chosen * inner,
+        vocab=vocab, rotary=Rotary(size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 
@@ -414,12 +410,19 @@ def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -
     return out
 
 
-_BUILDERS: dict[str, Callable[[Fields], Architecture]] = {
-    "gpt_oss": gpt_oss,
-    "laguna": laguna,
-    "mimo_v2_flash": mimo_v2,
-    "step3p7_text": step3p7,
-    "minimax_m3": minimax_m3,
-    "dbrx": dbrx,
-    "jetmoe": jetmoe,
-}
+FAMILIES = {
+    "gpt_oss": Family(
+        gpt_oss, absent={"num_key_value_heads": 8, "head_dim": 64}, hf="sinks", vllm=InVLLM(alternating=True),
+    ),
+    "laguna": Family(laguna, absent={"num_key_value_heads": 8, "head_dim": 128}),
+    "mimo_v2_flash": Family(
+        mimo_v2, absent={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}, hf="sinks",
+    ),
+    "step3p7_text": Family(
+        step3p7, aliases={"num_experts": "n_routed_experts"},
+        absent={"num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "minimax_m3": Family(minimax_m3, absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED),
+    "dbrx": Family(dbrx, files=RENAMED),
+    "jetmoe": Family(jetmoe, files=RENAMED),
+}  # fmt: skip

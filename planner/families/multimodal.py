@@ -6,12 +6,14 @@ Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n_towers, towers
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.tensor import TensorSpec
@@ -29,11 +31,6 @@ _TOP = (
     "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
     "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index",
 )  # fmt: skip
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*_TOP)
-    return _BUILDERS[model_type](fields, model_type)
 
 
 _EITHER = ("llama", "mistral", "qwen2", "minimax_m3")  # wrappers that take the text model's word too
@@ -362,17 +359,23 @@ def step(fields: Fields, model_type: str) -> Architecture:
     return _joined(text, model_type, "Step3p7ForConditionalGeneration", t)
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "deepseek_vl_v2": deepseek_ocr,
-    "gemma3": gemma3,
-    "gemma3n": gemma3n,
-    "gemma4": gemma4,
-    "llava": llava,
-    **dict.fromkeys(_QWEN, qwen),
-    "mllama": mllama,
-    "mllama_text_model": mllama_text,
-    "llama4": llama4,
-    "kimi_k25": kimi,
-    "minimax_m3_vl": minimax,
-    "step3p7": step,
+_family = partial(Family, ignored=_TOP)
+FAMILIES = {
+    "deepseek_vl_v2": _family(deepseek_ocr, files=RENAMED),
+    "gemma3": _family(gemma3, files=RENAMED),
+    "gemma3n": _family(gemma3n),
+    "gemma4": _family(gemma4, files=RENAMED),
+    "llava": _family(llava, first_class="LlavaLlamaForCausalLM", files=RENAMED),
+    "qwen2_vl": _family(qwen, files=RENAMED),
+    "qwen2_5_vl": _family(qwen, files=RENAMED),
+    "qwen3_vl": _family(qwen, vllm=InVLLM(one_mrope_length=True), files=RENAMED),
+    "qwen3_vl_moe": _family(qwen, vllm=InVLLM(one_mrope_length=True), files=RENAMED),
+    "qwen3_5": _family(qwen, vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED),
+    "qwen3_5_moe": _family(qwen, vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED),
+    "mllama": _family(mllama, files=RENAMED),
+    "mllama_text_model": _family(mllama_text, absent={"num_key_value_heads": 8}),
+    "llama4": _family(llama4, hf="chunked masks", files=RENAMED),
+    "kimi_k25": _family(kimi, first_class="KimiK25ForConditionalGeneration", files=RENAMED),
+    "minimax_m3_vl": _family(minimax, files=RENAMED),
+    "step3p7": _family(step, first_class="Step3p7FlashForCausalLM", files=RENAMED),
 }

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import Family
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    return _BUILDERS[model_type](fields, model_type)
 
 
 def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
@@ -172,8 +167,8 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "recurrent_gemma": recurrent_gemma,
-    "rwkv": rwkv,
-    "xlstm": xlstm,
+FAMILIES = {
+    "recurrent_gemma": Family(recurrent_gemma, hf="recurrent"),
+    "rwkv": Family(rwkv, hf="recurrent"),
+    "xlstm": Family(xlstm, hf="recurrent"),
 }

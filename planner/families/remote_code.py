@@ -4,20 +4,16 @@ tests/data/configs/checkpoint_sizes.tsv; the code itself is never run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
 from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*GPT_FIELDS)
-    return _BUILDERS[model_type](fields, model_type)
 
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
@@ -278,12 +274,13 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    "qwen": qwen,
-    "chatglm": chatglm,
-    "exaone": exaone,
-    "mimo": mimo,
-    "mixformer-sequential": mixformer,
-    "phi3small": phi3small,
-    "nemotron-nas": nemotron_nas,
+_family = partial(Family, ignored=GPT_FIELDS)
+FAMILIES = {
+    "qwen": _family(qwen),
+    "chatglm": _family(chatglm),
+    "exaone": _family(exaone, aliases={"num_hidden_layers": "num_layers"}, vllm=LORA_ON_VOCABULARY),
+    "mimo": _family(mimo),
+    "mixformer-sequential": _family(mixformer, aliases=GPT2_NAMES),
+    "phi3small": _family(phi3small),
+    "nemotron-nas": _family(nemotron_nas),
 }

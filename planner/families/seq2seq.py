@@ -8,12 +8,13 @@ A decoder layer keeps its own K and V per generated token, and K and V of the en
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -33,11 +34,6 @@ IGNORED = (
     "classif_dropout", "n_positions", "tokenizer_class", "classifier_dropout_rate", "num_hidden_layers",
     "output_past", "alignment_heads",
 )  # fmt: skip
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*IGNORED)
-    return _BUILDERS[model_type](fields, model_type)
 
 
 def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
@@ -452,13 +448,17 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-_BUILDERS: dict[str, Callable[[Fields, str], Architecture]] = {
-    **dict.fromkeys(_BART, bart),
-    "t5": t5,
-    "mt5": t5,
-    "umt5": t5,
-    "t5gemma": t5gemma,
-    "moonshine": moonshine,
-    "moshi": moshi,
-    "musicgen_decoder": musicgen,
+_family = partial(Family, ignored=IGNORED, reads_class=True)
+FAMILIES = {
+    "bart": _family(bart, hf="encoder-decoder"),
+    "mbart": _family(bart, hf="encoder-decoder"),
+    "pegasus": _family(bart, hf="encoder-decoder"),
+    "whisper": _family(bart, hf="encoder-decoder"),
+    "t5": _family(t5, hf="encoder-decoder"),
+    "mt5": _family(t5, hf="encoder-decoder"),
+    "umt5": _family(t5, hf="encoder-decoder"),
+    "t5gemma": _family(t5gemma, hf="encoder-decoder", files=RENAMED),
+    "moonshine": _family(moonshine, hf="encoder-decoder"),
+    "moshi": _family(moshi, hf="encoder-decoder"),
+    "musicgen_decoder": _family(musicgen),
 }

@@ -3,19 +3,17 @@ transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba
 
 from __future__ import annotations
 
+from functools import partial
+
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import replace
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    fields.ignore(*TIME_STEP)
-    return zamba(fields, model_type) if model_type == "zamba" else zamba2(fields, model_type)
 
 
 def zamba(fields: Fields, model_type: str) -> Architecture:
@@ -175,3 +173,10 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
         fields, model_type, "Zamba2ForCausalLM", t, Heads(hidden, heads, kv_heads, size), tuple(cache),
         layers=layers, inner=inner, vocab=vocab,
     )  # fmt: skip
+
+
+_family = partial(Family, ignored=TIME_STEP)
+FAMILIES = {
+    "zamba": _family(zamba, hf="recurrent", files=RENAMED),
+    "zamba2": _family(zamba2, hf="recurrent", files=RENAMED),
+}

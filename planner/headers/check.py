@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from tonnage.planner.errors import CheckpointError
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import SAFETENSORS_NAMES
@@ -14,17 +15,6 @@ from tonnage.planner.quantization.scheme import Quantization
 
 # Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
-# Published files of these name most modules otherwise; transformers renames them while loading
-# (5.19, conversion_mapping.py)
-_RENAMED_WHOLESALE = frozenset(
-    """
-    deepseek_ref deepseek_v4 deepseek_vl_v2 dbrx gemma3 gemma4 kimi_k25 kimi_linear llama4 llava lfm2 lfm2_moe
-    minimax
-    minimax_m3 minimax_m3_vl mllama nemotron_h qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe
-    qwen3_next step3p7 t5gemma jetmoe granitemoe granitemoehybrid granitemoeshared zamba zamba2 bert
-    roberta xlm-roberta camembert mpnet distilbert modernbert
-    """.split()  # noqa: SIM905
-)
 _STORED_AS = {"gptq": ".qweight", "awq": ".qweight"}
 
 
@@ -35,7 +25,7 @@ def check_tensors(
 
     Weights the checkpoint stores quantized must be there; their packed shapes are not compared. Routed experts
     are stored one by one: all of them must be there, with the elements of the fused tensor. Towers and the
-    families whose files use other names than transformers' modules (``_RENAMED_WHOLESALE``) are compared where
+    families whose files use other names than transformers' modules (``InFiles.renamed``) are compared where
     the names agree.
     """
     found = {tensor.name: tensor for tensor in tensors}
@@ -46,7 +36,7 @@ def check_tensors(
         if spec.tied_to is not None:
             tied.setdefault(spec.tied_to, []).append(spec.name)
     stored_quantized = quantization.origin == "quantization_config"
-    strict = architecture.model_type not in _RENAMED_WHOLESALE
+    strict = not family_of(architecture.model_type).files.renamed
     for spec in architecture.tensors:
         if not spec.is_parameter or spec.tied_to is not None:
             continue

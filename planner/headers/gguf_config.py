@@ -6,24 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from tonnage.planner.errors import CheckpointError, UnsupportedArchitecture
+from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.headers.gguf import GGUFHeader
 from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.architecture import Architecture
 
-_MODEL_TYPES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 _KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -47,12 +34,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
 }
-_NORMS_LLAMA = {"ffn_norm": "post_attention_layernorm"}
-_NORMS_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
@@ -60,13 +41,14 @@ _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
     """config.json fields of a GGUF file. Raises UnsupportedArchitecture naming an unknown architecture."""
     name = header.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in _MODEL_TYPES:
+    found = next(((t, f.gguf) for t, f in families().items() if f.gguf and f.gguf.name == name), None)
+    if found is None:
         raise UnsupportedArchitecture(
             f"{str(name)[:60]!r} is not supported",
             field="general.architecture",
-            hint="known in GGUF files: " + ", ".join(_MODEL_TYPES),
+            hint="known in GGUF files: " + ", ".join(f.gguf.name for f in families().values() if f.gguf),
         )
-    model_type = _MODEL_TYPES[name]
+    model_type, known = found
 
     def get(key: str) -> Any:
         return header.metadata.get(f"{name}.{key}")
@@ -74,7 +56,7 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
     for key in _REFUSED:
         if get(key):
             raise UnsupportedArchitecture(f"{get(key)!r} is not planned yet", field=f"{name}.{key}")
-    config: dict[str, Any] = {"model_type": model_type, "architectures": [_CLASSES[model_type]]}
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [known.class_name]}
     for key, field in _KEYS.items():
         value = get(key)
         if isinstance(value, list):
@@ -86,10 +68,10 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
         if value is not None:
             config[field] = value
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    head_size = get("attention.key_length") or (get("rope.dimension_count") if name == "llama" else None)
+    head_size = get("attention.key_length") or (get("rope.dimension_count") if known.rotary_head else None)
     if head_size is not None:
         config["head_dim"] = head_size
-    if name.startswith("gemma") and get("attention.sliding_window") is not None:
+    if known.window and get("attention.sliding_window") is not None:
         config["sliding_window"] = get("attention.sliding_window")
     names = {tensor.name: tensor for tensor in header.tensors}
     embedding = names.get("token_embd.weight")
@@ -97,7 +79,7 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
         raise CheckpointError("token_embd.weight is missing or not a matrix", field=where)
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in names
-    if name in ("llama", "qwen3"):
+    if known.bias:
         config["attention_bias"] = "blk.0.attn_q.bias" in names
     return config
 
@@ -134,8 +116,8 @@ def _state_dict_name(stem: str, architecture: Architecture) -> str:
         return _TOP_NAMES[stem]
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk":
-        norms = _NORMS_LLAMA if architecture.model_type in ("llama", "qwen2", "qwen3") else _NORMS_GEMMA
-        inner = _LAYER_NAMES.get(parts[2]) or norms.get(parts[2])
+        known = family_of(architecture.model_type).gguf
+        inner = _LAYER_NAMES.get(parts[2]) or (known.norms.get(parts[2]) if known else None)
         if inner is not None:
             return f"model.layers.{parts[1]}.{inner}"
     return stem

@@ -201,7 +201,7 @@ class Fields:
         self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
     ) -> tuple[str, ...]:
         """Names of unread switches that can add no more than biases and norms (planning/weights.py bounds it).
-        ``harmless``: fields known to change nothing, with their values (planner/families/leftovers.py).
+        ``harmless``: fields known to change nothing, with their values (Family.leftovers).
 
         Raises UnsupportedArchitecture for any other field that sounds like a shape and that nobody read."""
         known = self._read | _PRETRAINED_FIELDS | _COMPUTE_FIELDS

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.quantization.scheme import Quantization
@@ -33,8 +34,7 @@ def checkpoint_size(
     """Bytes of all tensors in the checkpoint's files."""
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)
-    if config.get("model_type") in ("RefinedWeb", "RefinedWebModel"):
-        # Falcon's first files store the head beside the embedding it is tied to
+    if family_of(config.get("model_type")).files.tied_head:
         total += sum(t.elements for t in architecture.tensors if t.tied_to) * ELEMENT_BYTES[dtype]
     low = high = total
     for tensor in architecture.tensors:
@@ -56,13 +56,12 @@ def _state_text(scheme: str, dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _old_buffers(architecture: Architecture, config: Mapping[str, Any], dtype: str) -> int:
-    """GPT-NeoX before transformers 4.32: a boolean mask of all positions (an index counts a bit for each),
-    the masked value and the rotary frequencies, in every layer."""
-    version = config.get("transformers_version")
-    if architecture.model_type != "gpt_neox" or not isinstance(version, str):
+    """The masks of ``InFiles.masks_before``."""
+    version, before = config.get("transformers_version"), family_of(architecture.model_type).files.masks_before
+    if before is None or not isinstance(version, str):
         return 0
     numbers = version.split(".")[:2]
-    if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) >= (4, 32):
+    if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) >= before:
         return 0
     positions, size = architecture.max_model_len, ELEMENT_BYTES[dtype]
     rotary = architecture.rotary.dim if architecture.rotary else 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Deployment, RankPlan, Term
@@ -14,18 +15,6 @@ from tonnage.planner.quantization.scheme import Quantization
 # vLLM allocates lora_a and lora_b of every linear layer of the language model for max_loras slots at
 # max_lora_rank (lora/layers, 0.32.0); shapes are PEFT's: A [rank, in], B [out, rank].
 _LORA_ROLES = ("attention", "mlp")
-
-# Models whose class in vLLM names its embedding and its head as modules for LoRA (``embedding_modules`` in
-# model_executor/models, 0.32.0): both then have slots over the whole vocabulary on each rank, also where they
-# are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's names the embedding.
-_LORA_VOCABULARY = dict.fromkeys(
-    (
-        "apertus", "exaone", "exaone4", "exaone_moe", "falcon_h1", "granite", "granitemoe", "granitemoehybrid",
-        "granitemoeshared", "hyperclovax", "jamba", "lfm2", "lfm2_moe", "llama", "minicpm", "mixtral",
-        "nemotron", "nemotron_h", "phimoe", "qwen3", "qwen3_moe", "solar",
-    ),
-    2,
-) | {"cohere": 1, "cohere2": 1}  # fmt: skip
 
 
 def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
@@ -42,7 +31,7 @@ def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
                 into = -(-into // flags.tensor_parallel_size)
             elements += flags.max_lora_rank * (into + out)
         elif tensor.role == "embedding":
-            layers = _LORA_VOCABULARY.get(architecture.model_type, 0)
+            layers = family_of(architecture.model_type).vllm.lora_vocabulary
             elements += layers * flags.max_lora_rank * sum(tensor.shape)
     return elements * flags.max_loras * DTYPE_BYTES[flags.dtype]
 

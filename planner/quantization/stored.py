@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.fields import shown
 from tonnage.planner.quantization.formats import LinearFormat
 from tonnage.planner.quantization.rules import Patterns, compile_patterns, spelling
@@ -112,8 +113,8 @@ def _fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     ):
         raise ConfigError(f"{shown(block)} is not two positive integers", field=f"{AT}.weight_block_size")
     size = (block[0], block[1]) if block else None
-    # a published scale_fmt of ue8m0 is about values: DeepSeek-V3.1 stores fp32; V4 stores the exponent alone
-    exponent = found.get("scale_fmt") == "ue8m0" and config.get("model_type") in ("deepseek_v4", "deepseek_ref")
+    files = family_of(config.get("model_type")).files
+    exponent = found.get("scale_fmt") == "ue8m0" and files.exponent_scales
     made = LinearFormat("fp8", block=size, input_scale=static, scale_bytes=1 if exponent else 4)
     experts = LinearFormat("mxfp4") if config.get("expert_dtype") == "fp4" else None
     skip = _skip(found, "modules_to_not_convert", "ignored_layers")

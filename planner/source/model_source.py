@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tonnage.planner.errors import ConfigError
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.fields import load_config
 from tonnage.planner.records import dataclass
-
-# Whose files sentence-transformers adds the longest text to, for vLLM (transformers_utils/config.py 0.32.0,
-# get_sentence_transformer_tokenizer_config) as for itself: sentence_bert_config.json and its like
-_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "distilbert", "modernbert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ConfigError("has no quantization object", field=beside.name)
         config["quantization_config"] = {"quant_method": "modelopt", **found}
-    if config.get("model_type") in _ENCODERS and "max_seq_length" not in config:
+    if "max_seq_length" not in config and family_of(config.get("model_type")).files.sentence_length:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break

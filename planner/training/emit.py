@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.training.methods import IA3_TARGETS, LORA_TARGETS
+from tonnage.planner.training.methods import default_targets
 from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.step import kernel_of
@@ -163,8 +163,7 @@ def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
     """``peft.LoraConfig`` or ``peft.IA3Config``, and for QLoRA transformers' BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
-    defaults = IA3_TARGETS if setup.method == "ia3" else LORA_TARGETS
-    targets = list(setup.target_modules or defaults[model_type])
+    targets = list(setup.target_modules or default_targets(setup, model_type) or ())
     modules: Any = "all-linear" if targets == ["all-linear"] else targets
     if setup.method == "ia3":
         return {"peft_type": "IA3", "task_type": "CAUSAL_LM", "target_modules": modules}

@@ -1,7 +1,7 @@
 """What a method trains: every tensor of the model with its adapters, trainable or frozen.
 
 LoRA and IA3 shapes as PEFT 0.21 builds them; default target modules are PEFT's own for each family
-(peft/utils/constants.py).
+(``Family.lora``, ``Family.ia3``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import TensorSpec
@@ -21,24 +22,6 @@ from tonnage.planner.training.precision import frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.tape import IA3_FEED_FORWARD
 
-_QV = ("q_proj", "v_proj")
-LORA_TARGETS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _QV),
-    **dict.fromkeys(("gpt_neox", "falcon", "RefinedWeb", "RefinedWebModel", "bloom"), ("query_key_value",)),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
-    "opt": _QV,
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-}
-IA3_TARGETS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
-    **dict.fromkeys(("qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), ("q_proj", "v_proj", "down_proj")),
-    **dict.fromkeys(
-        ("gpt_neox", "falcon", "RefinedWeb", "RefinedWebModel"), ("query_key_value", "dense_4h_to_h")
-    ),
-    "bloom": ("query_key_value", "mlp.dense_4h_to_h"),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn", "mlp.c_proj")),
-    "opt": ("q_proj", "k_proj", "fc2"),
-}
 LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
 _ADAPTER_DTYPE = 4  # PEFT casts adapters of a 16-bit base to fp32 (autocast_adapter_dtype)
 
@@ -145,12 +128,18 @@ def target_names(architecture: Architecture) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | None:
+    """PEFT's own target modules for the family, None where it has none."""
+    family = family_of(model_type)
+    return family.ia3 if setup.method == "ia3" else family.lora
+
+
 def _adapters(
     architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
 ) -> tuple[list[Held], frozenset[str]]:
     wanted = setup.target_modules
     if wanted is None:
-        wanted = (IA3_TARGETS if setup.method == "ia3" else LORA_TARGETS).get(architecture.model_type)
+        wanted = default_targets(setup, architecture.model_type)
         if wanted is None:
             raise DeploymentError(
                 f"PEFT has no default for {architecture.model_type}",

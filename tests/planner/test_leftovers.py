@@ -17,8 +17,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.families.leftovers import LEFTOVERS
-from tonnage.planner.families.registry import build_architecture, known_model_types
+from tonnage.planner.families.registry import build_architecture, families, known_model_types
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 
@@ -129,13 +128,13 @@ def sources(model_type: str) -> str:
     return "\n".join(path.read_text() for path in (*found, *vllm))
 
 
-@pytest.mark.parametrize("model_type", LEFTOVERS)
+@pytest.mark.parametrize("model_type", [name for name, family in families().items() if family.leftovers])
 def test_nobody_reads_a_leftover(model_type):
     code = sources(model_type)
     assert re.search(r"\bnum_attention_heads\b", code)
     read = re.compile(r"config\.(\w+)|getattr\(\w*config, \"(\w+)\"")
     names = {name for pair in read.findall(code) for name in pair}
-    assert not names & set(LEFTOVERS[model_type])
+    assert not names & set(families()[model_type].leftovers)
 
 
 @pytest.mark.parametrize(

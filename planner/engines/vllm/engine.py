@@ -12,12 +12,12 @@ from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
-from tonnage.planner.engines.vllm.models import ENCODER_CLASSES, EXPANDED_MLA, NO_FLOAT16
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
 from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, rules
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
@@ -74,7 +74,7 @@ class VLLM(Engine):
         if (
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
-            and architecture.model_type not in EXPANDED_MLA
+            and not family_of(architecture.model_type).vllm.expanded_mla
             and "amx_tile" not in cpu_features_of(flags.device, flags.gpu)
         ):
             flags, tokens = replace(flags, enable_prefix_caching=False), max(max_model_len, 2048)
@@ -99,7 +99,7 @@ class VLLM(Engine):
         return size
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
-        chosen, refused = flags.dtype, architecture.model_type in NO_FLOAT16
+        chosen, refused = flags.dtype, not family_of(architecture.model_type).vllm.float16
         if (flags.gpu or "").startswith(_NO_BFLOAT16):
             if chosen == "bfloat16":
                 raise DeploymentError(
@@ -142,11 +142,12 @@ class VLLM(Engine):
         return rules(version).graphs_subtracted and not flags.enforce_eager
 
     def check_encoder(self, architecture: Architecture) -> None:
-        if architecture.class_name not in ENCODER_CLASSES:
+        if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:
+            classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
                 f"vLLM 0.32 gives no embeddings by {architecture.class_name}: it has no class for it",
                 field="architectures",
-                hint=f"of the encoders it has {', '.join(ENCODER_CLASSES)}",
+                hint=f"of the encoders it has {', '.join(filter(None, classes))}",
             )
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:

@@ -13,9 +13,9 @@ from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, gr
 from tonnage.planner.engines.heads import expanded_heads, heads_per_rank
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec
 from tonnage.planner.engines.version import Version
-from tonnage.planner.engines.vllm.models import ALTERNATING, EXPANDED_MLA, FLOAT32_STATES
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
@@ -66,16 +66,17 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         )
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         return _compressed_pool(architecture, flags)
-    if architecture.model_type in ALTERNATING and any(
+    known = family_of(architecture.model_type).vllm
+    if known.alternating and any(
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
             f"vLLM slides every second layer of {architecture.model_type}, whatever the file lists",
             field="layer_types",
         )
-    if architecture.model_type in FLOAT32_STATES:
+    if known.float32_states:
         flags = replace(flags, float32_states=True)
-    if architecture.model_type in EXPANDED_MLA:
+    if known.expanded_mla:
         architecture = _expanded(architecture)
     if flags.draft_layers:
         architecture = _with_draft(architecture, flags.draft_layers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
-from tonnage.planner.engines.vllm.models import ONE_MROPE_LENGTH
 from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment
@@ -32,7 +32,7 @@ def _position_factor(architecture: Architecture, flags: Deployment) -> int:
     if architecture.rotary is None or not architecture.rotary.mrope:
         return 1
     version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
-    one = rules(version).one_mrope_length and architecture.model_type.startswith(ONE_MROPE_LENGTH)
+    one = rules(version).one_mrope_length and family_of(architecture.model_type).vllm.one_mrope_length
     return 1 if one else _MROPE_FACTOR
 
 
