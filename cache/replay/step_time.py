@@ -4,7 +4,7 @@ A step reads all weights once and the K/V of every running sequence, and compute
 and token (Kaplan et al., arXiv 2001.08361, section 2.1); it takes as long as the slower of the two, and a fixed
 time for launches and the host. Nothing else is modelled: no communication between devices beyond dividing both
 by their number, no attention arithmetic. Waits and shares from a replay are therefore estimates; the order of
-events under one model is exact.
+events under one model is exact. Peak figures of GPUs are in the planner's catalogue.
 """
 
 from __future__ import annotations
@@ -12,34 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tonnage.cache.errors import CacheConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Peak figures of one device: bytes and dense 16-bit operations a second, from its data sheet."""
-
-    name: str
-    bandwidth: float
-    flops: float
-    source: str
-
-
-# Dense 16-bit tensor operations and memory bandwidth of the SXM (or only) variant.
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        Device("t4", 320e9, 65e12, "NVIDIA T4 data sheet"),
-        Device("v100", 900e9, 125e12, "NVIDIA V100 data sheet, SXM2"),
-        Device("a10g", 600e9, 70e12, "AWS EC2 G5 instance page, NVIDIA A10G"),
-        Device("l4", 300e9, 121e12, "NVIDIA L4 data sheet; half of the figure with sparsity"),
-        Device("l40s", 864e9, 362e12, "NVIDIA L40S data sheet"),
-        Device("a100-40g", 1555e9, 312e12, "NVIDIA A100 data sheet, 40 GB"),
-        Device("a100-80g", 2039e9, 312e12, "NVIDIA A100 data sheet, 80 GB SXM"),
-        Device("h100", 3350e9, 989e12, "NVIDIA H100 data sheet, SXM; half of the figure with sparsity"),
-        Device("h200", 4800e9, 989e12, "NVIDIA H200 data sheet; half of the figure with sparsity"),
-        Device("b200", 8000e9, 2250e12, "NVIDIA Blackwell architecture brief, HGX B200, dense"),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)

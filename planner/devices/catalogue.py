@@ -25,7 +25,9 @@ APPLE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``memory_bytes``: what an engine can divide; ``usd_per_hour``: list price or None."""
+    """``memory_bytes``: what an engine can divide; ``usd_per_hour``: list price or None. ``capability``: CUDA's
+    compute capability (developer.nvidia.com/cuda-gpus), None for other vendors. ``bandwidth``, ``flops``: peak
+    bytes and dense 16-bit tensor operations a second of the SXM (or only) variant, None where not known."""
 
     name: str
     aliases: tuple[str, ...]
@@ -36,6 +38,9 @@ class Gpu:
     source: str
     usd_per_hour: float | None
     price_source: str | None
+    capability: tuple[int, int] | None = None
+    bandwidth: float | None = None
+    flops: float | None = None
 
 
 @cache
@@ -65,4 +70,16 @@ def _gpu(entry: dict[str, object]) -> Gpu:
         source=str(source),
         usd_per_hour=price if isinstance(price, float) else None,
         price_source=str(entry["price_source"]) if price else None,
+        capability=_version(entry.get("compute_capability")),
+        bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
+        flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
     )
+
+
+def _version(text: object) -> tuple[int, int] | None:
+    major, _, minor = str(text).partition(".")
+    return None if text is None else (int(major), int(minor))
+
+
+def _scaled(figure: object, unit: float) -> float | None:
+    return figure * unit if isinstance(figure, int | float) else None

@@ -30,6 +30,12 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
+def capability_of(name: str | None) -> tuple[int, int] | None:
+    """Compute capability of a GPU of the catalogue, None for any other device."""
+    found = _by_name().get(_plain(name)) if name else None
+    return found.capability if found else None
+
+
 @cache
 def _by_name() -> dict[str, Gpu]:
     return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.planning.build import make_plan
@@ -168,23 +169,20 @@ def _policy(arguments: argparse.Namespace) -> Policy:
 
 
 def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
-    from tonnage.cache.replay.step_time import DEVICES, StepTime  # numba: --help need not wait
+    from tonnage.cache.replay.step_time import StepTime  # numba: --help need not wait
 
-    device = None
-    if arguments.gpu is not None:
-        name = find_gpu(arguments.gpu).name
-        known = [key for key in DEVICES if name == key or name.startswith(key + "-")]
-        device = DEVICES[max(known, key=len)] if known else None
     bandwidth = _speed(arguments.memory_bandwidth, 1e9, "--memory-bandwidth")
     flops = _speed(arguments.flops, 1e12, "--flops")
-    if device is not None:
+    if arguments.gpu is not None:
+        device = find_gpu(arguments.gpu)
         bandwidth = device.bandwidth if bandwidth is None else bandwidth
         flops = device.flops if flops is None else flops
     if bandwidth is None or flops is None:
+        known = (gpu.name for gpu in catalogue() if gpu.bandwidth and gpu.flops)
         raise DeploymentError(
             "the speed of the device is not known",
             field="--memory-bandwidth",
-            hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(DEVICES),
+            hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(known),
         )
     layout = plan.kv_cache.layout
     return StepTime(

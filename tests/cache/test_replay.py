@@ -13,8 +13,9 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.replay.page import page
 from tonnage.cache.replay.search import search_engines, share_of
 from tonnage.cache.replay.simulator import Setup, Simulator
-from tonnage.cache.replay.step_time import DEVICES, StepTime
+from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceError, TraceRequest, log_line, read_trace
+from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 AZURE = Path(__file__).parents[1] / "data" / "traces" / "azure_conversation_300.csv"
@@ -165,7 +166,7 @@ def test_the_page_stands_alone() -> None:
 
 
 def test_the_roofline_is_the_slower_of_traffic_and_arithmetic() -> None:
-    h100 = DEVICES["h100"]
+    h100 = find_gpu("h100")
     step = StepTime(16 * 10**9, 8 * 10**9, 131_072, h100.bandwidth, h100.flops, overhead=0.0)
     assert step.seconds(1, 0) == pytest.approx(16e9 / 3350e9)
     assert step.seconds(1, 100_000) == pytest.approx((16e9 + 131_072 * 100_000) / 3350e9)

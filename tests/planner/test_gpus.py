@@ -10,7 +10,7 @@ import pytest
 
 import tonnage.planner.devices.catalogue as gpus
 from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, catalogue
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.find import capability_of, find_gpu
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
 
@@ -32,6 +32,8 @@ def test_every_figure_has_a_source():
         assert entry["nominal_source"], entry
         assert ("reported_gib" in entry) == ("reported_source" in entry)
         assert ("usd_per_hour" in entry) == ("price_source" in entry)
+        assert ("speed_source" in entry) == ("memory_gb_per_s" in entry) == ("dense_16bit_tflops" in entry)
+        assert ("compute_capability" in entry) == (entry["vendor"] == "nvidia")
     names = [name.lower() for e in ENTRIES for name in (e["name"], *e["aliases"])]
     assert len(names) == len(set(names))
 
@@ -49,6 +51,18 @@ def test_memory_is_what_the_device_reports():
     assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
     for gpu, entry in zip(catalogue(), ENTRIES, strict=True):
         assert gpu.memory_bytes <= (entry["nominal_gib"] + 3) * (1 << 30)
+
+
+def test_a_card_and_a_module_of_one_name_have_their_own_speed():
+    assert find_gpu("h100").bandwidth == 3350e9
+    assert find_gpu("h100-pcie").bandwidth == 2000e9
+    assert find_gpu("rtx-4090").bandwidth is None
+
+
+def test_capability_is_found_by_the_drivers_name_too():
+    assert capability_of("Tesla T4") == capability_of("t4-16g") == (7, 5)
+    assert capability_of("NVIDIA A100-SXM4-80GB") == (8, 0)
+    assert capability_of("mi300x") is capability_of("brand new") is capability_of(None) is None
 
 
 def test_cpu_and_auto_are_this_machine():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
+from tonnage.planner.devices.find import capability_of
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
@@ -30,9 +31,9 @@ from tonnage.planner.units import GiB, gib
 # tokens are the default. A100s keep the small ones.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
-# GPUs of compute capability 7: bfloat16 is refused on them and float16 taken (platforms/cuda.py
-# supported_dtypes, config/model.py _resolve_auto_dtype)
-_NO_BFLOAT16 = ("t4-", "v100-")
+# Compute capability from which on bfloat16 is taken; before, it is refused and float16 is the default
+# (platforms/cuda.py supported_dtypes, config/model.py _resolve_auto_dtype)
+_BFLOAT16 = (8, 0)
 
 
 class VLLM(Engine):
@@ -100,7 +101,7 @@ class VLLM(Engine):
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
         chosen, refused = flags.dtype, not family_of(architecture.model_type).vllm.float16
-        if (flags.gpu or "").startswith(_NO_BFLOAT16):
+        if (capability_of(flags.gpu) or _BFLOAT16) < _BFLOAT16:
             if chosen == "bfloat16":
                 raise DeploymentError(
                     f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="leave it out, or float16"

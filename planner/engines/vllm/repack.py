@@ -11,24 +11,28 @@ from __future__ import annotations
 from math import prod
 from typing import Literal
 
+from tonnage.planner.devices.find import capability_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Deployment
 from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "marlin"]
 
-_BEFORE_HOPPER = ("t4", "v100", "a10g", "l4", "l40s", "a40", "a100", "a6000", "rtx3090", "rtx4080", "rtx4090")
 _VALUE_BITS, _SCALE_BITS = 4, 0.25  # MXFP4: 32 values share one 8-bit scale
 
 
 def mxfp4_kernel(gpu: str | None) -> Kernel:
     """The kernel vLLM picks on a GPU of the catalogue."""
-    return "marlin" if gpu is not None and gpu.startswith(_BEFORE_HOPPER) else "triton"
+    return "marlin" if _before_hopper(gpu) else "triton"
+
+
+def _before_hopper(gpu: str | None) -> bool:
+    return (capability_of(gpu) or (9, 0)) < (9, 0)
 
 
 def repacking_class(gpu: str) -> str | None:
     """A GPU whose kernels pad as this one's; None: none is known."""
-    return _BEFORE_HOPPER[0] if gpu.startswith(_BEFORE_HOPPER) else None
+    return "t4-16g" if _before_hopper(gpu) else None
 
 
 def kernel_padding(architecture: Architecture, scheme: str, flags: Deployment) -> int:
