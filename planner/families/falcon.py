@@ -53,7 +53,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     dims = Heads(hidden, heads, kv_heads, head_size)
     table = "transformer.rotary_emb."
     attention = Attention(
-        "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias, copied=True,
+        "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
+        copied="qkv" if new else "kv" if multi_query else "", broadcast=multi_query and not new,
         # new_decoder_architecture repeats K and V to all heads
         repeated=new, rope=None if alibi else Rope(head_size, table),
         # FalconModel always passes a mask, also where none is needed
@@ -71,7 +72,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
         (Table(table, head_size),),  # built even where alibi takes its place
-        linear_class="FalconLinear",
+        linear_class="FalconLinear", taped=not alibi,  # its mask holds the slopes of every head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,

@@ -124,7 +124,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         attention = Attention(
             "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
             rope=Rope(head_size, table),
-            softcap=fields.config.get("attn_logit_softcapping", variant.attention_cap) is not None,
+            # Gemma 3's attention does not read it
+            softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
             dropout=common.number(fields, "attention_dropout", 0.0),
         )  # fmt: skip
         return layer_of(flow, attention, mlp, norms)

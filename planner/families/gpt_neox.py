@@ -51,7 +51,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         (dropout, dropout),
     )  # fmt: skip
     recipe = Recipe(
-        "gpt_neox.layers", Embedding("gpt_neox.embed_in", vocab, hidden), (layer,) * layers,
+        "gpt_neox.layers", Embedding("gpt_neox.embed_in", vocab, hidden, dropout=dropout), (layer,) * layers,
         Norm("gpt_neox.final_layer_norm", hidden, "layer"), Head(tied), (Table(table, rotary.dim),),
     )  # fmt: skip
     return common.decoder(

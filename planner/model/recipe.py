@@ -80,11 +80,12 @@ class Rope:
 class Attention:
     """Projections, optional norms of q and k, rotary embedding, attention, output projection.
 
-    ``qkv``: name of a fused projection, taken apart by views (``copied``: by copies; ``repeated``: K and V are
-    repeated to all heads by it). ``normed_last``: q and k are normed after the rotation. ``clipped``: q, k and
-    v are clamped in place. ``softcap``: of the scores, in eager attention. ``masked``: a mask is passed where
-    none is needed. ``narrow``: eager softmax in the model's type instead of fp32. ``before_out``: a norm in
-    front of the output projection.
+    ``qkv``: name of a fused projection, taken apart by views but for those of q, k and v that ``copied`` names;
+    ``repeated``: K and V are repeated to all heads by it. ``normed_last``: q and k are normed once rotated.
+    ``clipped``: q, k and v are clamped in place. ``softcap``: of the scores, in eager attention. ``masked``: a
+    mask is passed where none is needed. ``broadcast``: SDPA is given fewer heads of K and V than of Q, which
+    its fused kernels refuse. ``narrow``: eager softmax in the model's type instead of fp32. ``before_out``: a
+    norm in front of the output projection.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Attention:
     qkv: str | None = None
     bias: bool = False
     out_bias: bool = False
-    copied: bool = False
+    copied: str = ""
     repeated: bool = False
     q_norm: Norm | None = None
     k_norm: Norm | None = None
@@ -103,6 +104,7 @@ class Attention:
     clipped: bool = False
     softcap: bool = False
     masked: bool = False
+    broadcast: bool = False
     narrow: bool = False
     before_out: Norm | None = None
     dropout: float = 0.0

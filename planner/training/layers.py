@@ -57,7 +57,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     dims = a.heads
     out = t.attend(
         q, k, v, dims.heads, dims.heads if a.repeated else dims.kv_heads, dims.head_size,
-        masked=a.masked or t.masked, softcap=a.softcap, dropout=a.dropout,
+        masked=a.masked or t.masked, broadcast=a.broadcast, softcap=a.softcap, dropout=a.dropout,
         softmax=h.width if a.narrow else 4, heads_first=a.rope is not None and a.rope.joined,
     )  # fmt: skip
     if a.before_out is not None:
@@ -77,7 +77,8 @@ def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, 
     if a.repeated:
         sizes = [sizes[0]] * 3
     q, k, v = (
-        t.new(size, fused.width, fused.grad, split=True) if a.copied else t.view(fused, size) for size in sizes
+        t.new(size, fused.width, fused.grad, split=True) if name in a.copied else t.view(fused, size)
+        for name, size in zip("qkv", sizes, strict=True)
     )
     return q, k, v
 

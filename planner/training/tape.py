@@ -305,8 +305,8 @@ class Tape:
 
     def attend(
         self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, *,
-        masked: bool = False, softcap: bool = False, dropout: float = 0.0, softmax: int = 4,
-        heads_first: bool = False,
+        masked: bool = False, broadcast: bool = False, softcap: bool = False, dropout: float = 0.0,
+        softmax: int = 4, heads_first: bool = False,
     ) -> Value:  # fmt: skip
         """Attention of ``heads`` query heads; the output is [b, s, heads x head]. ``masked``: an explicit
         mask is passed (sliding windows, packed batches), which keeps SDPA from grouping KV heads.
@@ -315,6 +315,10 @@ class Tape:
         width = self.compute if self.autocast else q.width
         if self.attention == "eager":
             return self._eager(q, k, v, heads, kv_heads, head, softcap, dropout, softmax, width)
+        if broadcast and kv_heads != heads and self.attention == "sdpa":
+            # the kernel made of single operations repeats K and V and computes in fp32
+            q, k, v = (self.new(heads * head, 4, t.grad, split=True) for t in (q, k, v))
+            return self._eager(q, k, v, heads, heads, head, False, 0.0, 4, width=4, out=width)
         grouped = kv_heads == heads or self.attention == "flash" or not (masked or self.explicit_mask)
         if not grouped:
             k, v = (self.new(heads * head, t.width, t.grad, split=True) for t in (k, v))
@@ -332,10 +336,11 @@ class Tape:
 
     def _eager(
         self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, softcap: bool,
-        dropout: float, softmax: int, width: int,
+        dropout: float, softmax: int, width: int, out: int | None = None,
     ) -> Value:  # fmt: skip
         if kv_heads != heads:
             k, v = (self.new(heads * head, t.width, t.grad, split=True) for t in (k, v))
+        given = q.width
         q, k, v = (self.cast(t, width) for t in (q, k, v))
         grad = q.grad or k.grad
 
@@ -353,15 +358,16 @@ class Tape:
             self.save(weights)  # softmax keeps its result
         else:
             weights = scores(width, False)
-        weights = self.cast(weights, width)
+        weights = self.cast(weights, given)
         if dropout and grad:
-            self.save(self.like(weights, 1 if self.cuda else width))
+            self.save(self.like(weights, 1 if self.cuda else given))
             weights = self.like(weights)
+        weights = self.cast(weights, width)
         if v.grad:
             self.save(weights)
         if grad:
             self.save(self.like(v))
-        return self.new(heads * head, width, grad or v.grad, split=True)
+        return self.new(heads * head, out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Size:
         """Bytes kept, of what tensor parallelism splits or does not, or all."""
