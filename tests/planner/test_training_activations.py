@@ -92,6 +92,24 @@ def test_adapters(family, precision, method, saved):
     assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
+def test_adapters_on_every_linear_layer(family, precision, saved):
+    def real():
+        import peft
+
+        model = models.real_model(family, "sdpa", "float32" if precision == "fp32" else "bfloat16")
+        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
+        return peft.get_peft_model(model, config).train()
+
+    measured = saved(real, family, autocast=precision == "bf16-mixed")
+    setup = TrainingSetup(
+        method="lora", precision=precision, attention="sdpa", rank=4, target_modules=("all-linear",)
+    )
+    targets = models.planner(family).trained(setup).targets
+    assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 24), (3, 160)])
 def test_other_batches_and_lengths(family, batch, length, saved):
@@ -127,6 +145,20 @@ def test_dropout_keeps_its_mask(saved):
     found = planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH, attn_pdrop=0.1)
     assert found == pytest.approx(measured, rel=0.005)
     assert found > planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH) * 1.2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_dropout_of_scores_comes_before_their_cast(precision, saved):
+    """Under autocast the scores are still fp32 when they are dropped: q has the rotary tables' type."""
+
+    def real():
+        dtype = "bfloat16" if precision == "bf16" else "float32"
+        return models.real_model("seed_oss", "eager", dtype, attention_dropout=0.1)
+
+    measured = saved(real, "seed_oss", autocast=precision == "bf16-mixed", attention_dropout=0.1)
+    setup = TrainingSetup(precision=precision, attention="eager")
+    found = planned("seed_oss", setup, frozenset(), BATCH, LENGTH, attention_dropout=0.1)
+    assert found == pytest.approx(measured, rel=0.0005)
 
 
 def test_checkpointing_keeps_the_layers_inputs(saved):
