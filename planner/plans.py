@@ -3,8 +3,10 @@ from, and what the metrics compare reality with. Built by :func:`tonnage.planner
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+from tonnage.planner.flags import flag
+from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import gib
@@ -14,40 +16,98 @@ SCHEMA_VERSION = 1
 EngineName = Literal["hf", "vllm", "sglang", "llama.cpp"]
 
 
+_DEVICE, _MODEL = "engine and device", "model"
+_CACHE, _EXTRAS = "KV cache and batch", "parallelism and extras"
+_MAX_RANKS = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """How the model is to be served; field names are vLLM's flags. None means: let the planner choose."""
+    """How the model is to be served; field names are vLLM's flags, sizes are bytes. None means: as the engine
+    chooses. Options, settings and checks are made from these lines (:mod:`tonnage.planner.flags`)."""
 
-    engine: EngineName = "hf"
-    engine_version: str | None = None  # whose rules; None: the installed one, else the newest known
-    device: str = "cpu"
-    gpu: str | None = None  # a name of planner/devices/catalogue.json
-    device_memory: int | None = None  # bytes of the device (or of the host for cpu)
-    gpu_memory_utilization: float | None = None  # None: the engine's default
-    dtype: str = "auto"  # auto | float32 | float16 | bfloat16
-    quantization: str | None = None  # int8 | nf4 | nf4-double | gptq | None (what the checkpoint says)
-    kv_cache_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    enable_prefix_caching: bool | None = None  # None: the engine's default for this model
-    num_gpu_blocks_override: int | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    decode_context_parallel_size: int = 1
-    enforce_eager: bool = False
-    cpu_offload_bytes: int = 0  # vLLM: --cpu-offload-gb (GiB), per GPU
-    enable_lora: bool = False
-    max_loras: int = 1
-    max_lora_rank: int = 16
-    speculative_model: str | None = None  # a model, or "mtp" for the checkpoint's own draft layers
-    num_speculative_tokens: int = 0
-    mem_fraction_static: float | None = None  # SGLang
-    swa_full_tokens_ratio: float = 0.8  # SGLang (server_args.py): sliding tokens for each one of the full pool
+    engine: EngineName = flag(
+        "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
+        metavar="|".join(get_args(EngineName)),
+    )  # fmt: skip
+    engine_version: str | None = flag(
+        None, "rules of this version, for example 0.11.0 (default: the installed one, else the newest known)",
+        group=_DEVICE, metavar="V",
+    )  # fmt: skip
+    device: str = flag(
+        "cpu", "device the engine runs on (default: cpu, or the GPU's)", group=_DEVICE, choices=("cpu", "cuda")
+    )
+    gpu: str | None = flag(
+        None, "a GPU of the catalogue, or ask this machine", group=_DEVICE, metavar="NAME|cpu|auto"
+    )
+    device_memory: int | None = flag(
+        None, "memory of the device, for example 79.18GiB (default: the device's own)", group=_DEVICE,
+        unit="bytes",
+    )  # fmt: skip
+    gpu_memory_utilization: float | None = flag(
+        None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.21 on 0.92)",
+        group=_DEVICE, unit="share",
+    )  # fmt: skip
+    dtype: str = flag(
+        "auto", "what the model is loaded in", group=_MODEL, choices=("auto", *DTYPE_BYTES), metavar="DTYPE"
+    )
+    quantization: str | None = flag(
+        None, "int8, nf4, nf4-double, gptq ... (default: the checkpoint's)", group=_MODEL, metavar="METHOD"
+    )
+    kv_cache_dtype: str = flag(
+        "auto", "KV cache: float32, float16, bfloat16, fp8, fp8_per_token_head ... (default: the model's)",
+        group=_CACHE,
+    )  # fmt: skip
+    max_model_len: int | None = flag(
+        None, "longest prompt and completion together, in tokens (default: the model's own)", group=_MODEL
+    )
+    max_num_seqs: int | None = flag(None, "most sequences running at once", group=_CACHE)
+    max_num_batched_tokens: int | None = flag(None, "most tokens of one step", group=_CACHE)
+    block_size: int | None = flag(
+        None, "tokens per KV block (default: the engine's own: 16, vllm on cpu 128, sglang 1)", group=_CACHE,
+        most=8192,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = flag(
+        None, "size of the KV pool, for example 512MiB (default: what is left)", group=_CACHE, unit="bytes"
+    )
+    enable_prefix_caching: bool | None = flag(
+        None, "share blocks of equal prefixes (default: on, where the engine has it on)", group=_CACHE
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None, "blocks of the pool, whatever the memory", group=_CACHE, engine="vllm"
+    )
+    tensor_parallel_size: int = flag(1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS)
+    pipeline_parallel_size: int = flag(1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS)
+    data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS)
+    enable_expert_parallel: bool = flag(False, "whole experts per GPU", group=_EXTRAS)
+    decode_context_parallel_size: int = flag(
+        1, "ranks that divide a sequence's KV cache", group=_EXTRAS, most=_MAX_RANKS, engine="vllm"
+    )
+    enforce_eager: bool = flag(False, "no CUDA graphs", group=_DEVICE)
+    cpu_offload_bytes: int = flag(
+        0, "GiB of weights per GPU kept in the host's memory (default: none)", group=_EXTRAS, unit="GiB",
+        least=0, option="--cpu-offload-gb",
+    )  # fmt: skip
+    enable_lora: bool = flag(False, "hold LoRA slots", group=_EXTRAS)
+    max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
+    # beyond vLLM's largest rank nothing is known to be served
+    max_lora_rank: int = flag(
+        16, "rank of each LoRA slot (vllm: 1, 8, 16, 32 ... 512)", group=_EXTRAS, most=512, needs="enable_lora"
+    )
+    speculative_model: str | None = flag(
+        None, "draft model, or mtp for the checkpoint's own layers", group=_EXTRAS, metavar="M"
+    )
+    num_speculative_tokens: int = flag(
+        0, "tokens drafted a step (default: 1 with a draft)", group=_EXTRAS, least=0, most=64,
+        needs="speculative_model",
+    )  # fmt: skip
+    mem_fraction_static: float | None = flag(
+        None, "share for weights and pool", group=_DEVICE, unit="share", engine="sglang"
+    )
+    # server_args.py: sliding tokens for each one of the full pool
+    swa_full_tokens_ratio: float = flag(
+        0.8, "sliding tokens for each full one", group=_DEVICE, unit="share", engine="sglang"
+    )
 
 
 def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:

@@ -10,7 +10,7 @@ seen with ``python -X importtime``). Here ``__init__`` alone is compiled, when t
 comparison, hash and repr are shared. Type checkers see the standard library's names (below), and its functions
 (``fields``, ``replace``, ``asdict``, ``is_dataclass``) work on these classes.
 
-Left out: inheritance, ClassVar and InitVar (refused), ordering, ``field`` beyond ``default_factory``.
+Left out: inheritance, ClassVar and InitVar (refused), ordering, ``field`` beyond a default and its metadata.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ else:
         return lambda cls: _define(cls, frozen, slots, eq)
 
     class field:
-        """A default that is made anew for each instance."""
+        """A default that is made anew for each instance, or one with ``metadata`` beside it."""
 
-        def __init__(self, *, default_factory: Callable[[], Any]) -> None:
-            self.default_factory = default_factory
+        def __init__(
+            self, *, default: Any = None, default_factory: Callable[[], Any] | None = None, metadata: Any = None
+        ) -> None:
+            self.default, self.default_factory, self.metadata = default, default_factory, metadata
 
     def replace(record: Any, /, **changes: Any) -> Any:
         """A copy with other values of the fields named; ``__post_init__`` checks it again."""
@@ -61,10 +63,13 @@ def _define(cls: type, frozen: bool, slots: bool, eq: bool) -> type:
     if cls.__bases__ != (object,) or any("ClassVar" in kind or "InitVar" in kind for kind in kinds):
         raise TypeError(f"{cls.__qualname__}: base classes, ClassVar and InitVar are not supported")
     defaults = {name: members[name] for name in names if name in members}
+    told = {name: value for name, value in defaults.items() if getattr(value, "default_factory", 0) is None}
+    defaults |= {name: value.default for name, value in told.items()}
     added: dict[str, Any] = {
         "__match_args__": names,
         "__dataclass_fields__": _StandardFields(),
         "_record_defaults": defaults,
+        "_record_metadata": {name: value.metadata for name, value in told.items()},
         "_record_values": attrgetter(*names) if names else lambda record: (),
         "__init__": _first_init,
         "__reduce__": _reduce,
@@ -78,7 +83,7 @@ def _define(cls: type, frozen: bool, slots: bool, eq: bool) -> type:
         added["__setattr__"] = _frozen
         added["__delattr__"] = _frozen
     if not slots:
-        for name, value in added.items():
+        for name, value in {**defaults, **added}.items():
             setattr(cls, name, value)
         return cls
     for name in (*defaults, "__dict__", "__weakref__"):
@@ -149,7 +154,8 @@ class _StandardFields:
             if factory := getattr(default, "default_factory", None):
                 made.append((name, kind, dataclasses.field(default_factory=factory)))
             else:
-                made.append((name, kind, dataclasses.field(default=default)))
+                metadata = cls._record_metadata.get(name)
+                made.append((name, kind, dataclasses.field(default=default, metadata=metadata)))
         standard: Any = dataclasses.make_dataclass(cls.__name__, made)
         found: dict[str, Any] = standard.__dataclass_fields__
         cls.__dataclass_fields__ = found

@@ -60,7 +60,7 @@ def create_app(
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(files),
         chat_template=ChatTemplate.from_folder(files, settings.chat_template),
-        loras=lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank),
+        loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
         load_tool_parser=_tool_parser(settings, files),
         on_startup_error=on_startup_error,
     )

@@ -1,6 +1,7 @@
 """Settings: one model for flags, ``TONNAGE_*`` environment variables and code.
 
-Field names are vLLM's flags where vLLM has one. ``tonnage serve`` makes its command line from this class.
+Field names are vLLM's flags where vLLM has one; those that the plan is made of are declared in
+:class:`tonnage.planner.plans.Deployment`. ``tonnage serve`` makes its command line from this class.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, ValidationInfo
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, ValidationInfo, create_model
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -20,6 +21,8 @@ from pydantic_settings import (
 )
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.flags import flags_of
+from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment
 from tonnage.planner.units import parse_size
 from tonnage.server.engines.sharing import KVEventsConfig, events_config
@@ -48,8 +51,44 @@ Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)]
 Secrets = Annotated[Words, PlainSerializer(lambda keys: f"{len(keys)} given")]
 
 
-class Settings(BaseSettings):
-    """What one server is started with. Bytes are ints; None means: let the planner choose."""
+# Flags of tonnage plan that the engines are started with (engines/vllm/engine.py engine_arguments; the hf
+# engine takes the plan itself). The other flags plan for what no engine here does.
+PLANNED = (
+    "device", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
+    "enable_prefix_caching", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+    "enable_expert_parallel", "enable_lora", "max_loras", "max_lora_rank", "enforce_eager",
+)  # fmt: skip
+
+
+def _planned(name: str) -> tuple[Any, Any]:
+    """Type and field of a setting that is a flag of tonnage plan; read and checked as it is there."""
+    flag = flags_of(Deployment)[name]
+
+    def read(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return flag.read(value, info.field_name)
+        flag.check(value, info.field_name)
+        return value
+
+    field = Field(flag.default, description=flag.said)
+    if flag.kind == "bool":
+        return (bool | None if flag.optional else bool), field
+    kind: Any = {"int": int, "float": float}.get(flag.kind, str)
+    return Annotated[kind | None if flag.optional else kind, BeforeValidator(read)], field
+
+
+if TYPE_CHECKING:
+    _Planned = BaseSettings  # in the code these settings are read from the Deployment
+else:
+    _Planned = create_model(
+        "_Planned", __base__=BaseSettings, __module__=__name__, **{name: _planned(name) for name in PLANNED}
+    )
+
+
+class Settings(_Planned):
+    """What one server is started with: the flags PLANNED, whose None means as the engine chooses, and these.
+    Bytes are ints."""
 
     model_config = SettingsConfigDict(env_prefix="TONNAGE_", extra="forbid", frozen=True)
 
@@ -64,32 +103,9 @@ class Settings(BaseSettings):
     runner: Literal["auto", "generate", "pooling"] = Field(
         "auto", description="pooling: embeddings (vllm); auto: by the model's sentence-transformers files"
     )
-    device: str = Field("cpu", description="device the engine runs on")
-    device_memory: Bytes | None = Field(None, description="device memory (24GiB, 80GB); default: ask it")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the memory that may be used")
-    dtype: str = Field("auto", description="auto, float32, float16 or bfloat16")
-    quantization: str | None = Field(None, description="int8, nf4, nf4-double; default: the checkpoint")
-    kv_cache_dtype: str = Field(
-        "auto",
-        description="KV cache: auto, float32, float16, bfloat16, fp8, fp8_per_token_head, int8_per_token_head",
-    )
-    max_model_len: int | None = Field(None, ge=1, description="longest prompt plus completion in tokens")
-    max_num_seqs: int | None = Field(None, ge=1, description="sequences in one batch")
-    max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
-    block_size: int | None = Field(None, ge=1, description="tokens in a KV block")
-    kv_cache_memory_bytes: Bytes | None = Field(None, description="KV pool (512MiB); default: what is left")
-    enable_prefix_caching: bool = Field(True, description="reuse the blocks of equal prompt beginnings")
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share each matrix (vllm)")
-    pipeline_parallel_size: int = Field(1, ge=1, description="GPUs that share the layers (vllm)")
-    data_parallel_size: int = Field(1, ge=1, description="copies of the model (vllm)")
-    enable_expert_parallel: bool = Field(False, description="whole experts on each GPU (vllm)")
-    enable_lora: bool = Field(False, description="hold slots for LoRA adapters (vllm)")
-    max_loras: int = Field(1, ge=1, description="slots: adapters that run in one batch")
-    max_lora_rank: int = Field(16, ge=1, description="rank of each slot: vLLM takes 1, 8, 16, 32, 64 ...")
     lora_modules: Words = Field(
         (), description="name=folder, comma-separated: adapters in PEFT's format, asked for by model: name"
     )
-    enforce_eager: bool = Field(False, description="no CUDA graphs, no torch.compile (vllm)")
 
     admission_mode: Literal["guaranteed", "predictive", "greedy", "no_evict"] = Field(
         "guaranteed",
@@ -172,30 +188,12 @@ class Settings(BaseSettings):
         return self.served_model_name or self.model
 
     def deployment(self) -> Deployment:
-        """The planner's half of the settings. The fake engine is planned like hf."""
-        return Deployment(
-            engine="vllm" if self.backend == "vllm" else "hf",
-            device=self.device,
-            device_memory=self.device_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            kv_cache_dtype=self.kv_cache_dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            enable_prefix_caching=self.enable_prefix_caching,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            data_parallel_size=self.data_parallel_size,
-            enable_expert_parallel=self.enable_expert_parallel,
-            enforce_eager=self.enforce_eager,
-            enable_lora=self.enable_lora,
-            max_loras=self.max_loras,
-            max_lora_rank=self.max_lora_rank,
-        )
+        """The planner's half of the settings. The fake engine is planned like hf.
+
+        Raises DeploymentError for a flag that means nothing without another one.
+        """
+        given = {name: getattr(self, name) for name in PLANNED if name in self.model_fields_set}
+        return deployment_of({"engine": "vllm" if self.backend == "vllm" else "hf", **given})
 
 
 # Settings of the API alone: a command that only loads a model has no use for them.

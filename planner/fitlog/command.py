@@ -8,20 +8,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import LogFigures, read_log
+from tonnage.planner.flags import add_flags, flags_of, given
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import resolve_model
-from tonnage.planner.units import gib, parse_count, parse_size
+from tonnage.planner.units import gib
 
 OK, BAD_INPUT = 0, 2
 _LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
 _BYTES = ("weights_bytes", "activation_bytes", "non_torch_bytes", "cuda_graph_bytes", "kv_pool_bytes")
+# Flags of tonnage plan that are asked for, and those a log may say.
+_ASKED = ("gpu", "device_memory", "engine_version", "tensor_parallel_size")
+_LOGGED = (
+    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager",
+    "swa_full_tokens_ratio",
+)  # fmt: skip
 _FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 
 
@@ -45,11 +53,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
     p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
-    p.add_argument("--gpu", help="the GPU it ran on (a name of the catalogue)")
-    p.add_argument("--device-memory", metavar="SIZE", help="its memory, where --gpu is not given")
-    p.add_argument("--engine-version", metavar="V", help="where the log does not say")
-    p.add_argument("--tensor-parallel-size", metavar="N", help="GPUs, where the log does not say")
     p.add_argument("--json", action="store_true", help="print one JSON object")
+    add_flags(p.add_argument_group("where the log does not say it"), Deployment, _ASKED)
     return p
 
 
@@ -104,38 +109,16 @@ def compare(found: LogFigures, name: str, args: argparse.Namespace) -> Compariso
 
 def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
     """Flags the log printed. The pool is the log's own where the device's memory is not known."""
-    said = found.flags
-
-    def count(name: str) -> int | None:
-        text = said.get(name)
-        return int(text) if text is not None and text.isdigit() else None
-
-    length = found.figures.get("max_model_len")
-    memory = parse_size(args.device_memory, "--device-memory") if args.device_memory is not None else None
-    if memory is None and args.gpu is None and "device_bytes" in found.figures:
-        memory = int(found.figures["device_bytes"])
-    ranks = 1
-    if args.tensor_parallel_size is not None:
-        ranks = parse_count(args.tensor_parallel_size, "--tensor-parallel-size")
-    ratio = said.get("swa_full_tokens_ratio")
-    flags = Deployment(
-        engine=found.engine or "vllm",  # type: ignore[arg-type]
-        engine_version=args.engine_version or found.version,
-        device="cuda",
-        gpu=args.gpu,
-        device_memory=memory,
-        gpu_memory_utilization=float(share) if (share := said.get("gpu_memory_utilization")) else None,
-        dtype=said.get("dtype", "auto"),
-        kv_cache_dtype=said.get("kv_cache_dtype", "auto"),
-        max_model_len=int(length) if length else count("max_model_len"),
-        max_num_seqs=count("max_num_seqs"),
-        max_num_batched_tokens=count("max_num_batched_tokens"),
-        block_size=count("block_size"),
-        tensor_parallel_size=count("tensor_parallel_size") or ranks,
-        pipeline_parallel_size=count("pipeline_parallel_size") or 1,
-        enforce_eager=said.get("enforce_eager") == "True",
-        swa_full_tokens_ratio=float(ratio) if ratio else 0.8,
-    )
+    asked = given(args, Deployment)
+    if "gpu" not in asked and "device_bytes" in found.figures:
+        asked.setdefault("device_memory", int(found.figures["device_bytes"]))
+    if found.version is not None:
+        asked.setdefault("engine_version", found.version)
+    said = {name: value for name in _LOGGED if (value := _logged(name, found.flags.get(name))) is not None}
+    if length := found.figures.get("max_model_len"):
+        said["max_model_len"] = int(length)
+    flags = Deployment(**{"engine": found.engine or "vllm", "device": "cuda", **asked, **said})
+    memory = flags.device_memory
     if engine_of(flags.engine).sized_by_context:  # allocates the context it was given, whatever the device has
         if flags.max_model_len is None:
             raise DeploymentError(
@@ -151,6 +134,14 @@ def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
             raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
         flags = replace(flags, device_memory=1 << 50, kv_cache_memory_bytes=pool)
     return flags
+
+
+def _logged(name: str, text: str | None) -> Any:
+    """The value of a flag that a log says; None for one that is no number."""
+    flag = flags_of(Deployment)[name]
+    if text is None or (flag.kind == "int" and not text.isdigit()):
+        return None
+    return text == "True" if flag.kind == "bool" else flag.read(text)
 
 
 def planned_figures(plan: Plan) -> dict[str, float]:

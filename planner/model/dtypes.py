@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError, DeploymentError
+from tonnage.planner.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """What a model may be loaded in."""
@@ -59,8 +59,3 @@ def config_dtype(name: object) -> str | None:
         if short in DTYPE_BYTES:
             return short
     raise ConfigError(f"{name!r} is not float32, float16 or bfloat16", field="dtype")
-
-
-def check_dtype(name: str) -> None:
-    if name != "auto" and name not in DTYPE_BYTES:
-        raise DeploymentError(f"{name!r} is not auto, float32, float16 or bfloat16", field="--dtype")

@@ -1,6 +1,9 @@
-"""Flags -> a complete Deployment: every None replaced by the value chosen, or refused by name."""
+"""Flags -> a Deployment, and that one complete: every None replaced by the value chosen, or refused by name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.base import Engine
@@ -8,16 +11,47 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.version import Version, installed_version, parse_version
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.dtypes import check_dtype
-from tonnage.planner.plans import Deployment
+from tonnage.planner.plans import Deployment, default_engine
 from tonnage.planner.records import replace
 
-_MAX_BLOCK_SIZE = 8192
-_MAX_COUNT = 1 << 31
-_MAX_BYTES = 1 << 60  # one EiB
-_MAX_RANKS = 4096
-_MAX_LORA_RANK = 512
+
+def deployment_of(given: Mapping[str, Any]) -> Deployment:
+    """The Deployment of the fields ``given``; what is left out follows from them: engine vllm with a GPU or a
+    version, else hf; with a draft model one token drafted a step. Raises DeploymentError (:func:`check_given`).
+    """
+    fields = dict(given)
+    fields.setdefault("engine", default_engine(fields.get("gpu"), fields.get("engine_version")))
+    if fields.get("speculative_model") is not None:
+        fields.setdefault("num_speculative_tokens", 1)
+    deployment = Deployment(**fields)
+    check_given({name: value for name, value in given.items() if value is not None}, deployment)
+    return deployment
+
+
+def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
+    """Raise DeploymentError where a flag means nothing without another one, belongs to another engine or
+    contradicts the GPU: what the user wanted is not what is planned. ``given``: name -> value of the fields of
+    ``deployment`` that somebody gave."""
+    flags = flags_of(Deployment)
+
+    def refuse(name: str, why: str, hint: str | None = None) -> NoReturn:
+        raise DeploymentError(why, field=flags[name].option, hint=hint)
+
+    for name in given:
+        needs, engine = flags[name].needs, flags[name].engine
+        if needs and not given.get(needs):
+            refuse(name, f"means nothing without {flags[needs].option}")
+        if engine and deployment.engine != engine:
+            refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
+    if "device" in given and deployment.gpu is not None:
+        from tonnage.planner.devices.catalogue import find_gpu  # reads the catalogue
+
+        gpu = find_gpu(deployment.gpu)
+        if deployment.device != gpu.device:
+            why = f"{deployment.device} contradicts --gpu {gpu.name}, which is {gpu.device}"
+            refuse("device", why, "leave it out")
 
 
 def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Resolved:
@@ -26,21 +60,18 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     ``dtype``: what ``auto`` means for this checkpoint. Raises DeploymentError naming flag and value.
     """
     engine = engine_of(deployment.engine)
+    check_values(deployment)
     deployment = _with_gpu(deployment)
-    if deployment.device not in ("cpu", "cuda"):
-        raise DeploymentError(f"{deployment.device!r} is not cpu or cuda", field="--device")
     version, name = _version(engine, deployment)
     memory = _device_memory(deployment)
     max_model_len = _model_len(deployment, architecture)
     seqs, tokens = _batch(engine, deployment, max_model_len, memory, version)
     deployment, tokens = engine.settle_step(deployment, architecture, max_model_len, tokens)
-    check_dtype(deployment.dtype)
     chosen = engine.choose_dtype(deployment, architecture, dtype)
-    given = _positive(deployment.block_size, "--block-size", limit=_MAX_BLOCK_SIZE)
+    given = deployment.block_size
     block_size = engine.block_size(given, deployment, architecture)
-    share = engine.default_utilization(version)
-    if deployment.gpu_memory_utilization is not None:
-        share = _share(deployment.gpu_memory_utilization, "--gpu-memory-utilization")
+    share = deployment.gpu_memory_utilization
+    share = engine.default_utilization(version) if share is None else float(share)
     caching = deployment.enable_prefix_caching
     if caching is None:
         caching = engine.caches_prefixes(architecture, version)
@@ -57,11 +88,8 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
         block_size=block_size,
         mem_fraction_static=engine.static_share(deployment),
         enable_prefix_caching=caching,
-        kv_cache_memory_bytes=_positive(
-            deployment.kv_cache_memory_bytes, "--kv-cache-memory-bytes", limit=_MAX_BYTES
-        ),
     )
-    _check_numbers(engine, flags)
+    _check_engine(engine, flags)
     if flags.enable_expert_parallel and not architecture.experts:
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
     limit = engine.memory_limit(flags, memory, share)
@@ -70,28 +98,14 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
     )
 
 
-def _positive(value: int | None, flag: str, limit: int = _MAX_COUNT) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit):
-        raise DeploymentError(f"{value!r} is not an integer from 1 to {limit}", field=flag)
-    return value
-
-
-def _check_numbers(engine: Engine, flags: Deployment) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                 "decode_context_parallel_size"):  # fmt: skip
-        _positive(getattr(flags, name), "--" + name.replace("_", "-"), _MAX_RANKS)
-    _positive(flags.num_gpu_blocks_override, "--num-gpu-blocks-override")
-    _positive(flags.max_loras, "--max-loras", 1024)
-    _check_lora_rank(engine, flags.max_lora_rank)
-    for value, flag, most in (
-        (flags.num_speculative_tokens, "--num-speculative-tokens", 64),
-        (flags.cpu_offload_bytes, "--cpu-offload-gb", _MAX_BYTES),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise DeploymentError(f"{value!r} is not from 0 to {most}", field=flag)
-    if flags.mem_fraction_static is not None:
-        _share(flags.mem_fraction_static, "--mem-fraction-static")
-    _share(flags.swa_full_tokens_ratio, "--swa-full-tokens-ratio")
+def _check_engine(engine: Engine, flags: Deployment) -> None:
+    """vLLM takes a few LoRA ranks; SGLang (its --max-lora-rank) and llama.cpp (the adapter's own) any."""
+    if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
+        raise DeploymentError(
+            f"{engine.title} has no slots of rank {flags.max_lora_rank}",
+            field="--max-lora-rank",
+            hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
+        )
     if not engine.divides and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
         raise DeploymentError(
             f"the {engine.name} engine runs on one device",
@@ -103,18 +117,6 @@ def _check_numbers(engine: Engine, flags: Deployment) -> None:
             f"{flags.decode_context_parallel_size} does not divide --tensor-parallel-size "
             f"{flags.tensor_parallel_size}",
             field="--decode-context-parallel-size",
-        )
-
-
-def _check_lora_rank(engine: Engine, rank: int) -> None:
-    """vLLM takes a few ranks; SGLang (its --max-lora-rank) and llama.cpp (the adapter's own) any up to vLLM's
-    largest, beyond which nothing is known to be served."""
-    _positive(rank, "--max-lora-rank", _MAX_LORA_RANK)
-    if engine.lora_ranks and rank not in engine.lora_ranks:
-        raise DeploymentError(
-            f"{engine.title} has no slots of rank {rank}",
-            field="--max-lora-rank",
-            hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
         )
 
 
@@ -167,7 +169,7 @@ def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
 
 
 def _model_len(deployment: Deployment, architecture: Architecture) -> int:
-    asked = _positive(deployment.max_model_len, "--max-model-len")
+    asked = deployment.max_model_len
     if asked is not None and asked > architecture.max_model_len:
         raise DeploymentError(
             f"{asked} is above the model's own {architecture.max_model_len} ({architecture.position_field})",
@@ -180,8 +182,7 @@ def _model_len(deployment: Deployment, architecture: Architecture) -> int:
 def _batch(
     engine: Engine, deployment: Deployment, max_model_len: int, memory: int, version: Version
 ) -> tuple[int, int]:
-    seqs = _positive(deployment.max_num_seqs, "--max-num-seqs")
-    tokens = _positive(deployment.max_num_batched_tokens, "--max-num-batched-tokens")
+    seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.cuts_prompts(deployment, version):
         tokens = max(max_model_len, 2048)
@@ -198,16 +199,9 @@ def _batch(
     return seqs, tokens
 
 
-def _share(value: float, flag: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise DeploymentError(f"{value!r} is not in (0, 1]", field=flag)
-    return float(value)
-
-
 def _device_memory(deployment: Deployment) -> int:
-    asked = _positive(deployment.device_memory, "--device-memory", limit=_MAX_BYTES)
-    if asked is not None:
-        return asked
+    if deployment.device_memory is not None:
+        return deployment.device_memory
     if deployment.device == "cpu":
         return host_memory()
     raise DeploymentError(

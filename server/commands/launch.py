@@ -15,16 +15,17 @@ from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.flags import flags_of
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Plan
+from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
-from tonnage.server.settings import Settings, load_settings
+from tonnage.server.settings import PLANNED, Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
 
@@ -45,14 +46,16 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
         default=argparse.SUPPRESS,
         help=Settings.model_fields["model"].description,
     )
+    for name in PLANNED:
+        flags_of(Deployment)[name].add_to(parser, default=argparse.SUPPRESS)
     for name, field in Settings.model_fields.items():
-        if name == "model" or name in leave_out:
+        if name in ("model", *PLANNED, *leave_out):
             continue
         shown = "" if field.default is None else f" (default: {field.default})"
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{shown}"}
         if field.annotation is bool:
             options["action"] = argparse.BooleanOptionalAction
-            options["help"] = field.description  # the action appends the default itself
+            options["help"] = field.description
         else:
             options["metavar"] = "N" if _is_int(field.annotation) else name.rsplit("_", 1)[-1].upper()
         parser.add_argument("--" + name.replace("_", "-"), **options)
@@ -81,11 +84,13 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded, and
     DeploymentError for more memory than the machine or its container has.
     """
-    _check_host(settings)
-    plan = make_plan(settings.model, settings.deployment())
+    deployment = settings.deployment()
+    if settings.backend != "fake":
+        _check_host(deployment)
+    plan = make_plan(settings.model, deployment)
     if plan.fits and settings.model == "demo":
         ensure_demo()
-        plan = make_plan(settings.model, settings.deployment())
+        plan = make_plan(settings.model, deployment)
     print_plan(plan, False, file)
     file.flush()
     if not plan.fits:
@@ -93,14 +98,14 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     return plan
 
 
-def _check_host(settings: Settings) -> None:
+def _check_host(deployment: Deployment) -> None:
     """A plan may be made for any machine; what is loaded is loaded on this one."""
-    if settings.device != "cpu" or settings.device_memory is None or settings.backend == "fake":
+    if deployment.device != "cpu" or deployment.device_memory is None:
         return
     here = host_memory()
-    if settings.device_memory > here:
+    if deployment.device_memory > here:
         raise DeploymentError(
-            f"{settings.device_memory} bytes are more than this machine, or its container, has ({here})",
+            f"{deployment.device_memory} bytes are more than this machine, or its container, has ({here})",
             field="device_memory",
             hint="leave it out: the limit of the container is read",
         )
@@ -121,9 +126,9 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             hint="leave it out, or take --backend hf",
         )
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
-    if settings.lora_modules and not settings.enable_lora:
+    if settings.lora_modules and not plan.deployment.enable_lora:
         raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
-    if settings.backend != "vllm" and settings.enable_lora:
+    if settings.backend != "vllm" and plan.deployment.enable_lora:
         raise DeploymentError(
             f"the {settings.backend} backend has no LoRA adapters",
             field="enable_lora",
@@ -147,7 +152,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
                 f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
             )
     if settings.backend == "vllm":
-        loras = lora_modules(settings.lora_modules, settings.model_name, settings.max_lora_rank)
+        loras = lora_modules(settings.lora_modules, settings.model_name, plan.deployment.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
         return VLLMEngine(plan, loras=paths, embeds=embeds)
     if settings.backend == "fake":

@@ -15,9 +15,11 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.flags import add_flags, given
 from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.units import parse_count, parse_size
+from tonnage.planner.units import parse_count
 from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.capacity import limits_of
 
@@ -44,6 +46,13 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
 """
 
 
+# Flags of tonnage plan that a replay takes too.
+_PLANNED = (
+    "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "enable_prefix_caching",
+)  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="tonnage replay",
@@ -54,13 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("trace", metavar="TRACE", help="the trace file")
     p.add_argument("--model", required=True, help="demo, a folder with config.json, a .gguf file or a hub id")
-    p.add_argument("--gpu", metavar="NAME", help="a GPU of the catalogue; default: this machine's memory")
-    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="default: 0.9")
-    p.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="KV pool; default: what is left")
-    p.add_argument("--max-model-len", metavar="N", help="default: the model's own")
-    p.add_argument("--max-num-seqs", metavar="N", help="sequences in one batch")
-    p.add_argument("--max-num-batched-tokens", metavar="N", help="token budget of one step")
-    p.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add_flags(p, Deployment, _PLANNED)
     p.add_argument(
         "--policy",
         default="guaranteed",
@@ -127,20 +130,7 @@ def run(argv: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    pool = arguments.kv_cache_memory_bytes
-    plan = make_plan(
-        arguments.model,
-        Deployment(
-            engine="hf" if arguments.gpu is None else "vllm",
-            gpu=arguments.gpu,
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if pool is None else parse_size(pool, "--kv-cache-memory-bytes"),
-            max_model_len=positive(arguments.max_model_len, "--max-model-len"),
-            max_num_seqs=positive(arguments.max_num_seqs, "--max-num-seqs"),
-            max_num_batched_tokens=positive(arguments.max_num_batched_tokens, "--max-num-batched-tokens"),
-            enable_prefix_caching=arguments.enable_prefix_caching,
-        ),
-    )
+    plan = make_plan(arguments.model, deployment_of(given(arguments, Deployment)))
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="--model")
     return plan
@@ -160,7 +150,7 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        enable_prefix_caching=arguments.enable_prefix_caching,
+        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has filled it in
     )
 
 

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from tonnage.planner.command import check_flags, deployment_from
+from tonnage.planner.command import deployment_from
 from tonnage.planner.command import parser as plan_parser
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 
@@ -45,9 +45,7 @@ def run(argv: list[str]) -> int:
     from tonnage.planner.planning.build import make_plan
     from tonnage.server.commands.replay import parse_seconds, positive, setup_of
 
-    deployment = deployment_from(arguments)
-    check_flags(arguments, deployment)
-    plan = make_plan(arguments.model, deployment)
+    plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     trace = read_trace(arguments.trace, limit=positive(arguments.limit, "--limit"))
@@ -60,7 +58,6 @@ def run(argv: list[str]) -> int:
     arguments.scale = arguments.rate / own_rate
     arguments.policy, arguments.length_quantile, arguments.watermark = "guaranteed", None, None
     arguments.max_tokens = None
-    arguments.enable_prefix_caching = bool(plan.deployment.enable_prefix_caching)
     target = parse_seconds(arguments.wait_target)
 
     def tried(replicas: int, wait: float) -> None:

@@ -1,0 +1,205 @@
+"""A flag is a field of a record, declared there and nowhere else.
+
+    max_model_len: int | None = flag(None, "longest sequence", group="model")
+
+From that line are made the option of every command (``--max-model-len``), its reader and its line of
+``--help``, the server's setting and environment variable, and the check of a value given from Python. None as a
+default means: as the engine chooses. What a value means beside the others and for a model is checked where it
+is known (:mod:`tonnage.planner.planning.deployment`, :mod:`tonnage.planner.training.setup`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.records import dataclass, field
+from tonnage.planner.units import GiB, parse_count, parse_size
+
+if TYPE_CHECKING:
+    import argparse
+
+MAX_COUNT = 1 << 31
+MAX_BYTES = 1 << 60  # one EiB
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,),
+}  # fmt: skip
+_METAVARS = {"bytes": "SIZE", "GiB": "GIB", "share": "SHARE"}
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    unit: str = "",
+    metavar: str = "",
+    choices: tuple[str, ...] = (),
+    least: int = 1,
+    most: int = MAX_COUNT,
+    needs: str = "",
+    engine: str = "",
+    option: str = "",
+    hint: str | None = None,
+    read: Callable[[str, str], Any] | None = None,
+) -> Any:
+    """Declares a field of a record as a flag.
+
+    ``unit``: bytes, GiB (an option in GiB of a field in bytes) or share, in (0, 1]; other integers are counts
+    from ``least`` to ``most``. ``needs``: the flag without which it means nothing. ``engine``: the only one
+    that has it. ``option``: where it is not the field's name. ``hint``: what would be right. ``read``: (text,
+    field) -> value, where no unit says how.
+    """
+    rest = {
+        "help": help, "group": group, "unit": unit, "metavar": metavar, "choices": choices, "least": least,
+        "most": MAX_BYTES if unit in ("bytes", "GiB") else most, "needs": needs, "engine": engine,
+        "option": option, "hint": hint, "reader": read,
+    }  # fmt: skip
+    return field(default=default, metadata=rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """``kind`` is the field's annotation without None, ``optional`` whether None was in it."""
+
+    name: str
+    kind: str
+    optional: bool
+    default: Any
+    help: str
+    group: str
+    unit: str
+    metavar: str
+    choices: tuple[str, ...]
+    least: int
+    most: int
+    needs: str
+    engine: str
+    option: str
+    hint: str | None
+    reader: Callable[[str, str], Any] | None
+
+    def read(self, text: str, field: str | None = None) -> Any:
+        """What is written on a command line or in the environment, as a value of the field.
+
+        Raises DeploymentError naming ``field`` (the option, where not given).
+        """
+        field = field or self.option
+        if self.reader is not None:
+            value = self.reader(text, field)
+        elif self.unit == "bytes":
+            value = parse_size(text, field)
+        elif self.kind == "int" and not self.unit:
+            value = parse_count(text, field, least=self.least)
+        elif self.kind in ("int", "float"):
+            value = _number(text, field)
+            if self.unit == "GiB":
+                if not 0 <= value < self.most // GiB:
+                    raise DeploymentError(f"{text!r} is not a size in GiB", field=field)
+                value = int(value * GiB)
+        elif self.kind == "tuple[str, ...]":
+            value = tuple(part.strip() for part in text.split(",") if part.strip())
+        elif self.kind == "bool":
+            if text not in ("true", "false"):
+                raise DeploymentError(f"{text[:40]!r} is not true or false", field=field)
+            value = text == "true"
+        else:
+            value = text
+        self.check(value, field)
+        return value
+
+    def check(self, value: object, field: str | None = None) -> None:
+        """Raise DeploymentError for a value of another type, out of range or none of the choices."""
+        field = field or self.option
+        if value is None and self.optional:
+            return
+        wrong: str | None = None
+        if not isinstance(value, _TYPES.get(self.kind, (str,))) or (
+            isinstance(value, bool) and self.kind != "bool"
+        ):
+            wrong = self.kind + (" | None" if self.optional else "")
+        elif self.choices and value not in self.choices:
+            wrong = f"one of {', '.join(self.choices)}"
+        elif self.kind == "int" and not self.least <= value <= self.most:  # type: ignore[operator]
+            wrong = f"an integer from {self.least} to {self.most:,}"
+        elif self.kind == "float" and not 0 < value <= 1:  # type: ignore[operator]
+            wrong = "in (0, 1]"
+        if wrong:
+            raise DeploymentError(f"{value!r} is not {wrong}", field=field, hint=self.hint)
+
+    @property
+    def said(self) -> str:
+        """The line of ``--help``."""
+        text = f"{self.engine}: {self.help}" if self.engine else self.help
+        if self.choices and self.metavar:
+            text += f": {', '.join(self.choices)}"
+        if self.default is None or self.kind == "bool" or "default:" in text:
+            return text
+        shown = f"{self.default:,}" if isinstance(self.default, int) else self.default
+        return f"{text} (default: {shown})" if text else f"default: {shown}"
+
+    def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
+        """Its option; left out, the namespace holds ``default`` under the field's name."""
+        if self.kind == "bool":
+            from argparse import BooleanOptionalAction
+
+            parser.add_argument(
+                self.option, dest=self.name, action=BooleanOptionalAction, default=default, help=self.said
+            )
+            return
+        metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)
+        if not metavar:
+            metavar = "N" if self.kind == "int" else self.name.rsplit("_", 1)[-1].upper()
+        parser.add_argument(
+            self.option, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.said
+        )
+
+
+@cache
+def flags_of(record: type) -> Mapping[str, Flag]:
+    """The flags among the fields of ``record``, by name, in their order."""
+    found = {}
+    told: Mapping[str, Mapping[str, Any]] = record._record_metadata  # type: ignore[attr-defined]
+    for name, rest in told.items():
+        kind = record.__annotations__[name]
+        plain = kind.removesuffix(" | None")
+        option = rest["option"] or "--" + name.replace("_", "-")
+        default = record._record_defaults[name]  # type: ignore[attr-defined]
+        found[name] = Flag(name, plain, plain != kind, default, **{**rest, "option": option})
+    return found
+
+
+def add_flags(parser: argparse._ActionsContainer, record: type, names: Iterable[str]) -> None:
+    """Options of the flags ``names`` of ``record``."""
+    for name in names:
+        flags_of(record)[name].add_to(parser)
+
+
+def add_groups(parser: argparse.ArgumentParser, record: type) -> None:
+    """Options of all flags of ``record``, under the headings of their groups."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for found in flags_of(record).values():
+        if found.group not in groups:
+            groups[found.group] = parser.add_argument_group(found.group)
+        found.add_to(groups[found.group])
+
+
+def given(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
+    """Flags of ``record`` that were given, by name."""
+    values = vars(arguments)
+    return {name: values[name] for name in flags_of(record) if values.get(name) is not None}
+
+
+def check_values(record: Any) -> None:
+    """Raise DeploymentError for the first field of ``record`` with a value it cannot have."""
+    for name, found in flags_of(type(record)).items():
+        found.check(getattr(record, name))
+
+
+def _number(text: str, field: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise DeploymentError(f"{text!r} is not a number", field=field) from None
