@@ -124,6 +124,8 @@ class Flag:
             wrong = f"one of {', '.join(self.choices)}"
         elif self.kind == "int" and not self.least <= value <= self.most:  # type: ignore[operator]
             wrong = f"an integer from {self.least} to {self.most:,}"
+        elif value == ():
+            wrong = "a name or several"
         elif self.kind == "float" and not 0 < value <= 1:  # type: ignore[operator]
             wrong = "in (0, 1]"
         if wrong:

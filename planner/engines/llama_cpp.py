@@ -59,6 +59,11 @@ class LlamaCpp(Engine):
     def choose_kv_dtype(self, flags: Deployment, dtype: str) -> str:
         return check_cache_types(flags.kv_cache_dtype)
 
+    def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
+        if asked not in (None, 1):
+            raise DeploymentError("llama.cpp has cells of one token", field="--block-size", hint="leave it out")
+        return 1
+
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return merged_tensors(architecture)
 

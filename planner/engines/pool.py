@@ -79,19 +79,22 @@ class PoolCapacity:
     max_concurrency: float
 
 
-def token_pool(architecture: Architecture, size: int, dtype: str, dtype_bytes: int) -> PoolSpec:
-    """The pool of an engine that gives out single tokens: a block is one token slot (a cell) of all layers.
+def token_pool(
+    architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
+) -> PoolSpec:
+    """The pool of an engine that counts tokens: a block is so many token slots (cells) of all layers, one unless
+    it pages them.
 
     ``size``: bytes of a token in all layers; ``dtype_bytes``: of one value of ``dtype``."""
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)
     layout = KVLayout(
         groups=(KVGroup("full", layers),),
-        block_size=1,
+        block_size=block_size,
         layer_slots=1,
         kv_heads=architecture.kv_heads,
         head_size=architecture.head_size,
         dtype=dtype,
         dtype_bytes=dtype_bytes,
-        page_bytes=size,
+        page_bytes=size * block_size,
     )
-    return PoolSpec(layout, (Demand(1),))
+    return PoolSpec(layout, (Demand(block_size),))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.heads import heads_per_rank
-from tonnage.planner.engines.pool import PoolSpec, token_pool
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, token_pool
 from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -20,6 +20,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.records import replace
 
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
 
@@ -47,7 +48,9 @@ class SGLang(Engine):
         flags = chosen.flags
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
-        return token_pool(architecture, size, flags.kv_cache_dtype, KV_DTYPE_BYTES[flags.kv_cache_dtype])
+        # its --page-size: max_total_num_tokens is rounded down to whole pages (model_runner.py)
+        element = KV_DTYPE_BYTES[flags.kv_cache_dtype]
+        return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """mem_fraction_static of the device is for weights and pool."""
@@ -55,10 +58,17 @@ class SGLang(Engine):
         assert share is not None  # completed by static_share
         return max(0, int(chosen.device_memory * share) - weights) // size
 
+    def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
+        """Its max_total_num_tokens: every slot of every page."""
+        held = super().capacity(pool, chosen, num_blocks)
+        return replace(held, tokens=num_blocks * chosen.block_size)
+
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment
         line = ["python", "-m", "sglang.launch_server", "--model-path", plan.model.id, "--context-length",
                 str(flags.max_model_len), "--tp-size", str(flags.tensor_parallel_size)]  # fmt: skip
+        if plan.kv_cache.layout.block_size > 1:
+            line += ["--page-size", str(plan.kv_cache.layout.block_size)]
         return (shlex.join(line),)
 
     def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:

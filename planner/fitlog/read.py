@@ -70,7 +70,12 @@ _LLAMA_FILE = re.compile(r"llama_model_loader: loaded meta data .* from (\S+\.gg
 _LLAMA_CELLS = re.compile(r"\(\s*(\d+) cells,\s*\d+ layers,\s*(?:\d+/\s*)?(\d+) seqs\)")
 _LLAMA_TYPES = re.compile(r"(?:K|c\^KV) \((\w+)\)(?:.*?V \((\w+)\))?")
 _SERVER_ARGS = re.compile(r"server_args=ServerArgs\((.*)\)")
-_SGLANG_NAMES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "model_path": "model"}
+_SGLANG_NAMES = {
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "model_path": "model",
+    "page_size": "block_size",
+}
 _UTILIZATION = re.compile(r"tilization (?:is )?\((\d\.\d+)")
 _BATCH = re.compile(r"max_num_batched_tokens=(\d+)")
 _VERSION = re.compile(r"(?:vLLM (?:API server )?version|LLM engine \(v)[ :]*v?(\d+\.\d+[\w.+-]*)")

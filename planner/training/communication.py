@@ -13,22 +13,6 @@ from tonnage.planner.training.setup import TrainingSetup, hybrid_group
 from tonnage.planner.training.states import States
 from tonnage.planner.units import ceil_div
 
-# Bytes per second and direction and GPU unless said. NVIDIA's data sheets state both directions of NVLink.
-NETWORKS = {
-    "nvlink3": 300 * 10**9,  # A100 data sheet: 600 GB/s both directions
-    "nvlink4": 450 * 10**9,  # H100 data sheet: 900 GB/s both directions
-    "nvlink5": 900 * 10**9,  # B200 data sheet: 1,800 GB/s both directions
-    "pcie3": 16 * 10**9,  # x16, PCI-SIG
-    "pcie4": 32 * 10**9,
-    "pcie5": 64 * 10**9,
-}
-"""Inside a node."""
-
-LINKS = {
-    "10gbe": 10, "25gbe": 25, "100gbe": 100, "hdr": 200, "ndr": 400, "xdr": 800, "efa": 400,
-}  # fmt: skip
-"""Between nodes, Gbit/s per port (IEEE 802.3, InfiniBand trade association's roadmap, AWS EFA)."""
-
 
 class Collective(NamedTuple):
     """One kind of traffic of a rank. ``elements``: of one round in the paper's convention (16-bit values: int8

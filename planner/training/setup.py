@@ -3,80 +3,140 @@
 from __future__ import annotations
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.flags import check_values, flag, flags_of
 from tonnage.planner.records import dataclass
+from tonnage.planner.training.links import parse_speed
 
-METHODS = ("full", "lora", "qlora", "ia3", "freeze")
-PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8")
-OPTIMIZERS = (
-    "adamw", "adamw-8bit", "paged-adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lion", "muon",
-)  # fmt: skip
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-no-shard")
-CONVENTIONS = ("zero", "master-with-weights", "huggingface", "autocast")
-CHECKPOINTING = ("none", "selective", "full")
-ATTENTION = ("flash", "sdpa", "eager")
-LOSSES = ("full", "fused")
-KERNELS = ("foreach", "fused")
-PLACES = ("none", "cpu", "nvme")
-BASES = ("nf4-double", "nf4", "int8")
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ADAPTERS = ("lora", "qlora", "ia3")  # methods that train modules beside the model's own
+_PLACES = ("none", "cpu", "nvme")
+_MOST = 1 << 24  # far above any cluster, batch or rank; beyond it the number is a typing error
+
+_METHOD, _BATCH, _RANKS = "method", "batch and activations", "GPUs and how the model is spread over them"
+_MEMORY = "memory and network"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
     """All flags of ``tonnage train``. Sizes are bytes, bandwidths bytes per second and direction; None: the
-    planner chooses (and says what)."""
+    planner chooses (and says what). Options and checks are made from these lines
+    (:mod:`tonnage.planner.flags`)."""
 
-    method: str = "full"
-    precision: str = "bf16-mixed"
-    convention: str | None = None
-    optimizer: str = "adamw"
-    optimizer_kernel: str | None = None  # foreach | fused: temporary copies during the step (step.py)
-    gradient_dtype: str | None = None
-    base_dtype: str | None = None  # of frozen weights (lora, ia3, freeze)
-    rank: int = 16
-    target_modules: tuple[str, ...] | None = None  # None: PEFT's own defaults of the family
-    trainable_layers: int = 2  # freeze: LLaMA-Factory's default
-    base_quantization: str = "nf4-double"
-    loss_scaling: bool = True  # fp16 and fp16-mixed only
+    method: str = flag(
+        "full", "what is trained", group=_METHOD, choices=("full", "lora", "qlora", "ia3", "freeze")
+    )
+    precision: str = flag(
+        "bf16-mixed", "", group=_METHOD,
+        choices=("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8"),
+    )  # fmt: skip
+    convention: str | None = flag(
+        None, "where mixed precision keeps fp32 copies (default: the framework's)", group=_METHOD,
+        choices=("zero", "master-with-weights", "huggingface", "autocast"),
+    )  # fmt: skip
+    optimizer: str = flag(
+        "adamw", "", group=_METHOD,
+        choices=(
+            "adamw", "adamw-8bit", "paged-adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lion", "muon",
+        ),
+    )  # fmt: skip
+    optimizer_kernel: str | None = flag(  # temporary copies during the step (step.py)
+        None, "default: foreach; fused by DeepSpeed or with an fp32 master", group=_METHOD,
+        choices=("foreach", "fused"),
+    )  # fmt: skip
+    gradient_dtype: str | None = flag(
+        None, "default: the convention's", group=_METHOD, choices=tuple(DTYPE_BYTES)
+    )
+    base_dtype: str | None = flag(
+        None, "frozen weights of lora, ia3 and freeze (default: 16-bit)", group=_METHOD,
+        choices=tuple(DTYPE_BYTES),
+    )  # fmt: skip
+    rank: int = flag(16, "LoRA rank", group=_METHOD, most=_MOST)
+    target_modules: tuple[str, ...] | None = flag(
+        None, "modules with adapters, or all-linear (default: PEFT's own of the family)", group=_METHOD,
+        metavar="A,B", hint="leave it out for PEFT's default, or all-linear",
+    )  # fmt: skip
+    trainable_layers: int = flag(  # LLaMA-Factory's default
+        2, "freeze: last layers that are trained", group=_METHOD, most=_MOST
+    )
+    base_quantization: str = flag(
+        "nf4-double", "of qlora", group=_METHOD, choices=("nf4-double", "nf4", "int8")
+    )
+    loss_scaling: bool = flag(True, "of fp16 and fp16-mixed (default: on)", group=_METHOD)
 
-    micro_batch: int = 1
-    sequence_length: int | None = None
-    gradient_accumulation: int = 1
-    packing: bool = False
-    materialized_mask: bool = False  # transformers 4.56 to 4.57 pass SDPA an explicit mask in training
-    checkpointing: str = "none"
-    checkpoint_segments: int | None = None  # None: one segment a layer
-    offload_activations: bool = False
-    attention: str = "flash"
-    loss: str = "full"
-    partition_activations: bool = False
+    micro_batch: int = flag(1, "sequences per rank and forward pass", group=_BATCH, most=_MOST)
+    sequence_length: int | None = flag(
+        None, "tokens (default: 2,048, or the model's length if shorter)", group=_BATCH
+    )
+    gradient_accumulation: int = flag(1, "forward passes per optimizer step", group=_BATCH, most=_MOST)
+    packing: bool = flag(False, "several documents in one sequence", group=_BATCH)
+    materialized_mask: bool = flag(
+        False, "SDPA is given an explicit mask, as transformers 4.56 and 4.57 do in training", group=_BATCH
+    )
+    checkpointing: str = flag(
+        "none", "recomputed activations", group=_BATCH, choices=("none", "selective", "full")
+    )
+    checkpoint_segments: int | None = flag(
+        None, "segments of full checkpointing (default: one a layer)", group=_BATCH, most=_MOST
+    )
+    offload_activations: bool = flag(False, "kept activations on the CPU", group=_BATCH)
+    attention: str = flag("flash", "", group=_BATCH, choices=("flash", "sdpa", "eager"))
+    loss: str = flag(
+        "full", "full logits, or chunks as Liger's kernel", group=_BATCH, choices=("full", "fused")
+    )
+    partition_activations: bool = flag(False, "ZeRO-R: checkpoints over tensor-parallel ranks", group=_BATCH)
 
-    strategy: str = "ddp"
-    gpus: int = 1  # per node
-    nodes: int = 1
-    shard_size: int | None = None  # fsdp-hybrid: ranks of one shard group
-    fsdp_version: int = 2
-    gradient_as_bucket_view: bool = False  # DDP: gradients are views of the buckets, not copies
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    sequence_parallel: bool = False
-    pipeline_micro_batches: int | None = None
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    zero_init: bool = True
-    quantized_weights: bool = False  # ZeRO++ qwZ
-    hpz_partition_size: int = 1  # ZeRO++ hpZ
-    quantized_gradients: bool = False  # ZeRO++ qgZ
-    bucket_elements: int = 500_000_000  # DeepSpeed reduce_bucket_size
+    strategy: str = flag(
+        "ddp", "", group=_RANKS,
+        choices=("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "fsdp-no-shard"),
+    )  # fmt: skip
+    gpus: int = flag(1, "GPUs per node", group=_RANKS, most=_MOST)
+    nodes: int = flag(1, "", group=_RANKS, most=_MOST)
+    shard_size: int | None = flag(
+        None, "ranks of one fsdp-hybrid group (default: one node)", group=_RANKS, most=_MOST
+    )
+    fsdp_version: int = flag(  # torch.distributed.fsdp: FullyShardedDataParallel, fully_shard
+        2, "1 or 2", group=_RANKS, most=2
+    )
+    gradient_as_bucket_view: bool = flag(
+        False, "DDP: gradients are views of the buckets, no second copy", group=_RANKS
+    )
+    tensor_parallel: int = flag(1, "", group=_RANKS, most=_MOST)
+    pipeline_parallel: int = flag(1, "", group=_RANKS, most=_MOST)
+    context_parallel: int = flag(1, "ranks that share one sequence", group=_RANKS, most=_MOST)
+    expert_parallel: int = flag(1, "ranks that share the experts", group=_RANKS, most=_MOST)
+    sequence_parallel: bool = flag(
+        False, "share norms and residuals out over tensor-parallel ranks", group=_RANKS
+    )
+    pipeline_micro_batches: int | None = flag(
+        None, "micro-batches in flight at most (default: gradient accumulation)", group=_RANKS, most=_MOST
+    )
+    offload_optimizer: str = flag("none", "optimizer states and gradients", group=_MEMORY, choices=_PLACES)
+    offload_param: str = flag("none", "weights", group=_MEMORY, choices=_PLACES)
+    zero_init: bool = flag(
+        True, "ranks build their own part (default: on); without, every rank the whole model first",
+        group=_RANKS,
+    )  # fmt: skip
+    quantized_weights: bool = flag(False, "ZeRO++ qwZ: int8 all-gather", group=_RANKS)
+    hpz_partition_size: int = flag(
+        1, "ZeRO++ hpZ: secondary partition, usually --gpus", group=_RANKS, most=_MOST
+    )
+    quantized_gradients: bool = flag(False, "ZeRO++ qgZ: int4 reduction", group=_RANKS)
+    bucket_elements: int = flag(500_000_000, "DeepSpeed reduce_bucket_size", group=_RANKS, most=1 << 38)
 
-    device_memory: int | None = None
-    cpu_memory: int | None = None  # of one node
-    nvme: int | None = None  # of one node
-    intra_node: int | None = None
-    inter_node: int | None = None
-    network_share: float = 0.8
+    device_memory: int | None = flag(None, "of one GPU", group=_MEMORY, unit="bytes")
+    cpu_memory: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
+    nvme: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
+    intra_node: int | None = flag(
+        None, "nvlink3|nvlink4|nvlink5|pcie3|pcie4|pcie5 or 300GB/s", group=_MEMORY, unit="bytes",
+        metavar="SPEED", read=parse_speed,
+    )  # fmt: skip
+    inter_node: int | None = flag(
+        None, "per node: hdr|ndr|xdr|efa|100gbe or 400Gbps", group=_MEMORY, unit="bytes", metavar="SPEED",
+        read=parse_speed,
+    )  # fmt: skip
+    network_share: float = flag(
+        0.8, "of the specification", group=_MEMORY, unit="share", hint="0.8 to 0.85 is usual"
+    )
 
     @property
     def world(self) -> int:
@@ -128,56 +188,14 @@ class TrainingSetup:
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
 
-_CHOICES = {
-    "method": METHODS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "strategy": STRATEGIES,
-    "checkpointing": CHECKPOINTING, "attention": ATTENTION, "loss": LOSSES, "offload_optimizer": PLACES,
-    "offload_param": PLACES, "base_quantization": BASES,
-}  # fmt: skip
-_OPTIONAL_CHOICES = {
-    "gradient_dtype": tuple(DTYPE_BYTES), "base_dtype": tuple(DTYPE_BYTES), "optimizer_kernel": KERNELS,
-}  # fmt: skip
-_LIMIT = 1 << 24  # far above any cluster, batch or rank; beyond it the number is a typing error
-# field -> the largest value; None stays what it is: left to the planner
-_NUMBERS = dict.fromkeys(
-    (
-        "rank", "trainable_layers", "micro_batch", "gradient_accumulation", "gpus", "nodes", "tensor_parallel",
-        "pipeline_parallel", "context_parallel", "expert_parallel", "hpz_partition_size", "checkpoint_segments",
-        "shard_size", "pipeline_micro_batches",
-    ),
-    _LIMIT,
-) | {"bucket_elements": 1 << 38, "sequence_length": 1 << 31} | dict.fromkeys(
-    ("device_memory", "cpu_memory", "nvme", "intra_node", "inter_node"), 1 << 60
-)  # fmt: skip
-FSDP_VERSIONS = (1, 2)  # torch.distributed.fsdp: FullyShardedDataParallel, fully_shard
-
-
-def flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
 def check_setup(setup: TrainingSetup) -> None:
     """What contradicts itself whatever the model. Raises DeploymentError naming the flag."""
-    for field, choices in _CHOICES.items():
-        value = getattr(setup, field)
-        if value not in choices:
-            raise DeploymentError(f"{value!r} is not one of {', '.join(choices)}", field=flag(field))
-    for field, limit in _NUMBERS.items():
-        value = getattr(setup, field)
-        if value is not None and not 1 <= value <= limit:
-            raise DeploymentError(f"{value} is not a number from 1 to {limit:,}", field=flag(field))
-    if setup.fsdp_version not in FSDP_VERSIONS:
-        raise DeploymentError(f"{setup.fsdp_version} is not 1 or 2", field="--fsdp-version")
-    if setup.target_modules is not None and not setup.target_modules:
+    check_values(setup)
+    if setup.target_modules is not None and setup.method not in ADAPTERS:
         raise DeploymentError(
-            "names no module", field="--target-modules", hint="leave it out for PEFT's default, or all-linear"
-        )
-    for field, known in _OPTIONAL_CHOICES.items():
-        value = getattr(setup, field)
-        if value is not None and value not in known:
-            raise DeploymentError(f"{value!r} is not one of {', '.join(known)}", field=flag(field))
-    if not 0 < setup.network_share <= 1:
-        raise DeploymentError(
-            f"{setup.network_share:g} is not in (0, 1]", field="--network-share", hint="0.8 to 0.85 is usual"
+            f"--method {setup.method} adds no adapters to modules",
+            field="--target-modules",
+            hint=f"with --method {', '.join(ADAPTERS)}",
         )
     _check_precision(setup)
     _check_ranks(setup)
@@ -185,17 +203,12 @@ def check_setup(setup: TrainingSetup) -> None:
 
 
 def _check_precision(setup: TrainingSetup) -> None:
-    if setup.convention is not None:
-        if setup.convention not in CONVENTIONS:
-            raise DeploymentError(
-                f"{setup.convention!r} is not one of {', '.join(CONVENTIONS)}", field="--convention"
-            )
-        if not setup.mixed:
-            raise DeploymentError(
-                f"{setup.precision} keeps no master weights, so there is no convention to choose",
-                field="--convention",
-                hint="leave it out, or choose --precision bf16-mixed",
-            )
+    if setup.convention is not None and not setup.mixed:
+        raise DeploymentError(
+            f"{setup.precision} keeps no master weights, so there is no convention to choose",
+            field="--convention",
+            hint="leave it out, or choose --precision bf16-mixed",
+        )
     if setup.precision in ("fp16", "fp16-mixed") and not setup.loss_scaling:
         raise DeploymentError(
             "fp16 gradients below 6e-8 become zero without loss scaling",
@@ -261,7 +274,7 @@ def _check_offload(setup: TrainingSetup) -> None:
         if getattr(setup, field) == "nvme" and setup.strategy != "zero3":
             raise DeploymentError(
                 f"nvme needs ZeRO stage 3 (ZeRO-Infinity), the strategy is {setup.strategy}",
-                field=flag(field),
+                field=flags_of(TrainingSetup)[field].option,
                 hint="--strategy zero3, or cpu",
             )
     if setup.offload_param != "none" and setup.zero_stage != 3:

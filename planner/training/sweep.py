@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.flags import flags_of
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.setup import TrainingSetup
@@ -27,29 +28,16 @@ class Row:
 
 
 def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    """``micro-batch=1,2,4`` -> ("micro_batch", (1, 2, 4)). Raises DeploymentError."""
-    name, found, values = text.partition("=")
-    field = name.strip().lstrip("-").replace("-", "_")
-    kinds = TrainingSetup.__annotations__
-    if not found or field not in kinds or not values:
+    """``micro-batch=1,2,4`` -> ("micro_batch", (1, 2, 4)); names of one value are joined by a plus. Raises
+    DeploymentError."""
+    name, _, values = text.partition("=")
+    flag = flags_of(TrainingSetup).get(name.strip().lstrip("-").replace("-", "_"))
+    if flag is None or not values:
         raise DeploymentError(
             f"{text[:60]!r} is not FLAG=VALUE,VALUE", field="--sweep", hint="for example micro-batch=1,2,4"
         )
-    kind = str(kinds[field])
-    out: list[Any] = []
-    for item in values.split(","):
-        item = item.strip()
-        if kind.startswith("int") or kind == "float":
-            if not item.isdecimal():
-                raise DeploymentError(f"{item[:40]!r} is not a number", field=f"--sweep {name}")
-            out.append(int(item))
-        elif kind == "bool":
-            if item not in ("true", "false"):
-                raise DeploymentError(f"{item[:40]!r} is not true or false", field=f"--sweep {name}")
-            out.append(item == "true")
-        else:
-            out.append(item)
-    return field, tuple(out)
+    items = [item.strip() for item in values.split(",")]
+    return flag.name, tuple(flag.read(item.replace("+", ","), f"--sweep {name}") for item in items)
 
 
 def sweep(planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]]) -> Iterator[Row]:

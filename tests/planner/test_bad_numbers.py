@@ -12,6 +12,7 @@ import pytest
 from tonnage.planner import command as plan
 from tonnage.planner.engines.vllm.engine import VLLM
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.planner.training import command as train
@@ -41,7 +42,12 @@ PLAN_FLAGS = [
     *(("--engine-version", value, ()) for value in ("0.0.0", "0", "-1", HUGE)),
 ]  # fmt: skip
 TRAIN_FLAGS = [
-    *(("--" + name, value) for name, _ in train._NUMBERS for value in ("0", "-1", HUGE)),
+    *(
+        (flag.option, value)
+        for flag in flags_of(TrainingSetup).values()
+        if flag.kind == "int" and not flag.unit
+        for value in ("0", "-1", HUGE)
+    ),
     ("--fsdp-version", "3"),
     *(("--" + name, value) for name in ("device-memory", "cpu-memory", "nvme") for value in ("0", "-1")),
     *((flag, value) for flag in LINKS for value in ("0", "-1", HUGE, "0GB/s", "-1GB/s")),

@@ -14,8 +14,9 @@ from tonnage.planner.devices.find import find_gpu
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training import emit
 from tonnage.planner.training.build import Planner
-from tonnage.planner.training.command import parse_speed, run
+from tonnage.planner.training.command import run
 from tonnage.planner.training.html import page
+from tonnage.planner.training.links import parse_speed
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
