@@ -14,11 +14,15 @@ from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.host import host_memory
+from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import flags_of
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.terms import quantization_notes
 from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.choice import choose_backend
@@ -125,10 +129,11 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field=field,
             hint="leave it out, or take --backend hf",
         )
+    asked = settings.deployment()
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
-    if settings.lora_modules and not plan.deployment.enable_lora:
+    if settings.lora_modules and not asked.enable_lora:
         raise DeploymentError("there are no slots for them", field="lora_modules", hint="add --enable-lora")
-    if settings.backend != "vllm" and plan.deployment.enable_lora:
+    if settings.backend != "vllm" and asked.enable_lora:
         raise DeploymentError(
             f"the {settings.backend} backend has no LoRA adapters",
             field="enable_lora",
@@ -152,9 +157,10 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
                 f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
             )
     if settings.backend == "vllm":
-        loras = lora_modules(settings.lora_modules, settings.model_name, plan.deployment.max_lora_rank)
+        loras = lora_modules(settings.lora_modules, settings.model_name, asked.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
-        return VLLMEngine(plan, loras=paths, embeds=embeds)
+        quantization = _made_by_vllm(settings.model, asked.quantization)
+        return VLLMEngine(plan, loras=paths, embeds=embeds, quantization=quantization)
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 
@@ -162,6 +168,17 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
     from tonnage.server.engines.hf.engine import HFEngine  # numba, 0.2 s that --help need not wait
 
     return HFEngine(plan, policy=policy, sharing=_sharing(settings, plan))
+
+
+def _made_by_vllm(model: str, asked: str | None) -> str | None:
+    """vLLM's name of the format it has to make of the weights; None: they are as the checkpoint has them.
+    Raises DeploymentError for a format that neither has: the plan would be of another model."""
+    config = resolve_model(model).config
+    if asked is None or read_quantization(config, None).scheme != "none":
+        return None
+    for why in quantization_notes(config, asked, "vllm"):
+        raise DeploymentError(why, field="quantization")
+    return loaded_as(asked)
 
 
 def _is_embedding_model(plan: Plan) -> bool:

@@ -40,6 +40,12 @@ class Identity:
 @dataclass(frozen=True)
 class Open:
     value: int
+    told: int = field(default=4, metadata={"unit": "bytes"})
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    plain: int = field(default=3)
+    told: int | None = field(default=None, metadata={"unit": "bytes"})
 """
 
 
@@ -71,6 +77,8 @@ def behaviour(scope: dict) -> list[object]:
         hasattr(one, "__dict__"), copy.copy(one) == one, one.table is not same.table, repr(changing()),
         changing([1]) == changing([1]), changing.__hash__, identity(1) == identity(1),
         len({identity(1), identity(1)}), hasattr(scope["Open"](1), "__dict__"),
+        repr(scope["Told"]()), repr(scope["Open"](1)), scope["Open"].told,
+        [(f.name, f.default, dict(f.metadata)) for f in dataclasses.fields(scope["Told"])],
     ]  # fmt: skip
     for wrong in (
         lambda: frozen(),

@@ -20,6 +20,7 @@ from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.server.cli import COMMANDS, main
 from tonnage.server.commands import replay, replicas
+from tonnage.server.commands.launch import _made_by_vllm, make_engine
 from tonnage.server.engines.vllm.engine import engine_arguments
 from tonnage.server.settings import PLANNED, Settings, load_settings
 
@@ -151,6 +152,25 @@ def test_what_is_served_is_what_was_planned() -> None:
             if name not in ("device", "device_memory", "quantization"):
                 assert arguments[name] == chosen[name], name
         assert {name: chosen[name] for name in given} == given
+
+
+def test_a_format_that_is_planned_is_loaded_so(tmp_path: Path) -> None:
+    """vLLM makes nf4 and fp8 while it loads; what nobody makes is refused before the load."""
+    assert _made_by_vllm("demo", None) is None
+    assert (_made_by_vllm("demo", "nf4"), _made_by_vllm("demo", "fp8")) == ("bitsandbytes", "fp8")
+    made = make_plan("demo", Deployment(engine="vllm", quantization="fp8"))
+    arguments = engine_arguments(made, enforce_eager=True, quantization="fp8")
+    assert arguments["quantization"] == "fp8"
+    assert engine_arguments(made, enforce_eager=True)["quantization"] is None
+    for given in ("int8", "gptq"):
+        settings = load_settings(model="demo", backend="vllm", quantization=given)
+        with pytest.raises(DeploymentError, match=f"does not quantize to {given}") as caught:
+            make_engine(settings, make_plan("demo", settings.deployment()))
+        assert caught.value.field == "quantization"
+    config = json.loads((DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json").read_text())
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    assert _made_by_vllm(str(tmp_path), "gptq") is None  # the checkpoint says it itself
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, .
     return tonnage_serve(plan), shlex.join(line)
 
 
+def loaded_as(scheme: str) -> str:
+    """vLLM's name of a format that it makes while loading."""
+    return "bitsandbytes" if scheme == "nf4" else scheme
+
+
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     flags = plan.deployment
     line: list[str] = []
@@ -30,7 +35,7 @@ def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     if flags.num_gpu_blocks_override is not None:
         line += ["--num-gpu-blocks-override", str(flags.num_gpu_blocks_override)]
     if flags.quantization in made_while_loading:
-        line += ["--quantization", "bitsandbytes" if flags.quantization == "nf4" else flags.quantization]
+        line += ["--quantization", loaded_as(flags.quantization)]
     if flags.cpu_offload_bytes:
         line += ["--cpu-offload-gb", f"{flags.cpu_offload_bytes / (1 << 30):g}"]
     if flags.enable_lora:

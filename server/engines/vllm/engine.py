@@ -58,7 +58,8 @@ class VLLMEngine(Engine):
 
     ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
     takes minutes. ``loras``: name of each LoRA adapter -> its folder; loaded before the engine is ready.
-    ``embeds``: vLLM's pooling runner, which gives a vector for each prompt.
+    ``embeds``: vLLM's pooling runner, which gives a vector for each prompt. ``quantization``: what vLLM makes
+    of the weights while it loads them, by its own name (default: nothing).
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class VLLMEngine(Engine):
         enforce_eager: bool | None = None,
         loras: Mapping[str, str] | None = None,
         embeds: bool = False,
+        quantization: str | None = None,
     ) -> None:
         self._capabilities = Capabilities(HONOURED, embeds=embeds, own_metrics=True)
         self._embeds = embeds
         self._plan = plan
+        self._quantization = quantization
         self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
         if enforce_eager is not None:
             self._eager = enforce_eager
@@ -114,7 +117,7 @@ class VLLMEngine(Engine):
         return generate_latest(REGISTRY)
 
     async def start(self) -> None:
-        arguments = engine_arguments(self._plan, enforce_eager=self._eager)
+        arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -390,7 +393,7 @@ class VLLMEngine(Engine):
             await asyncio.sleep(0.1)
 
 
-def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
+def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:
     """The keywords of AsyncEngineArgs that make vLLM allocate what the plan says.
 
     Raises DeploymentError for what would silently change the plan.
@@ -405,6 +408,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool) -> dict[str, Any]:
     return {
         "model": plan.model.path,
         "dtype": deployment.dtype,
+        "quantization": quantization,
         "max_model_len": deployment.max_model_len,
         "max_num_seqs": deployment.max_num_seqs,
         "max_num_batched_tokens": deployment.max_num_batched_tokens,
