@@ -5,7 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from tonnage.planner.plans import Plan
+from tonnage.planner.flags import flags_of
+from tonnage.planner.plans import Deployment, Plan
+
+# of those that are printed where they are not left at their defaults, what both have
+SHARED = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
+    "enforce_eager",
+)  # fmt: skip
 
 
 def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
@@ -13,10 +20,19 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
     flags = plan.deployment
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
-        line += ["--device", flags.device]
-    if flags.tensor_parallel_size > 1:
-        line += ["--tensor-parallel-size", str(flags.tensor_parallel_size)]
-    return shlex.join([*line, *more])
+        line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
+    line += [*changed(flags, SHARED), *changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
+    return shlex.join(line)
+
+
+def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
+    """Options of the flags ``names`` that are not left at their defaults."""
+    line = []
+    for name in names:
+        flag, value = flags_of(Deployment)[name], getattr(flags, name)
+        if value != flag.default:
+            line += [flag.option] if value is True else [flag.option, str(value)]
+    return line
 
 
 def common_flags(plan: Plan) -> list[str]:

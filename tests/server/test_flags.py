@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shlex
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from pydantic import BaseModel
 from tonnage.planner.api import plan
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of
+from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.server.cli import COMMANDS, main
 from tonnage.server.commands import replay, replicas
-from tonnage.server.commands.launch import _made_by_vllm, make_engine
+from tonnage.server.commands.launch import _made_by_vllm, make_engine, settings_from
 from tonnage.server.engines.vllm.engine import engine_arguments
 from tonnage.server.settings import PLANNED, Settings, load_settings
 
@@ -152,6 +154,32 @@ def test_what_is_served_is_what_was_planned() -> None:
             if name not in ("device", "device_memory", "quantization"):
                 assert arguments[name] == chosen[name], name
         assert {name: chosen[name] for name in given} == given
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"engine": "vllm", "gpu": GPU},
+        {"engine": "vllm", "gpu": "a100-40g", "tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+        {"engine": "vllm", "gpu": GPU, "enable_lora": True, "max_loras": 4, "max_lora_rank": 32},
+        {"engine": "vllm", "gpu": GPU, "enforce_eager": True, "quantization": "fp8"},
+        {"engine": "vllm", "gpu": GPU, "gpu_memory_utilization": 0.8, "enable_prefix_caching": False},
+        {"engine": "vllm", "kv_cache_memory_bytes": 1 << 30},
+        {"engine": "hf", "kv_cache_memory_bytes": 1 << 30, "quantization": "nf4"},
+    ],
+)
+def test_the_line_that_serves_a_plan_serves_it(flags: dict[str, Any]) -> None:
+    """What plan prints, read by serve, is the same plan."""
+    asked = plan("demo", **flags)
+    words = shlex.split(serve_lines(asked)[0])
+    assert words[:2] == ["tonnage", "serve"]
+    settings = settings_from(PARSERS["serve"].parse_args(words[2:]))
+    served = make_plan(settings.model, settings.deployment())
+    left_out = {"gpu", "device_memory"} if asked.deployment.device == "cpu" else {"gpu"}
+    assert {name: value for name, value in completed(served).items() if name not in left_out} == {
+        name: value for name, value in completed(asked).items() if name not in left_out
+    }
+    assert served.kv_cache == asked.kv_cache
 
 
 def test_a_format_that_is_planned_is_loaded_so(tmp_path: Path) -> None:

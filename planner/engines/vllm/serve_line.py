@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 
-from tonnage.planner.engines.serve_line import common_flags, tonnage_serve
+from tonnage.planner.engines.serve_line import SHARED, changed, common_flags, tonnage_serve
 from tonnage.planner.plans import Plan
 
 
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
     """Under this project's server, and vLLM's own. ``made_while_loading``: formats that need a flag."""
     line = ["vllm", "serve", plan.model.id, *common_flags(plan), *_own_flags(plan, made_while_loading)]
-    return tonnage_serve(plan), shlex.join(line)
+    asked = plan.deployment.quantization
+    made = ("--quantization", asked) if asked in made_while_loading else ()
+    return tonnage_serve(plan, made), shlex.join(line)
 
 
 def loaded_as(scheme: str) -> str:
@@ -21,19 +23,7 @@ def loaded_as(scheme: str) -> str:
 
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     flags = plan.deployment
-    line: list[str] = []
-    for name in ("tensor", "pipeline", "data"):
-        value = getattr(flags, f"{name}_parallel_size")
-        if value > 1:
-            line += [f"--{name}-parallel-size", str(value)]
-    if flags.decode_context_parallel_size > 1:
-        line += ["--decode-context-parallel-size", str(flags.decode_context_parallel_size)]
-    if flags.enable_expert_parallel:
-        line.append("--enable-expert-parallel")
-    if flags.enforce_eager:
-        line.append("--enforce-eager")
-    if flags.num_gpu_blocks_override is not None:
-        line += ["--num-gpu-blocks-override", str(flags.num_gpu_blocks_override)]
+    line = changed(flags, (*SHARED, "decode_context_parallel_size", "num_gpu_blocks_override"))
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
     if flags.cpu_offload_bytes:
