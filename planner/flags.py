@@ -196,7 +196,7 @@ def given(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
 
 def check_values(record: Any) -> None:
     """Raise DeploymentError for the first field of ``record`` with a value it cannot have."""
-    for name, found in flags_of(type(record)).items():
+    for name, found in flags_of(record.__class__).items():
         found.check(getattr(record, name))
 
 
