@@ -82,8 +82,8 @@ class PoolCapacity:
 def token_pool(
     architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
 ) -> PoolSpec:
-    """The pool of an engine that counts tokens: a block is so many token slots (cells) of all layers, one unless
-    it pages them.
+    """The pool of an engine that counts tokens: a block is so many token slots (cells) of all layers, one
+    unless it pages them.
 
     ``size``: bytes of a token in all layers; ``dtype_bytes``: of one value of ``dtype``."""
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)

@@ -46,7 +46,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
         if engine and deployment.engine != engine:
             refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
     if "device" in given and deployment.gpu is not None:
-        from tonnage.planner.devices.catalogue import find_gpu  # reads the catalogue
+        from tonnage.planner.devices.find import find_gpu  # reads the catalogue
 
         gpu = find_gpu(deployment.gpu)
         if deployment.device != gpu.device:
