@@ -238,6 +238,10 @@ _VARIANTS = {
         "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
         act="relu2", norm="layer-one", rotary_share=0.5, rope="joined",
     ),
+    "jais2": Variant(
+        "Jais2ForCausalLM", ("attention_bias", True), ("attention_bias", True), ("mlp_bias", True),
+        mlp_names=_PLAIN, act="relu2", norm="layer",
+    ),
     # Remote code of the hub repositories; the shapes are Llama's
     "xverse": Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False),
     "baichuan": Variant(
@@ -503,6 +507,7 @@ FAMILIES = {
     "phi": Family(build, lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served"),
     "phi3": Family(build, leftovers={"full_attn_mod": (1,)}, hf="served"),  # Phi-4-mini: every layer is full
     "nemotron": Family(build, hf="keywords lost", vllm=LORA_ON_VOCABULARY),
+    "jais2": Family(build, hf="served"),
     "xverse": Family(build),
     "baichuan": Family(build),
 }  # fmt: skip

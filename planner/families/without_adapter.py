@@ -7,7 +7,7 @@ from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family, Paged
 
 # Why the Hugging Face engine does not serve them, or that it does
 _PAGED: dict[Paged, str] = {
-    "served": "biogpt ctrl cwm jais2 ministral ministral3 modernbert-decoder nanochat",
+    "served": "biogpt ctrl cwm ministral ministral3 modernbert-decoder nanochat",
     "encoder-decoder": (
         "bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian musicgen musicgen_melody mvp "
         "nllb-moe pegasus_x plbart prophetnet seamless_m4t speech_to_text switch_transformers trocr udop"

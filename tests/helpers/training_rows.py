@@ -92,6 +92,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "phi3": {**_GROUPED, **_IDS, **_WINDOW},
     "phi3-partial": {**_GROUPED, **_IDS, "sliding_window": None, "partial_rotary_factor": 0.5},
     "nemotron": _GROUPED,
+    "jais2": _GROUPED,
     "gemma": _PLAIN,
     "gemma-wide": {**_PLAIN, "head_dim": 32},
     "gemma2": {**_PLAIN, **_WINDOW},

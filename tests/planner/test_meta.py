@@ -29,7 +29,7 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "n
          "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 # Families of transformers 5.19 that no adapter builds: rotary, sliding layers, tied and not, learned positions
 UNKNOWN = {
-    "jais2": SMALL,
+    "nanochat": SMALL,
     "cwm": {**SMALL, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 32},
     "biogpt": {**SMALL, "num_key_value_heads": 4},
     "gpt_neox_japanese": SMALL,
@@ -142,15 +142,15 @@ def test_layers_that_read_another_layers_cache(model_type):
 
 
 def test_what_is_not_understood_is_refused_by_name(tmp_path):
-    config = config_of("jais2", UNKNOWN["jais2"])
+    config = config_of("nanochat", UNKNOWN["nanochat"])
     for changed, word in (
         ({"model_type": "nobody_knows"}, "nobody_knows"),
-        ({"architectures": ["Jais2ForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["NanoChatForSequenceClassification"]}, "architectures"),
         ({"architectures": None}, "architectures"),
-        ({"architectures": ["Jais2ForCausalLM"], "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"architectures": ["NanoChatForCausalLM"], "is_encoder_decoder": True}, "is_encoder_decoder"),
         ({"model_type": "clip_vision_model"}, "clip_vision_model that generates text"),
         ({"num_hidden_layers": 1_000_000}, "num_hidden_layers"),
-        ({"num_attention_heads": 0}, "jais2"),
+        ({"num_attention_heads": 0}, "nanochat"),
     ):
         with pytest.raises(UnsupportedArchitecture, match=word):
             architecture_of({**config, **changed})
@@ -169,11 +169,11 @@ def test_without_transformers_it_is_refused(tmp_path):
         "importlib.util.find_spec = lambda name, *a: None if name == 'transformers' else found(name, *a)\n"
         "from tonnage.server.cli import main; sys.exit(main())"
     )
-    where = folder(config_of("jais2", UNKNOWN["jais2"]), tmp_path)
+    where = folder(config_of("nanochat", UNKNOWN["nanochat"]), tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code, "plan", where], capture_output=True, text=True, env=dict(os.environ)
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "'jais2' is not supported" in done.stderr
+    assert "'nanochat' is not supported" in done.stderr
     assert "tonnage[hf]" in done.stderr
