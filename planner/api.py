@@ -10,8 +10,7 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
-from tonnage.planner.source.model_source import ModelSource
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 _Fields = ParamSpec("_Fields")
 

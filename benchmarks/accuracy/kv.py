@@ -24,7 +24,7 @@ def score(inputs: Inputs) -> Section | None:
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     if inputs.configs is None:
         return None

@@ -64,7 +64,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     length = row["max_model_len"]
     said = str(row["other_flags"])

@@ -73,7 +73,7 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import auto_dtype
     from tonnage.planner.planning.deployment import complete
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     seen = report["observed"]
     config = model_config(inputs, report)
@@ -114,7 +114,7 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
 
 
 def _device(report: dict[str, Any]) -> tuple[int | None, str | None]:
-    from tonnage.planner.devices.find import find_gpu
+    from tonnage.planner.devices.catalogue import find_gpu
     from tonnage.planner.errors import TonnageError
 
     total, name = report["observed"].get("total_gpu_gib"), report["gpu"]
@@ -163,8 +163,8 @@ def _weights(
 ) -> tuple[int, bool] | None:
     """(bytes per GPU, whether they are the printed ones): planned where the row says the format, else the
     engine's own figure, because a model's name is no quantization config."""
-    from tonnage.planner.engines.ranks import rank_architecture
     from tonnage.planner.errors import TonnageError
+    from tonnage.planner.planning.stages import rank_architecture
     from tonnage.planner.planning.weights import sum_weights
     from tonnage.planner.quantization.read import check_quantization, read_quantization
 

@@ -37,7 +37,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     seen, ranks = row["observed"], row["tensor_parallel"] or 1
     said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)

@@ -49,7 +49,7 @@ def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     seen = row["observed"]
     said = str(row["other_flags"] or "")

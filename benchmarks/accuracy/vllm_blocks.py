@@ -13,7 +13,7 @@ def score(inputs: Inputs) -> Section | None:
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.planning.build import plan_source
     from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.model_source import ModelSource
+    from tonnage.planner.source.resolve import ModelSource
 
     section = Section()
     flags = Deployment(

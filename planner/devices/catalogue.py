@@ -1,4 +1,4 @@
-"""The GPU catalogue: memory of one device, with a source per figure (catalogue.json).
+"""The GPU catalogue: memory of one device, with a source per figure (catalogue.json); a device by its name.
 
 ``reported_gib`` is what CUDA or ROCm reports and vLLM's utilization is a share of; where nobody published
 it, the nominal memory less :data:`NOMINAL_RESERVE` stands in, and :attr:`Gpu.basis` says so.
@@ -10,6 +10,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from tonnage.planner.devices.host import host_memory
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB
 
@@ -83,3 +85,68 @@ def _version(text: object) -> tuple[int, int] | None:
 
 def _scaled(figure: object, unit: float) -> float | None:
     return figure * unit if isinstance(figure, int | float) else None
+
+
+def find_gpu(name: str) -> Gpu:
+    """The entry of that name or alias (case, spaces and dashes aside); ``cpu`` and ``auto`` are this machine.
+    Raises DeploymentError."""
+    wanted = _plain(name)
+    if wanted == "cpu":
+        return Gpu("cpu", (), "host", "cpu", host_memory(), "reported", "this machine", None, None)
+    if wanted == "auto":
+        return local_gpu()
+    if wanted in _by_name():
+        return _by_name()[wanted]
+    import difflib
+
+    names = [gpu.name for gpu in catalogue()]
+    close = difflib.get_close_matches(name.lower(), names, 3, 0.5)
+    raise DeploymentError(
+        f"{name[:60]!r} is not in the catalogue",
+        field="--gpu",
+        hint="did you mean " + ", ".join(close) + "?" if close else "one of cpu, auto, " + ", ".join(names),
+    )
+
+
+def capability_of(name: str | None) -> tuple[int, int] | None:
+    """Compute capability of a GPU of the catalogue, None for any other device."""
+    found = _by_name().get(_plain(name)) if name else None
+    return found.capability if found else None
+
+
+@cache
+def _by_name() -> dict[str, Gpu]:
+    return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def local_gpu() -> Gpu:
+    """The first NVIDIA GPU, else this machine's CPU. Raises DeploymentError when a driver is there but does
+    not answer."""
+    try:
+        import pynvml
+    except ImportError:
+        return find_gpu("cpu")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver: no NVIDIA GPU
+        return find_gpu("cpu")
+    try:
+        if not pynvml.nvmlDeviceGetCount():
+            return find_gpu("cpu")
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name = pynvml.nvmlDeviceGetName(handle)
+        # version 2 counts the driver's reserve apart, as CUDA does
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+        total = int(memory.total - memory.reserved)
+    except pynvml.NVMLError as error:
+        raise DeploymentError(
+            f"the NVIDIA driver does not say what it has: {error}", field="--gpu",
+            hint="name the GPU, or give --device-memory",
+        ) from None  # fmt: skip
+    finally:
+        pynvml.nvmlShutdown()
+    return Gpu(str(name), (), "nvidia", "cuda", total, "reported", "nvidia-ml-py", None, None)

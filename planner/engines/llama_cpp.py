@@ -15,8 +15,7 @@ from math import prod
 from typing import ClassVar, Literal
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.engines.heads import expanded_heads
-from tonnage.planner.engines.pool import PoolSpec, token_pool
+from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture

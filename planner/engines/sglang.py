@@ -11,8 +11,7 @@ import shlex
 from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.engines.heads import heads_per_rank
-from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, token_pool
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture

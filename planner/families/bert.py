@@ -134,7 +134,7 @@ def label_count(fields: Fields) -> int:
 
 
 def text_length(fields: Fields, positions: int) -> int:
-    """``max_seq_length`` of sentence_bert_config.json (planner/source/model_source.py puts it beside
+    """``max_seq_length`` of sentence_bert_config.json (planner/source/resolve.py puts it beside
     config.json's fields) where there is one and the positions reach that far."""
     if positions < 1:
         raise UnsupportedArchitecture(

@@ -6,10 +6,9 @@ from math import prod
 
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.families.registry import family_of
-from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import SAFETENSORS_NAMES
-from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
+from tonnage.planner.model.tensor import TOWER_ROLES, HeaderTensor, TensorSpec
 from tonnage.planner.quantization.rules import spelling
 from tonnage.planner.quantization.scheme import Quantization
 

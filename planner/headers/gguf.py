@@ -13,7 +13,7 @@ from typing import Any
 
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.ggml_types import GGML_TYPES
-from tonnage.planner.headers.tensor import HeaderTensor
+from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
 
 _STRING, _ARRAY = 8, 9

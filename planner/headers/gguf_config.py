@@ -8,8 +8,8 @@ from typing import Any
 from tonnage.planner.errors import CheckpointError, UnsupportedArchitecture
 from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.headers.gguf import GGUFHeader
-from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.tensor import HeaderTensor
 
 _KEYS = {
     "context_length": "max_position_embeddings",

@@ -23,8 +23,8 @@ from tonnage.planner.headers.safetensors import (
     parse_header,
     shard_names,
 )
-from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
+from tonnage.planner.model.tensor import HeaderTensor
 
 _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request

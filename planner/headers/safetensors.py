@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tonnage.planner.errors import CheckpointError
-from tonnage.planner.headers.tensor import HeaderTensor
 from tonnage.planner.model.dtypes import SAFETENSORS_BITS
+from tonnage.planner.model.tensor import HeaderTensor
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_INDEX_BYTES = 100_000_000

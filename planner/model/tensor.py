@@ -1,4 +1,4 @@
-"""TensorSpec: one tensor of a loaded model."""
+"""A tensor of a loaded model (TensorSpec), and as the header of a checkpoint describes it (HeaderTensor)."""
 
 from __future__ import annotations
 
@@ -58,3 +58,13 @@ class TensorSpec:
     @property
     def is_parameter(self) -> bool:
         return self.role != "buffer"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTensor:
+    """``dtype`` in the file format's own spelling; ``shape`` in PyTorch order; ``nbytes`` in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int

@@ -9,7 +9,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import gib
 
 _MOST_RANKS = 16

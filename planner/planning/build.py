@@ -16,21 +16,20 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.deployment import complete, version_notes
-from tonnage.planner.planning.extras import (
+from tonnage.planner.planning.fit import judge
+from tonnage.planner.planning.stages import Added, Stage, build_stages
+from tonnage.planner.planning.terms import (
     environment_notes,
+    kv_terms,
     lora_bytes,
     other_terms,
     quantization_notes,
     quantized_terms,
 )
-from tonnage.planner.planning.fit import judge
-from tonnage.planner.planning.stages import Added, Stage, build_stages
-from tonnage.planner.planning.terms import kv_terms
 from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan
 from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.records import asdict, replace
-from tonnage.planner.source.model_source import ModelSource
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"
 """Raised whenever the same inputs may give another plan; part of plan_id."""

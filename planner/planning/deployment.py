@@ -46,7 +46,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
         if engine and deployment.engine != engine:
             refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
     if "device" in given and deployment.gpu is not None:
-        from tonnage.planner.devices.find import find_gpu  # reads the catalogue
+        from tonnage.planner.devices.catalogue import find_gpu  # reads the catalogue
 
         gpu = find_gpu(deployment.gpu)
         if deployment.device != gpu.device:
@@ -124,7 +124,7 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     """``--gpu NAME`` means a CUDA device of that memory, unless --device-memory says another figure."""
     if deployment.gpu is None:
         return deployment
-    from tonnage.planner.devices.find import find_gpu
+    from tonnage.planner.devices.catalogue import find_gpu
 
     gpu = find_gpu(deployment.gpu)
     memory = gpu.memory_bytes if deployment.device_memory is None else deployment.device_memory

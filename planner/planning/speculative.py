@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import read_quantization

@@ -1,14 +1,23 @@
-"""How the KV pool came about, for ``--explain``."""
+"""Terms beside weights and runtime: the KV pool, LoRA slots, the draft, what a quantized model's files and
+kernels hold; notes on what is set elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.resolved import Resolved
-from tonnage.planner.model.dtypes import KV_SCALE_BYTES
-from tonnage.planner.plans import Term
+from tonnage.planner.families.registry import family_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
+from tonnage.planner.plans import Deployment, RankPlan, Term
+from tonnage.planner.quantization.scheme import Quantization
 
 
 def kv_terms(pool: PoolSpec, num_blocks: int, chosen: Resolved) -> list[Term]:
+    """How the KV pool came about."""
     if not pool.demands:
         from tonnage.planner.engines.encoder import terms as encoder_terms
 
@@ -63,3 +72,91 @@ def kv_terms(pool: PoolSpec, num_blocks: int, chosen: Resolved) -> list[Term]:
         )
     )
     return terms
+
+
+# vLLM allocates lora_a and lora_b of every linear layer of the language model for max_loras slots at
+# max_lora_rank (lora/layers, 0.32.0); shapes are PEFT's: A [rank, in], B [out, rank].
+_LORA_ROLES = ("attention", "mlp")
+
+
+def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
+    """Bytes of all LoRA slots of one rank: tensor parallelism divides B (or A) with the layer it belongs to."""
+    if not flags.enable_lora:
+        return 0
+    elements = 0
+    for tensor in architecture.tensors:
+        if tensor.role in _LORA_ROLES and len(tensor.shape) == 2 and tensor.module_class.endswith("Linear"):
+            out, into = tensor.shape
+            if tensor.shard_dim == 0:
+                out = -(-out // flags.tensor_parallel_size)
+            elif tensor.shard_dim == 1:
+                into = -(-into // flags.tensor_parallel_size)
+            elements += flags.max_lora_rank * (into + out)
+        elif tensor.role == "embedding":
+            layers = family_of(architecture.model_type).vllm.lora_vocabulary
+            elements += layers * flags.max_lora_rank * sum(tensor.shape)
+    return elements * flags.max_loras * DTYPE_BYTES[flags.dtype]
+
+
+def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
+    terms = []
+    if rank.lora_bytes:
+        terms.append(
+            Term(
+                "lora_bytes", rank.lora_bytes,
+                f"{flags.max_loras} slots x rank {flags.max_lora_rank} x (in + out) of every linear layer",
+                "--max-loras, --max-lora-rank",
+            )
+        )  # fmt: skip
+    if rank.draft_bytes:
+        terms.append(
+            Term(
+                "draft_bytes", rank.draft_bytes, f"weights of {flags.speculative_model}", "--speculative-model"
+            )
+        )
+    if rank.offloaded_bytes:
+        terms.append(
+            Term(
+                "offloaded_bytes", rank.offloaded_bytes, "weights kept in the host's memory", "--cpu-offload-gb"
+            )
+        )
+    return terms
+
+
+def quantized_terms(
+    architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
+) -> list[Term]:
+    """Of a quantized model: what its files hold, and what a kernel makes of the loaded weights when it first
+    runs. All ranks together."""
+    if quantization.linear is None:
+        return []
+    from tonnage.planner.planning.checkpoint import checkpoint_size
+
+    size = checkpoint_size(architecture, quantization, config, flags.dtype)
+    formula = "all tensors, headers left out"
+    if size.high > size.low:
+        formula += f"; up to {size.high:,} by the digits of the offsets"
+    terms = [Term("weights_in_file", size.low, formula, "quantization_config")]
+    engine = engine_of(flags.engine)
+    kernel = engine.kernels.get(flags.device, {}).get(quantization.linear.kind)
+    if kernel is not None:
+        warm = sum(
+            quantization.bytes_after_warmup(tensor, flags.dtype, kernel)
+            for tensor in engine.tensors(architecture, flags)
+        )
+        terms.append(Term("weights_after_first_forward", warm, f"with the kernel {kernel}", "--engine"))
+    return terms
+
+
+def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
+    """A format that was asked for and that the checkpoint does not have must come from somewhere."""
+    if asked is None or asked in engine_of(engine).quantizes_to or config.get("quantization_config"):
+        return ()
+    return (f"{engine} does not quantize to {asked} while loading: serve a checkpoint that was quantized so",)
+
+
+def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
+    """What is set on this machine and would silently win over the plan; what ``--gpu auto`` found."""
+    if gpu == "auto" and flags.device == "cpu":
+        return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
+    return engine_of(flags.engine).environment_notes(flags)

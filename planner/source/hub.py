@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from tonnage.planner.errors import ModelNotFound
-from tonnage.planner.headers.safetensors import read_folder
-from tonnage.planner.source.model_source import ModelSource, read_config
+from tonnage.planner.model.tensor import HeaderTensor
 
 
 def hub_cache() -> Path:
@@ -21,17 +21,6 @@ def hub_cache() -> Path:
         return Path(home) / "hub"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "huggingface" / "hub"
-
-
-def resolve_hub_id(model: str) -> ModelSource:
-    """``org/name`` -> ModelSource. Raises ModelNotFound naming what was tried and what to do."""
-    snapshot = cached_snapshot(model)
-    if snapshot is None:
-        return _fetch(model)
-    complete = any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.bin"))
-    tensors = read_folder(snapshot) if any(snapshot.glob("*.safetensors")) else None
-    path = str(snapshot) if complete else model
-    return ModelSource(model, path, read_config(snapshot), "hub", tensors)
 
 
 def cached_snapshot(model: str) -> Path | None:
@@ -45,7 +34,9 @@ def cached_snapshot(model: str) -> Path | None:
     return snapshot if commit and (snapshot / "config.json").exists() else None
 
 
-def _fetch(model: str) -> ModelSource:
+def fetch(model: str) -> tuple[dict[str, Any], tuple[HeaderTensor, ...] | None]:
+    """config.json, and the headers of its safetensors files where there are any. Raises ModelNotFound naming
+    what was tried and what to do."""
     hint = "give a local folder with config.json, or a name the hub knows"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise ModelNotFound(
@@ -58,6 +49,6 @@ def _fetch(model: str) -> ModelSource:
         config = fetch_config(remote)
         if config is None:
             raise ModelNotFound("there is no config.json", field="model")
-        return ModelSource(model, model, config, "hub", fetch_tensors(remote))
+        return config, fetch_tensors(remote)
     except ModelNotFound as error:
         raise ModelNotFound(f"{model}: {error.message}", field="model", hint=hint) from None

@@ -5,16 +5,33 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any, Literal
 
-from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.headers.safetensors import read_folder
 from tonnage.planner.model.fields import load_config
-from tonnage.planner.source.model_source import ModelSource, read_config
+from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.records import dataclass
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """``path``: what the engine loads from (a folder, a file, or the hub id when only its config is here).
+
+    ``tensors``: the checkpoint's headers, or None when there is no checkpoint to read.
+    """
+
+    id: str
+    path: str
+    config: dict[str, Any]
+    kind: Literal["folder", "gguf", "hub", "demo"]
+    tensors: tuple[HeaderTensor, ...] | None = None
 
 
 def cache_folder() -> Path:
@@ -60,9 +77,15 @@ def _hub(model: str) -> ModelSource:
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )
-    from tonnage.planner.source.hub import resolve_hub_id
+    from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client
 
-    return resolve_hub_id(model)
+    snapshot = cached_snapshot(model)
+    if snapshot is None:
+        config, tensors = fetch(model)
+        return ModelSource(model, model, config, "hub", tensors)
+    weights = any(snapshot.glob("*.safetensors"))
+    path = str(snapshot) if weights or any(snapshot.glob("*.bin")) else model
+    return ModelSource(model, path, read_config(snapshot), "hub", read_folder(snapshot) if weights else None)
 
 
 def _demo() -> ModelSource:
@@ -72,6 +95,23 @@ def _demo() -> ModelSource:
         return ModelSource("demo", str(folder), load_config(config), "demo", read_folder(folder))
     shipped = Path(__file__).parent / "data" / "demo" / "config.json"
     return ModelSource("demo", str(folder), load_config(shipped), "demo")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the ``hf_quant_config.json`` that ModelOpt writes beside it where the config itself
+    does not say how the weights are stored, and an encoder's longest text from sentence_bert_config.json."""
+    config = load_config(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        found = load_config(beside).get("quantization")
+        if not isinstance(found, dict):
+            raise ConfigError("has no quantization object", field=beside.name)
+        config["quantization_config"] = {"quant_method": "modelopt", **found}
+    if "max_seq_length" not in config and family_of(config.get("model_type")).files.sentence_length:
+        for beside in sorted(folder.glob("sentence_*_config.json")):
+            config["max_seq_length"] = load_config(beside).get("max_seq_length")
+            break
+    return config
 
 
 def _folder(path: Path, model: str) -> ModelSource:

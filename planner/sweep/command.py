@@ -12,7 +12,7 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict, replace
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.sweep.grid import SweepRow, cheapest, default_grid, sweep
 from tonnage.planner.units import gib
 
@@ -21,8 +21,7 @@ _SHOWN = 12  # offers printed for --target-concurrency
 
 def run_sweep(source: ModelSource, deployment: Deployment, wanted: int | None, args: argparse.Namespace) -> int:
     """Print the table, or the offers that hold ``wanted`` sequences. Returns the exit code."""
-    from tonnage.planner.devices.catalogue import catalogue
-    from tonnage.planner.devices.find import find_gpu
+    from tonnage.planner.devices.catalogue import catalogue, find_gpu
 
     if not engine_of(deployment.engine).divides and args.engine is None and deployment.gpu != "cpu":
         deployment = replace(deployment, engine="vllm")

@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 from tonnage.planner.devices.catalogue import Gpu
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec
-from tonnage.planner.engines.ranks import rank_architecture
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Runtime
@@ -21,13 +20,14 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.planning.build import auto_dtype, with_draft
 from tonnage.planner.planning.deployment import complete
-from tonnage.planner.planning.extras import lora_bytes
+from tonnage.planner.planning.stages import rank_architecture
+from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import hold_weights
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.quantization.scheme import FLAG_VALUES
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def setup_from(args: argparse.Namespace) -> TrainingSetup:
     if args.gpu is not None:
         if "device_memory" in values:
             raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
-        from tonnage.planner.devices.find import find_gpu
+        from tonnage.planner.devices.catalogue import find_gpu
 
         values["device_memory"] = find_gpu(args.gpu).memory_bytes
     return TrainingSetup(**values)

@@ -19,7 +19,7 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import flags_of
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.planning.extras import quantization_notes
+from tonnage.planner.planning.terms import quantization_notes
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import resolve_model

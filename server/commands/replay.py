@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.devices.catalogue import catalogue
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import add_flags, given
 from tonnage.planner.planning.build import make_plan

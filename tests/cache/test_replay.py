@@ -15,7 +15,7 @@ from tonnage.cache.replay.search import search_engines, share_of
 from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, TraceError, TraceRequest, log_line, read_trace
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 AZURE = Path(__file__).parents[1] / "data" / "traces" / "azure_conversation_300.csv"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tonnage.planner.engines.vllm.allocator import unsplit_bytes
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB, MiB
 
 REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"

@@ -9,8 +9,7 @@ from statistics import median
 import pytest
 
 import tonnage.planner.devices.catalogue as gpus
-from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, catalogue
-from tonnage.planner.devices.find import capability_of, find_gpu
+from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, capability_of, catalogue, find_gpu
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
 

@@ -15,7 +15,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.architecture import CacheLayer
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 
 GIB = 1 << 30
 VLLM = Deployment(

@@ -16,7 +16,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(

@@ -8,7 +8,7 @@ import pytest
 
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment
-from tonnage.planner.source.model_source import ModelSource
+from tonnage.planner.source.resolve import ModelSource
 
 BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tonnage.planner.command import run
-from tonnage.planner.devices.catalogue import catalogue
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.planning.advice import advise, serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source

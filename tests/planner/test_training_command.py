@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training import emit
 from tonnage.planner.training.build import Planner

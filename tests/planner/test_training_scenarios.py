@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.devices.find import find_gpu
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from

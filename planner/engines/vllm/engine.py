@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
-from tonnage.planner.devices.find import capability_of
+from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec

@@ -10,8 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
-from tonnage.planner.engines.heads import expanded_heads, heads_per_rank
-from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec
+from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec, expanded_heads, heads_per_rank
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.errors import UnsupportedArchitecture

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import prod
 from typing import Literal
 
-from tonnage.planner.devices.find import capability_of
+from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Deployment
 from tonnage.planner.units import ceil_div
