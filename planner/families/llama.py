@@ -37,7 +37,7 @@ _ATTENTION_BIAS = ("attention_bias", False)
 _TABLE = "model.rotary_emb."
 
 # How a family's apply_rotary_pos_emb differs from Llama's
-_ROPES = {
+ROPES = {
     "half": Rope(0),
     "joined": Rope(0, joined=True),
     "helium": Rope(0, fresh=True),
@@ -310,7 +310,7 @@ def _layers(
     attention = Attention(
         "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
         q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
-        rope=replace(_ROPES[variant.rope], dim=rotated, tables=_TABLE),
+        rope=replace(ROPES[variant.rope], dim=rotated, tables=_TABLE),
         clipped=model_type == "olmo" and fields.config.get("clip_qkv") is not None,
         dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
     )  # fmt: skip

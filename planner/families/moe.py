@@ -8,12 +8,28 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family
-from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS, Bias
+from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS, ROPES, Bias
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Experts,
+    Flow,
+    Head,
+    Heads,
+    Mlp,
+    Norm,
+    NormKind,
+    Recipe,
+    Router,
+    RouterKind,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import dataclass, replace
 
 
@@ -27,6 +43,8 @@ class Variant:
     inner_field: str = "moe_intermediate_size"
     mlp: str = "mlp"  # module of the MLP
     router: str = "gate"
+    routing: RouterKind = "softmax"
+    normed: Bias = ("norm_topk_prob", False)  # the chosen weights are divided by their sum
     router_linear: bool = False
     router_bias: bool = False
     router_dtype: str | None = None  # of the loaded model
@@ -41,8 +59,11 @@ class Variant:
     out_bias: Bias = ("attention_bias", False)
     qk_norm: str = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    normed_last: bool = False  # q and k are normed after their rotation
+    rope: str = "half"  # of llama.py's ROPES
+    flow: Flow = "pre"
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    norm: str = "rms"
+    norm: NormKind = "rms"
     tied: bool = False
     window: str = "none"
     ignored: tuple[str, ...] = ()
@@ -51,13 +72,13 @@ class Variant:
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _GRANITE = Variant(
     "GraniteMoeForCausalLM", "num_local_experts", inner_field="intermediate_size", mlp="block_sparse_moe",
-    router="router",
+    router="router", routing="softmax-chosen",
 )  # fmt: skip
 
 _VARIANTS = {
     "mixtral": Variant(
         "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
-        out_bias=False, window="optional",
+        out_bias=False, window="optional", routing="softmax-float", normed=True,
     ),
     "qwen2_moe": Variant(
         "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
@@ -71,15 +92,17 @@ _VARIANTS = {
     "olmoe": Variant("OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full",
         ignored=("clip_qkv",)),
     "flex_olmo": Variant(
-        "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", norms=_POST_NORMS,
+        "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", flow="post", norms=_POST_NORMS,
+        norm="rms-wide", rope="olmo",
     ),
     "phimoe": Variant(
         "PhimoeForCausalLM", "num_local_experts", inner_field="intermediate_size", router="router",
-        norm="layer", window="optional", ignored=("original_max_position_embeddings",),
+        routing="mixer", norm="layer", window="optional", ignored=("original_max_position_embeddings",),
     ),
     "granitemoe": _GRANITE,
     "minimax_m2": Variant(
         "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size",
+        routing="sigmoid", normed=True, rope="joined",
         correction="e_score_correction_bias", correction_dtype=None, qkv_bias=False, out_bias=False,
         qk_norm="full", router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
         ignored=(
@@ -88,7 +111,8 @@ _VARIANTS = {
         ),
     ),
     "ernie4_5_moe": Variant(
-        "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k",
+        "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", routing="softmax-clamped", normed=True,
+        rope="ernie",
         correction="gate.moe_statics.e_score_correction_bias",
         correction_parameter=True, router_dtype="float32",  # _keep_in_fp32_modules_strict
         shared="shared_experts", qkv_bias=("use_bias", False),
@@ -96,18 +120,20 @@ _VARIANTS = {
     ),
     "glm4_moe": Variant(
         "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
+        routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined",
         shared="shared_experts", out_bias=False,
         ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
     ),
     "dots1": Variant(
         "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
-        shared="shared_experts", qk_norm="head", window="qwen", ignored=("n_group", "topk_group"),
+        routing="sigmoid-groups", shared="shared_experts", qk_norm="head", window="qwen",
+        ignored=("n_group", "topk_group"),
     ),
     "hunyuan_v1_moe": Variant(
         "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size",
-        per_token_field="moe_topk", router="gate.wg",
+        per_token_field="moe_topk", router="gate.wg", routing="softmax", normed=True,
         router_linear=True, router_dtype="float32",  # by its constructor
-        shared="shared_mlp", qk_norm="head",
+        shared="shared_mlp", qk_norm="head", normed_last=True,
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
 }  # fmt: skip
@@ -142,51 +168,73 @@ def build(fields: Fields, model_type: str) -> Architecture:
     kinds, window = common.kinds_of(fields, v.window, layers)
     rotary = Rotary(int(dims.head_size * _share(fields, model_type, dims)), 1)
 
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i, at in t.layers(layers, "model.layers"):
-        t.attention(
-            f"{at}.self_attn", dims, bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm,
-            norm_names=v.qk_norm_names,
-        )  # fmt: skip
-        for name in v.norms:
-            t.norm(f"{at}.{name}", dims.hidden, v.norm)
-        if not sparse[i]:
-            t.gated_mlp(f"{at}.{v.mlp}", dims.hidden, dense)
-            continue
-        mlp = f"{at}.{v.mlp}"
-        t.router(
-            f"{mlp}.{v.router}", count, dims.hidden, linear=v.router_linear, bias=v.router_bias,
-            dtype=v.router_dtype, stored=v.router_stored,
-        )  # fmt: skip
-        t.experts(f"{mlp}.experts", count, dims.hidden, inner)
-        if v.correction_parameter:
-            t.add(f"{mlp}.{v.correction}", (1, count), "router", "Statics", dtype="float32")
-        elif v.correction is not None:
-            t.correction_bias(f"{mlp}.{v.correction}", (count,), v.correction_dtype)
-        if not shared:
-            continue
-        if model_type == "granitemoeshared":
-            t.plain_mlp(
-                f"{at}.shared_mlp",
-                dims.hidden,
-                shared,
-                names=("input_linear", "output_linear"),
-                fused_gate=True,
-            )
-        else:
-            t.gated_mlp(f"{mlp}.{v.shared}", dims.hidden, shared)
-        if v.shared_gate:
-            t.linear(f"{mlp}.shared_expert_gate", 1, dims.hidden, "router")
-    t.norm("model.norm", dims.hidden, v.norm)
-    t.head("lm_head", vocab, dims.hidden, "model.embed_tokens.weight" if tied else None, head_bias)
-    t.rotary(rotary.dim, "model.rotary_emb.")
+    table = Table("model.rotary_emb.", rotary.dim, v.rope in ("olmo", "ernie"))
+    norms = [
+        None if qk_norm == "none"
+        else Norm(name, heads * dims.head_size, v.norm) if qk_norm == "full"
+        else Norm(name, dims.head_size, v.norm, heads)
+        for name, heads in zip(v.qk_norm_names, (dims.heads, dims.kv_heads), strict=True)
+    ]  # fmt: skip
+    attention = Attention(
+        "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=norms[0], k_norm=norms[1],
+        normed_last=v.normed_last, rope=replace(ROPES[v.rope], dim=rotary.dim, tables=table.name),
+        clipped=model_type == "olmoe" and fields.config.get("clip_qkv") is not None,
+        dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    act = common.act_of(fields, "silu")
+    routed = Experts(
+        v.mlp, dims.hidden, inner, count, chosen, act, _router(fields, v),
+        _shared(model_type, v, dims.hidden, shared, act), "shared_expert_gate" if v.shared_gate else None,
+        _correction(v, count),
+    )  # fmt: skip
+    around = tuple(Norm(name, dims.hidden, v.norm) for name in v.norms)
+    dense_layer = layer_of(v.flow, attention, Mlp(v.mlp, dims.hidden, dense, act), around)
+    routed_layer = layer_of(v.flow, attention, routed, around)
+    recipe = Recipe(
+        "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
+        tuple(routed_layer if routes else dense_layer for routes in sparse),
+        Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
+        # its loss of balance, and noise on what is routed, are not on the tape
+        taped=not (fields.config.get("output_router_logits") or _jitter(fields, model_type)),
+    )  # fmt: skip
     widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
     return common.decoder(
-        fields, model_type, v.class_name, t, dims,
+        fields, model_type, v.class_name, tensors_of(recipe), dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
         layers=layers, inner=widest, vocab=vocab, rotary=rotary, experts=count, experts_per_token=chosen,
+        recipe=recipe,
     )  # fmt: skip
+
+
+def _router(fields: Fields, v: Variant) -> Router:
+    groups, taken = (int(common.number(fields, name, 1.0)) for name in ("n_group", "topk_group"))
+    normed = v.normed if isinstance(v.normed, bool) else bool(fields.config.get(*v.normed))
+    noisy = v.routing == "mixer" and common.number(fields, "input_jitter_noise", 0.0) > 0
+    return Router(
+        v.router, v.routing, normed, (groups, taken), noisy, v.router_linear, v.router_bias, v.router_dtype,
+        v.router_stored,
+    )  # fmt: skip
+
+
+def _jitter(fields: Fields, model_type: str) -> bool:
+    return model_type in ("mixtral", "minimax_m2") and common.number(fields, "router_jitter_noise", 0.0) > 0
+
+
+def _shared(model_type: str, v: Variant, hidden: int, size: int, act: str) -> Mlp | None:
+    if not size:
+        return None
+    if model_type == "granitemoeshared":
+        return Mlp("shared_mlp", hidden, size, act, ("input_linear", "output_linear"), fused=True)
+    return Mlp(f"{v.mlp}.{v.shared}", hidden, size, act)
+
+
+def _correction(v: Variant, count: int) -> tuple[TensorSpec, ...]:
+    if v.correction is None:
+        return ()
+    name = f"{v.mlp}.{v.correction}"
+    if v.correction_parameter:
+        return (TensorSpec(name, (1, count), "router", "Statics", dtype="float32"),)
+    return (TensorSpec(name, (count,), "buffer", "Router", dtype=v.correction_dtype, stored="float32"),)
 
 
 def _experts(fields: Fields, v: Variant) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.model.recipe import Attention, Experts, Mlp, Norm, Recipe
+from tonnage.planner.model.recipe import Attention, Experts, Layer, Mlp, Norm, Recipe
 from tonnage.planner.records import replace
 
 # what the module of a norm learns (common.Tensors.norm)
@@ -20,22 +20,24 @@ def tensors_of(recipe: Recipe) -> Tensors:
     if first.positions is not None:
         t.embedding(*first.positions, first.width)
     t.specs += first.buffers
+    routes = any(
+        isinstance(branch.module, Experts) for layer in set(recipe.layers) for branch in layer.branches
+    )
     for index, at in t.layers(len(recipe.layers), recipe.at):
         layer = recipe.layers[index]
         for branch in layer.branches:
             module = branch.module
             if isinstance(module, Attention):
                 _attention(t, at, module)
+                if routes:  # explained before the experts
+                    _norms(t, at, layer, first.width)
             elif isinstance(module, Experts):
                 _experts(t, at, module)
             else:
                 _mlp(t, at, module)
         t.specs += [replace(spec, name=f"{at}.{spec.name}", layer=index) for spec in layer.extra]
-        for branch in layer.branches:
-            for norm in (branch.before, branch.after):
-                _norm(t, at, norm)
-            if branch.weighted is not None:
-                t.add(f"{at}.{branch.weighted}", (first.width,), "norm", "DogeDecoderLayer")
+        if not routes:
+            _norms(t, at, layer, first.width)
     t.norm(recipe.final.name, recipe.final.size, _LEARNED.get(recipe.final.kind, "rms"))
     t.specs += recipe.head.buffers
     t.head("lm_head", first.rows, first.width, f"{first.name}.weight" if recipe.head.tied else None,
@@ -43,6 +45,14 @@ def tensors_of(recipe: Recipe) -> Tensors:
     for table in recipe.tables:
         t.rotary(table.dim, table.name)
     return t
+
+
+def _norms(t: Tensors, at: str, layer: Layer, width: int) -> None:
+    for branch in layer.branches:
+        for norm in (branch.before, branch.after):
+            _norm(t, at, norm)
+        if branch.weighted is not None:
+            t.add(f"{at}.{branch.weighted}", (width,), "norm", "DogeDecoderLayer")
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None) -> None:
@@ -82,6 +92,7 @@ def _experts(t: Tensors, layer: str, e: Experts) -> None:
         stored=router.stored,
     )  # fmt: skip
     t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
+    t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in e.extra]
     if e.shared is not None:
         _mlp(t, layer, e.shared)
     if e.shared_gate is not None:

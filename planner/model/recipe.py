@@ -125,22 +125,29 @@ class Mlp:
     before_out: Norm | None = None
 
 
-RouterKind = Literal["softmax", "softmax-float", "softmax-chosen", "sigmoid", "sigmoid-groups", "other"]
+RouterKind = Literal[
+    "softmax", "softmax-float", "softmax-chosen", "softmax-clamped", "sigmoid", "sigmoid-groups", "mixer",
+    "other",
+]  # fmt: skip
 """``softmax``: over all experts in fp32, the chosen weights back in the logits' type (Qwen);
 ``softmax-float``: the same, left in fp32 (Mixtral); ``softmax-chosen``: over the chosen logits (Granite);
+``softmax-clamped``: in fp32 from the first product on, also under autocast, the sum clamped (ERNIE 4.5);
 ``sigmoid``: of each logit in fp32 (MiniMax-M2); ``sigmoid-groups``: from fp32 copies of input and weight, where
-groups of experts are chosen first (GLM-4.5). ``other``: not known to the training interpreter."""
+groups of experts are chosen first (GLM-4.5); ``mixer``: two experts sampled one by one (Phi-3.5-MoE);
+``other``: not known to the training interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """``name``: below the module. ``normed``: the chosen weights are divided by their sum. ``groups``: how many
-    there are and are chosen of. ``linear``: an nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
+    there are and are chosen of. ``noisy``: the input is multiplied by noise, here and before. ``linear``: an
+    nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
 
     name: str
     kind: RouterKind
     normed: bool
     groups: tuple[int, int] = (1, 1)
+    noisy: bool = False
     linear: bool = False
     bias: bool = False
     dtype: str | None = None
@@ -151,7 +158,7 @@ class Router:
 class Experts:
     """``count`` routed experts of ``inner``, ``chosen`` of which a token goes through: gated MLPs held as two
     tensors a layer. ``shared``: an MLP every token goes through (its name is relative to the layer),
-    ``shared_gate``: named where a sigmoid weighs it."""
+    ``shared_gate``: named where a sigmoid weighs it. ``extra``: as a layer's."""
 
     name: str
     hidden: int
@@ -162,6 +169,7 @@ class Experts:
     router: Router
     shared: Mlp | None = None
     shared_gate: str | None = None
+    extra: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

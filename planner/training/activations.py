@@ -62,11 +62,13 @@ class Activations:
 
 class ShapeSum(NamedTuple):
     """``layers`` equal layers of ``heads`` query heads: elements per token of all linear layers' inputs and
-    outputs (routed experts: of those one token goes through), of the norms, and the weights of the matrices."""
+    outputs, of the routed experts' one token goes through, of the norms, and the weights of the matrices that
+    autocast casts (not the experts': torch's grouped_mm runs in their own type)."""
 
     layers: int
     heads: int
     linear: int
+    routed: int
     norms: int
     weights: int
 
@@ -92,18 +94,18 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
     for tensor in architecture.tensors:
         if tensor.layer is None or tensor.role in ("vision", "audio", "projector", "buffer"):
             continue
-        linear, norms, weights = sums.setdefault(tensor.layer, [0, 0, 0])
-        weights += tensor.elements if len(tensor.shape) > 1 else 0
+        linear, routed, norms, weights = sums.setdefault(tensor.layer, [0, 0, 0, 0])
+        weights += tensor.elements if len(tensor.shape) == 2 else 0
         if tensor.role == "norm":
             norms += tensor.shape[0] if tensor.shape else 0
         elif tensor.role == "expert" and len(tensor.shape) == 3:
-            linear += (tensor.shape[1] + tensor.shape[2]) * _experts_run(architecture)
+            routed += (tensor.shape[1] + tensor.shape[2]) * _experts_run(architecture)
         elif len(tensor.shape) == 2:
             linear += sum(tensor.shape)
-        sums[tensor.layer] = [linear, norms, weights]
-    counts: dict[tuple[int, int, int], int] = {}
-    for linear, norms, weights in sums.values():
-        counts[linear, norms, weights] = counts.get((linear, norms, weights), 0) + 1
+        sums[tensor.layer] = [linear, routed, norms, weights]
+    counts: dict[tuple[int, ...], int] = {}
+    for values in map(tuple, sums.values()):
+        counts[values] = counts.get(values, 0) + 1
     return tuple(ShapeSum(count, architecture.heads, *values) for values, count in counts.items())
 
 
@@ -174,6 +176,7 @@ def activations_of(
     out = []
     for found in estimated:
         size = found.linear * convention.compute + found.norms * (4 + convention.compute)
+        size += found.routed * stream
         score = found.heads * (4 + convention.compute) if attention == "eager" else 0
         total, scores = Size(token=size, score=score), Size(score=score)
         casts = convention.compute * found.weights if fp8 or (convention.autocast and width == 4) else 0

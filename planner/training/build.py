@@ -320,6 +320,8 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
             f"{planner.model.architecture.class_name} has no {setup.attention} attention in transformers: "
             f"planned with {attention}"
         )
+    if planner.model.architecture.experts and "all-linear" in (setup.target_modules or ()):
+        out.append("PEFT adapts routers, and the experts of some mixtures, too under all-linear: not counted")
     if setup.precision in ("fp16", "fp16-mixed"):
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
     if setup.precision == "fp16":

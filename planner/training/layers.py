@@ -43,12 +43,12 @@ def norm(t: Tape, n: Norm, x: Value) -> Value:
 def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Value:
     at = f"{layer}.{a.name}"
     q, k, v = _projected(t, a, h, at)
+    if not a.normed_last:
+        q, k = _normed(t, a, q, k)
     if a.clipped:  # clamp_ keeps a copy of what it overwrites
         for part in (q, k, v):
             if part.grad:
                 t.save(t.like(part))
-    if not a.normed_last:
-        q, k = _normed(t, a, q, k)
     if a.rope is not None:
         own = t.interleaved(tables[a.rope.tables]) if a.rope.fresh else tables[a.rope.tables]
         q, k = _rotated(t, a.rope, q, own), _rotated(t, a.rope, k, own)
@@ -126,21 +126,29 @@ def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
 
 def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     """The weights of the chosen experts, ``chosen`` per token."""
-    router = e.router
+    router, given = e.router, h.width
+    if router.noisy and h.grad:
+        t.save(t.like(h))
+        t.save(t.like(h))
     if router.kind == "sigmoid-groups":
         h = t.cast(h, 4)
         stored = t.weight if t.trains else t.frozen
         if h.grad and stored != 4:  # the weight's fp32 copy
             t.save(Value(Size(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
-    logits = t.linear(h, at, e.hidden, e.count)
+    elif router.dtype == "float32":
+        h = t.cast(h, 4)
+    clamped = router.kind == "softmax-clamped"
+    logits = t.product(h, e.count) if clamped else t.linear(h, at, e.hidden, e.count)
     if not logits.grad:
         return t.new(e.chosen, 4, False)
+    if router.kind == "mixer":
+        return _mixed(t, e, logits)
     t.save(t.new(e.chosen, 8, False))  # the indices
     width = logits.width if router.kind == "sigmoid-groups" else 4
     chosen = t.new(e.chosen, width, True)
     if router.kind == "softmax-chosen":
         t.save(chosen)
-        return t.like(t.cast(chosen, h.width))
+        return t.like(t.cast(chosen, given))
     t.save(t.new(e.count, width, True))  # softmax and sigmoid keep their result
     if router.kind == "sigmoid-groups":
         groups, taken = router.groups
@@ -150,4 +158,19 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     if router.normed:
         t.save(t.like(chosen))  # divided in place: what was there is copied
         t.save(t.new(1, width, True))
+    if clamped:
+        t.save(t.new(1, width, True))
+        return t.like(t.cast(chosen, given))
     return t.cast(chosen, logits.width) if router.kind == "softmax" else chosen
+
+
+def _mixed(t: Tape, e: Experts, logits: Value) -> Value:
+    """Phi-3.5-MoE's sparsemixer, once for each chosen expert: the mask, its softmax, the sampled and the
+    largest expert, the multiplier of the gradient."""
+    for _ in range(e.chosen):
+        t.save(t.new(e.count, 1, False))
+        t.save(t.new(e.count, logits.width, True))
+        t.save(t.new(1, 8, False))
+        t.save(t.new(1, 8, False))
+        t.save(t.new(1, logits.width, True))
+    return t.new(e.chosen, logits.width, True)

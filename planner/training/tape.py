@@ -166,6 +166,12 @@ class Tape:
             result = self.like(result, width, True)
         return result
 
+    def product(self, x: Value, out: int) -> Value:
+        """x W^T outside of autocast, W in x's type; never adapted."""
+        if self.trains:
+            self.save(x)
+        return self.new(out, x.width, x.grad or self.trains)
+
     def _save_input(self, x: Value) -> None:
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)

@@ -47,6 +47,10 @@ def exact(row: str) -> bool:
     return not models.training_model(row).estimated
 
 
+def routes(row: str) -> bool:
+    return models.training_model(row).architecture.experts > 0
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.ROWS)
@@ -68,7 +72,7 @@ def test_most_types_are_exact():
     types = {True: set(), False: set()}
     for row in models.ROWS:
         types[exact(row)].add(row.partition("-")[0])
-    assert len(types[True] - types[False]) >= 34
+    assert len(types[True] - types[False]) >= 47
 
 
 @pytest.mark.parametrize("method", ["lora", "ia3"])
@@ -93,7 +97,7 @@ def test_adapters(family, precision, method, saved):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
+@pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row) and not routes(row)])
 def test_adapters_on_every_linear_layer(family, precision, saved):
     def real():
         import peft
@@ -108,6 +112,26 @@ def test_adapters_on_every_linear_layer(family, precision, saved):
     )
     targets = models.planner(family).trained(setup).targets
     assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "phimoe", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe"]
+)
+def test_lora_on_the_attention_of_routed_layers(family, precision, saved):
+    """Experts and routers are frozen; gradients pass through them."""
+
+    def real():
+        import peft
+
+        model = models.real_model(family, "sdpa", "float32" if precision == "fp32" else "bfloat16")
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
+
+    measured = saved(real, family, autocast=precision == "bf16-mixed")
+    targets = ("q_proj", "v_proj")
+    setup = TrainingSetup(method="lora", precision=precision, attention="sdpa", rank=4, target_modules=targets)
+    found = planned(family, setup, models.planner(family).trained(setup).targets, BATCH, LENGTH)
+    assert found == pytest.approx(measured, rel=0.005)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
@@ -203,7 +227,16 @@ def test_the_estimate_of_other_families_covers_the_exact_figure(precision):
     assert checked > 40
 
 
-def test_mixtral_is_estimated_and_says_so():
+@pytest.mark.parametrize(("row", "estimated"), [("mixtral", False), ("gpt_oss", True)])
+def test_a_plan_says_whether_its_activations_are_estimated(row, estimated):
+    plan = models.planner(row).plan(TrainingSetup())
+    line = next(x for x in plan.lines if x.name == "activations")
+    assert (line.low < line.bytes < line.high) == estimated
+    assert (line.low == line.bytes == line.high) != estimated
+    assert any("estimated" in note for note in plan.notes) == estimated
+
+
+def test_experts_of_mixtral_are_divided_by_expert_parallel():
     config = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32_000,
         "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -213,9 +246,6 @@ def test_mixtral_is_estimated_and_says_so():
     architecture = build_architecture(config)
     planner = Planner(model_from("mixtral", architecture))
     plan = planner.plan(TrainingSetup(gpus=8, expert_parallel=8, strategy="zero1"))
-    line = next(x for x in plan.lines if x.name == "activations")
-    assert line.low < line.bytes < line.high
-    assert any("estimated" in note for note in plan.notes)
     whole = planner.plan(TrainingSetup(gpus=8, strategy="zero1", convention="zero"))
     assert whole.line("weights") == 2 * 46_702_792_704
     experts = 32 * 8 * 3 * 4096 * 14336
