@@ -204,6 +204,11 @@ def _device_memory(deployment: Deployment) -> int:
         return deployment.device_memory
     if deployment.device == "cpu":
         return host_memory()
+    from tonnage.planner.devices.find import local_gpu  # where there may be one
+
+    gpu = local_gpu()
+    if gpu.device == deployment.device:
+        return gpu.memory_bytes
     raise DeploymentError(
         "needed for a GPU that is not here",
         field="--device-memory",

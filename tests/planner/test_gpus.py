@@ -12,6 +12,8 @@ import tonnage.planner.devices.catalogue as gpus
 from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, capability_of, catalogue, find_gpu
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
 
 ENTRIES = json.loads((Path(gpus.__file__).parent / "catalogue.json").read_text())["gpus"]
 NEEDED = [
@@ -67,6 +69,17 @@ def test_capability_is_found_by_the_drivers_name_too():
 def test_cpu_and_auto_are_this_machine():
     assert find_gpu("cpu").memory_bytes == host_memory()
     assert find_gpu("auto").memory_bytes > 0
+
+
+def test_a_gpu_without_a_figure_is_this_machines():
+    """Asked where there is one, needed where there is none."""
+    asked, here = Deployment(engine="vllm", device="cuda", max_model_len=512), find_gpu("auto")
+    if here.device == "cuda":
+        assert make_plan("demo", asked).rank.total_bytes == here.memory_bytes
+        return
+    with pytest.raises(DeploymentError, match="not here") as caught:
+        make_plan("demo", asked)
+    assert caught.value.field == "--device-memory"
 
 
 def test_a_typing_error_is_answered():

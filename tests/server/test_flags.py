@@ -15,6 +15,8 @@ from pydantic import BaseModel
 
 from tonnage.planner.api import plan
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.fitlog.command import deployment_of
+from tonnage.planner.fitlog.read import LogFigures
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan
@@ -101,7 +103,8 @@ def completed(made: Plan) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_the_same_in_every_command(model: str) -> None:
-    """plan, plan --replicas, replay, serve and Python, on the same GPU: every flag as the engine chooses."""
+    """plan, plan --replicas, replay, serve, fit-log and Python, on the same GPU: every flag as the engine
+    chooses."""
     asked = plan(model, gpu=GPU, max_model_len=8192)
     where = ["--gpu", GPU, "--max-model-len", "8192"]
     trace = str(next((DATA / "traces").glob("azure*.csv")))
@@ -115,9 +118,11 @@ def test_what_is_left_out_is_the_same_in_every_command(model: str) -> None:
         model=model, backend="vllm", device="cuda", device_memory=memory, max_model_len=8192
     )
     served = make_plan(model, settings.deployment())
-    for other in (replayed, many, served):
+    read = LogFigures(engine="vllm", figures={"max_model_len": 8192})  # a log that says no more
+    logged = make_plan(model, deployment_of(read, PARSERS["fit-log"].parse_args(["a.log", "--gpu", GPU])))
+    for other in (replayed, many, served, logged):
         assert completed(other) == completed(asked)
-    for other in (replayed, many):
+    for other in (replayed, many, logged):
         assert other.kv_cache == asked.kv_cache
         assert other.plan_id == asked.plan_id
     assert asked.deployment.gpu_memory_utilization == 0.92
