@@ -204,7 +204,7 @@ def _device_memory(deployment: Deployment) -> int:
         return deployment.device_memory
     if deployment.device == "cpu":
         return host_memory()
-    from tonnage.planner.devices.find import local_gpu  # where there may be one
+    from tonnage.planner.devices.catalogue import local_gpu  # where there may be one
 
     gpu = local_gpu()
     if gpu.device == deployment.device:
