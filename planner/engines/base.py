@@ -53,7 +53,7 @@ class Engine(ABC):
     tiles_linear = False  # linear weights may be repacked into padded tiles
     null_block = False  # block 0 of the pool holds nothing
     sized_by_context = False  # the pool is the context that was asked for, whatever memory there is
-    # device -> format -> the kernel that repacks its weights (quantization/formats.py after_warmup)
+    # device -> format -> the kernel that repacks its weights (Kind.loaded and Kind.warmed)
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     shows_version = True  # beside the name
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.family import NO_FAMILY, Family
+from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.records import replace
@@ -20,12 +19,7 @@ _FIRST = ("llama", "moe", "linear", "gemma", "mla", "moe_mixed", "multimodal")
 
 
 def _modules() -> Iterator[Any]:
-    for name in _FIRST:
-        yield import_module(f"{__package__}.{name}")
-    for file in sorted(os.listdir(os.path.dirname(__file__))):
-        name, _, ending = file.partition(".")
-        if ending == "py" and name not in _FIRST and name != "__init__":
-            yield import_module(f"{__package__}.{name}")
+    return modules_in(__package__, _FIRST)
 
 
 @lru_cache(256)

@@ -14,7 +14,6 @@ from tonnage.planner.quantization.scheme import Quantization
 
 # Old names transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
-_STORED_AS = {"gptq": ".qweight", "awq": ".qweight"}
 
 
 def check_tensors(
@@ -39,10 +38,11 @@ def check_tensors(
     for spec in architecture.tensors:
         if not spec.is_parameter or spec.tied_to is not None:
             continue
-        packed = stored_quantized and quantization.converts(spec)
+        found_format = quantization.format_of(spec) if stored_quantized else None
+        packed = found_format is not None
         name = spec.name
-        if packed and quantization.scheme in _STORED_AS:
-            name = spec.module + _STORED_AS[quantization.scheme]
+        if found_format is not None and found_format.kind.suffix is not None:
+            name = spec.module + found_format.kind.suffix
         # a checkpoint may store the tied copy only (tie_weights swaps them)
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None

@@ -15,10 +15,6 @@ from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass
 
-# bitsandbytes stores NF4's state of each module as JSON: the fixed text, the shape's digits, and an offset
-# printed with 17 to 22 characters (bitsandbytes 0.50, functional.py QuantState.as_dict).
-_JSON_DIGITS = (17, 22)
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
@@ -38,21 +34,11 @@ def checkpoint_size(
         total += sum(t.elements for t in architecture.tensors if t.tied_to) * ELEMENT_BYTES[dtype]
     low = high = total
     for tensor in architecture.tensors:
-        if quantization.converts(tensor) and quantization.scheme in ("nf4", "nf4-double", "fp4", "fp4-double"):
-            fixed = len(_state_text(quantization.scheme, dtype, tensor.shape))
-            double = quantization.scheme.endswith("double")
-            low += fixed + (_JSON_DIGITS[0] if double else 0)
-            high += fixed + (_JSON_DIGITS[1] if double else 0)
+        found = quantization.format_of(tensor)
+        if found is not None and found.kind.text_in_file is not None:
+            least, most = found.kind.text_in_file(found, dtype, tensor.shape)
+            low, high = low + least, high + most
     return CheckpointSize(low, high)
-
-
-def _state_text(scheme: str, dtype: str, shape: tuple[int, ...]) -> str:
-    """The JSON text without the offset's digits."""
-    rows, columns = shape
-    text = f'{{"quant_type": "{scheme[:3]}", "blocksize": 64, "dtype": "{dtype}", "shape": [{rows}, {columns}]'
-    if scheme.endswith("double"):
-        text += ', "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": '
-    return text + "}"
 
 
 def _old_buffers(architecture: Architecture, config: Mapping[str, Any], dtype: str) -> int:

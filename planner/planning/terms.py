@@ -138,7 +138,7 @@ def quantized_terms(
         formula += f"; up to {size.high:,} by the digits of the offsets"
     terms = [Term("weights_in_file", size.low, formula, "quantization_config")]
     engine = engine_of(flags.engine)
-    kernel = engine.kernels.get(flags.device, {}).get(quantization.linear.kind)
+    kernel = engine.kernels.get(flags.device, {}).get(quantization.linear.kind.name)
     if kernel is not None:
         warm = sum(
             quantization.bytes_after_warmup(tensor, flags.dtype, kernel)

@@ -17,9 +17,6 @@ from tonnage.planner.records import dataclass
 # linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
 _TILE = 64
 
-# dtype of the packed storage; scales and code books are counted with it (bitsandbytes 0.50, gptqmodel 7.7)
-_STORED_AS = {"int8": "int8", "nf4": "uint8", "nf4-double": "uint8", "gptq": "int32"}
-
 _FIELDS = {
     "embedding": "vocab_size, hidden_size",
     "attention": "num_attention_heads, num_key_value_heads, head_dim, hidden_size",
@@ -108,16 +105,16 @@ def sum_weights(
     for tensor in engine.tensors(architecture, deployment):
         if architecture.unread:
             slack += _biases_and_norms(tensor, deployment.tensor_parallel_size)
-        converted = quantization.converts(tensor)
+        found = quantization.format_of(tensor)
+        converted = found is not None
         held = quantization.bytes_after_load(tensor, dtype)
-        repacked = converted and quantization.scheme == "gptq" and deployment.device == "cpu"
+        repacked = found is not None and kernels.get(found.kind.name) in found.kind.loaded
         if repacked:
             held = sum(quantization.loaded_parts(tensor, kernels).values())
         total += held
         if held:
-            stored = (
-                _STORED_AS.get(quantization.scheme, quantization.scheme) if converted else tensor.dtype or dtype
-            )
+            # scales and code books are counted with the values
+            stored = tensor.dtype or dtype if found is None else found.kind.stored_as or quantization.scheme
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held
         if (

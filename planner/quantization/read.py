@@ -1,14 +1,43 @@
-"""Which quantization a plan is for: the checkpoint's own or the flag's, and whether it does anything."""
+"""What a checkpoint's ``quantization_config`` says, or the flag: config -> Quantization.
+
+The formats are in formats/, a file for each tool: what it stores (``Kind``), the flags that ask for it
+(``FLAGS``) and its configs (``READERS``, by quant_method).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArchitecture
+from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
-from tonnage.planner.quantization.scheme import FLAG_VALUES, Quantization
+from tonnage.planner.quantization.fields import AT
+from tonnage.planner.quantization.linear import LinearFormat
+from tonnage.planner.quantization.scheme import Quantization
+
+# In the order of the help and of a sweep
+_FIRST = ("bitsandbytes", "gptq", "fp8", "compressed_tensors", "microscaling", "modelopt", "hqq", "torchao")
+
+
+def _modules() -> Iterator[Any]:
+    return modules_in("tonnage.planner.quantization.formats", _FIRST)
+
+
+def flag_formats() -> dict[str, LinearFormat]:
+    """--quantization for an unquantized checkpoint -> the format the engine makes of it."""
+    return {name: made for module in _modules() for name, made in module.FLAGS.items()}
+
+
+def quantized_to(scheme: str) -> Quantization:
+    """An unquantized model under that flag. Raises DeploymentError."""
+    known = flag_formats()
+    if scheme not in known:
+        raise DeploymentError(
+            f"{shown(scheme)} is not known", field="--quantization", hint="one of " + ", ".join(known)
+        )
+    return Quantization(scheme, linear=known[scheme])
 
 
 def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantization:
@@ -21,29 +50,40 @@ def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantizati
     text = config.get("text_config")
     if found is None and isinstance(text, dict):
         found = text.get("quantization_config")
-    known = flag is None or flag in FLAG_VALUES
     if found is None:
-        if not known:
-            raise DeploymentError(
-                f"{shown(flag)} is not known", field="--quantization", hint="one of " + ", ".join(FLAG_VALUES)
-            )
-        return Quantization() if flag is None else Quantization(scheme=flag)
+        return Quantization() if flag is None else quantized_to(flag)
     if not isinstance(found, dict):
         raise ConfigError(f"{shown(found)} is not an object", field="quantization_config")
-    from tonnage.planner.quantization.stored import read_stored  # a plain checkpoint has nothing to read
-
-    stored = read_stored(found, config)
+    stored = _stored(found, config)
     if flag is not None and flag not in (stored.scheme, stored.method):
-        if not known:
-            raise DeploymentError(
-                f"{shown(flag)} is not known", field="--quantization", hint="one of " + ", ".join(FLAG_VALUES)
-            )
+        quantized_to(flag)
         raise DeploymentError(
             f"{flag} contradicts the checkpoint, which is quantized as {stored.scheme}",
             field="--quantization",
             hint="leave the flag out",
         )
     return stored
+
+
+def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """Raises UnsupportedArchitecture for a method that is not known, ConfigError for broken fields."""
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
+        method = "bitsandbytes"
+    if method is None and "quant_algo" in found:
+        method = "modelopt"
+    if isinstance(method, str) and method == "fp8" and found.get("quantized_layers"):
+        method = "fp8-mixed"
+    readers = {name: reader for module in _modules() for name, reader in module.READERS.items()}
+    reader = readers.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise UnsupportedArchitecture(
+            f"{shown(method)} is not planned yet",
+            field=f"{AT}.quant_method",
+            hint="known: " + ", ".join(readers),
+        )
+    made: Quantization = reader(found, config)
+    return made
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:

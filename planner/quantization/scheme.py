@@ -1,8 +1,7 @@
 """Bytes of each tensor in the file, after load and after warm-up, under each way of storing weights.
 
 "After load" is what the process holds: the storages of parameters, buffers and quantization state. Verified
-against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0). The formats are in
-formats.py, the exclusion rules in rules.py, the reading of quantization_config in stored.py.
+against bitsandbytes 0.50 on CPU by tests/planner/test_quantization_real.py (difference 0).
 """
 
 from __future__ import annotations
@@ -11,40 +10,11 @@ from collections.abc import Mapping
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
-from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.quantization.formats import LinearFormat
+from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
+from tonnage.planner.quantization.linear import LinearFormat
 from tonnage.planner.quantization.rules import Patterns, spelling
 from tonnage.planner.records import dataclass, field
 
-_ROW_SCALE = (1, 0)
-
-# --quantization for an unquantized checkpoint -> the format the engine makes of it
-_FLAGS = {
-    "int8": LinearFormat("int8"),
-    "nf4": LinearFormat("nf4"),
-    "nf4-double": LinearFormat("nf4", double=True),
-    "fp4": LinearFormat("nf4", code="fp4"),
-    "fp4-double": LinearFormat("nf4", double=True, code="fp4"),
-    "gptq": LinearFormat("gptq"),
-    "awq": LinearFormat("awq"),
-    "fp8": LinearFormat("fp8"),
-    "fp8-channel": LinearFormat("fp8", block=_ROW_SCALE),
-    "fp8-block": LinearFormat("fp8", block=(128, 128)),
-    "w8a8": LinearFormat("int-w8", block=_ROW_SCALE, scale_bytes=2),
-    "w4a16": LinearFormat("packed", scale_bytes=2, zero_points=False),
-    "mxfp4": LinearFormat("mxfp4"),
-    "mxfp8": LinearFormat("mxfp8"),
-    "nvfp4": LinearFormat("nvfp4", input_scale=True),
-    "hqq": LinearFormat("hqq", group_size=64),
-    "torchao-int4": LinearFormat("torchao-int4"),
-    "torchao-int8": LinearFormat("torchao-int8", scale_bytes=2),
-}
-FLAG_VALUES = tuple(_FLAGS)
-_BITSANDBYTES = ("int8", "nf4")  # made from nn.Linear while loading; experts and heads stay as they are
-# Which classes a method replaces. ``KeptLinear``: an nn.Linear of a family's _keep_in_fp32_modules, which every
-# quantizer of transformers leaves alone (5.19, quantizers/base.py)
-_CLASSES = {"gptq": ("Linear", "FalconLinear"), "int8": ("Linear", "Conv1D"), "nf4": ("Linear", "Conv1D")}
-_TOWERS = ("vision", "audio", "projector")
 _SIZES: dict[tuple[LinearFormat, tuple[int, int, int]], int] = {}
 
 
@@ -60,10 +30,6 @@ class Quantization:
 
     scheme: str = "none"
     skip: Patterns | None = None
-    bits: int = 4
-    group_size: int = 128
-    desc_act: bool = False
-    sym: bool = True
     origin: str = "--quantization"
     linear: LinearFormat | None = None
     named: Mapping[str, LinearFormat] = field(default_factory=dict)
@@ -74,35 +40,33 @@ class Quantization:
         """Format of this weight, None when it stays in its dtype."""
         if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
             return None
-        # bitsandbytes replaces every nn.Linear, a router too; the other formats' tools leave routers alone
-        if tensor.role == "router" and self._default().kind not in _BITSANDBYTES:
+        kind = self._default().kind
+        if tensor.role == "router" and not kind.while_loading:
             return None
         if tensor.role == "expert":
             return self._expert_format(tensor)
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
-        classes = _CLASSES.get(self._default().kind, ("Linear",))
         # V4's grouped projection is a subclass of nn.Linear that FP8 checkpoints store as any other
-        if tensor.module_class not in classes and tensor.module_class != "GroupedLinear":
+        if tensor.module_class not in kind.classes and tensor.module_class != "GroupedLinear":
             return None
-        if tensor.module_class == "GroupedLinear" and self._default().kind in _BITSANDBYTES:
+        if tensor.module_class == "GroupedLinear" and kind.while_loading:
             return None
         if self.named:
             own = self.named.get(spelling(tensor.module))
             if own is not None or self.linear is None:
                 return own
-        if self._default().kind in ("gptq", "awq") and tensor.role in _TOWERS:
-            return None  # both walk the language model's layers only
+        if kind.language_model_only and tensor.role in TOWER_ROLES:
+            return None
         if self.skip is not None and self.skip.match(tensor.module):
             return None
-        if tensor.role == "head" and (self.skip is None or self._default().kind not in _BITSANDBYTES):
+        if tensor.role == "head" and (self.skip is None or not kind.while_loading):
             return None
         return self.linear
 
     def _expert_format(self, tensor: TensorSpec) -> LinearFormat | None:
-        kind = self._default().kind
         # transformers' fused experts are parameters, no nn.Linear: bitsandbytes leaves them alone
-        if kind in _BITSANDBYTES or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
+        if self._default().kind.while_loading or len(tensor.shape) != 3 or tensor.name.endswith("_bias"):
             return None
         chosen = self.experts or self.linear
         if self.named:
@@ -141,7 +105,7 @@ class Quantization:
         those that repack."""
         found = self.format_of(tensor) or self._default()
         count, out, into = matrices(tensor)
-        parts = found.loaded_by(kernels.get(found.kind), out, into, tensor.module)
+        parts = found.loaded_by(kernels.get(found.kind.name), out, into, tensor.module)
         return {name: count * size for name, size in parts.items()}
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
@@ -153,21 +117,20 @@ class Quantization:
             return tensor.elements * ELEMENT_BYTES[dtype if tensor.stored == "model" else tensor.stored]
         extra = 0
         if found is not None:
-            count, out, into = matrices(tensor)
-            extra = count * found.extra_in_file(out, into)
+            extra = matrices(tensor)[0] * found.extra_in_file
         return self.bytes_after_load(tensor, dtype) + extra
 
     def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
-        """Bytes after the first forward with ``kernel`` (quantization_formats.LinearFormat.after_warmup)."""
+        """Bytes after the first forward with ``kernel`` (LinearFormat.after_warmup)."""
         found = self.format_of(tensor) if tensor.tied_to is None else None
         if found is None:
             return self.bytes_after_load(tensor, dtype)
         count, out, into = matrices(tensor)
-        return count * sum(found.after_warmup(out, into, kernel, tensor.module).values())
+        return count * sum(found.after_warmup(kernel, out, into, tensor.module).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:
         """The storages of one converted weight [out, in] by name, in bytes."""
-        found = self.format_of(tensor) or self.linear or _FLAGS.get(self.scheme)
+        found = self.format_of(tensor) or self.linear
         if found is None:
             raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
         return self._parts(tensor, found)
@@ -187,20 +150,9 @@ class Quantization:
         parts = found.parts(out, into, tensor.module)
         return parts if count == 1 else {name: count * size for name, size in parts.items()}
 
-    def __post_init__(self) -> None:
-        # Quantization("gptq", bits=8): the fields of the scheme without reading a config
-        if self.linear is None and self.scheme in _FLAGS and not self.named and self.experts is None:
-            base = _FLAGS[self.scheme]
-            if base.kind in ("gptq", "awq"):
-                base = LinearFormat(base.kind, self.bits, self.group_size, act_order=self.desc_act)
-            object.__setattr__(self, "linear", base)
-
     def describe(self) -> str:
-        if self.scheme == "gptq":
-            return f"gptq, {self.bits} bits, group {self.group_size}, desc_act {self.desc_act}, sym {self.sym}"
-        if self.scheme == "awq":
-            return f"awq, {self.bits} bits, group {self.group_size}"
-        return self.scheme
+        detail = self.linear.kind.detail if self.linear is not None else None
+        return f"{self.scheme}, {detail(self.linear)}" if detail else self.scheme
 
 
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:

@@ -24,8 +24,7 @@ from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import hold_weights
 from tonnage.planner.plans import Deployment
-from tonnage.planner.quantization.read import check_quantization, read_quantization
-from tonnage.planner.quantization.scheme import FLAG_VALUES
+from tonnage.planner.quantization.read import check_quantization, flag_formats, read_quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 
@@ -199,7 +198,7 @@ def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
     """Whatever a flag fixes is not varied."""
-    schemes: tuple[str, ...] = ("as is", *FLAG_VALUES)
+    schemes: tuple[str, ...] = ("as is", *flag_formats())
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)
     engine = engine_of(deployment.engine)

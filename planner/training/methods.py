@@ -16,6 +16,7 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.quantization.read import quantized_to
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import frozen_bytes
@@ -85,7 +86,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
     buffers = sum(
         t.elements * ELEMENT_BYTES[t.dtype or "bfloat16"] for t in architecture.tensors if t.role == "buffer"
     )
-    quantization = Quantization(setup.base_quantization) if setup.method == "qlora" else Quantization()
+    quantization = quantized_to(setup.base_quantization) if setup.method == "qlora" else Quantization()
     if setup.method == "qlora" and not any(quantization.converts(t) for t in own):
         raise UnsupportedArchitecture(
             f"bitsandbytes replaces no module of {architecture.class_name}: its linear layers are not of the "

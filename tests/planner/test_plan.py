@@ -116,15 +116,17 @@ def test_weight_terms_add_up():
 def test_gptq_layout():
     """4 bits, group 128: qweight in x out / 2, qzeros and scales per group, g_idx; by hand for one matrix."""
     from tonnage.planner.model.tensor import TensorSpec
-    from tonnage.planner.quantization.scheme import Quantization
+    from tonnage.planner.quantization.formats.gptq import GPTQ
+    from tonnage.planner.quantization.linear import LinearFormat
+    from tonnage.planner.quantization.read import quantized_to
 
     tensor = TensorSpec("m.weight", (576, 1536), "mlp", "Linear")
-    assert Quantization("gptq").parts(tensor) == {
+    assert quantized_to("gptq").parts(tensor) == {
         "qweight": 1536 * 576 // 2, "qzeros": 12 * 576 // 2, "scales": 12 * 576 * 2, "g_idx": 1536 * 4,
     }  # fmt: skip
-    assert Quantization("gptq", group_size=-1).parts(tensor)["scales"] == 576 * 2
-    assert Quantization("gptq", bits=3).parts(tensor)["qweight"] == 1536 * 3 // 32 * 576 * 4
-    assert Quantization("gptq", bits=8).parts(tensor)["qweight"] == 1536 * 576
+    assert LinearFormat(GPTQ, group_size=-1).parts(576, 1536)["scales"] == 576 * 2
+    assert LinearFormat(GPTQ, bits=3).parts(576, 1536)["qweight"] == 1536 * 3 // 32 * 576 * 4
+    assert LinearFormat(GPTQ, bits=8).parts(576, 1536)["qweight"] == 1536 * 576
 
 
 def test_plan_id_changes_with_every_input_and_with_nothing_else():

@@ -6,9 +6,19 @@ import pytest
 
 from tonnage.planner.errors import ConfigError, TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.folder import modules_in
+from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.checkpoint import checkpoint_size
-from tonnage.planner.quantization.formats import LinearFormat
-from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.plans import Deployment
+from tonnage.planner.quantization.formats.bitsandbytes import FOUR_BITS, INT8
+from tonnage.planner.quantization.formats.compressed_tensors import PACKED
+from tonnage.planner.quantization.formats.fp8 import FP8
+from tonnage.planner.quantization.formats.gptq import AWQ, GPTQ
+from tonnage.planner.quantization.formats.hqq import HQQ
+from tonnage.planner.quantization.formats.microscaling import MXFP4, MXFP8
+from tonnage.planner.quantization.formats.modelopt import NVFP4
+from tonnage.planner.quantization.linear import LinearFormat
+from tonnage.planner.quantization.read import flag_formats, read_quantization
 from tonnage.planner.quantization.rules import compile_patterns
 
 N = 4096 * 14336
@@ -17,24 +27,38 @@ N = 4096 * 14336
 @pytest.mark.parametrize(
     ("made", "total"),
     [
-        (LinearFormat("int8"), N + 4 * 14336),
-        (LinearFormat("nf4"), N // 2 + 64 + 4 * N // 64),
-        (LinearFormat("nf4", double=True), N // 2 + 64 + N // 64 + 4 * N // 64 // 256 + 1024 + 4),
-        (LinearFormat("gptq"), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2 + 4096 * 4),
-        (LinearFormat("awq"), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2),
-        (LinearFormat("fp8"), N + 4),
-        (LinearFormat("fp8", input_scale=True), N + 8),
-        (LinearFormat("fp8", block=(1, 0)), N + 4 * 14336),
-        (LinearFormat("fp8", block=(128, 128)), N + 4 * 112 * 32),
-        (LinearFormat("packed", scale_bytes=2, zero_points=False), N // 2 + 2 * N // 128 + 16),
-        (LinearFormat("mxfp4"), N // 2 + N // 32),
-        (LinearFormat("nvfp4", input_scale=True), N // 2 + N // 16 + 8),
-        (LinearFormat("mxfp8"), N + N // 32),
-        (LinearFormat("hqq", group_size=64), N // 2 + 4 * N // 64),
+        (LinearFormat(INT8), N + 4 * 14336),
+        (LinearFormat(FOUR_BITS), N // 2 + 64 + 4 * N // 64),
+        (LinearFormat(FOUR_BITS, double=True), N // 2 + 64 + N // 64 + 4 * N // 64 // 256 + 1024 + 4),
+        (LinearFormat(GPTQ), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2 + 4096 * 4),
+        (LinearFormat(AWQ), N // 2 + 32 * 14336 // 2 + 32 * 14336 * 2),
+        (LinearFormat(FP8), N + 4),
+        (LinearFormat(FP8, input_scale=True), N + 8),
+        (LinearFormat(FP8, block=(1, 0)), N + 4 * 14336),
+        (LinearFormat(FP8, block=(128, 128)), N + 4 * 112 * 32),
+        (LinearFormat(PACKED, scale_bytes=2, zero_points=False), N // 2 + 2 * N // 128 + 16),
+        (LinearFormat(MXFP4), N // 2 + N // 32),
+        (LinearFormat(NVFP4, input_scale=True), N // 2 + N // 16 + 8),
+        (LinearFormat(MXFP8), N + N // 32),
+        (LinearFormat(HQQ, group_size=64), N // 2 + 4 * N // 64),
     ],
 )
 def test_bytes_of_one_matrix(made, total):
     assert sum(made.parts(14336, 4096).values()) == total
+
+
+def test_a_tool_is_one_file_and_each_flag_stands_in_one():
+    modules = list(modules_in("tonnage.planner.quantization.formats", ()))
+    assert all(module.READERS and isinstance(module.FLAGS, dict) for module in modules)
+    assert sum(len(module.FLAGS) for module in modules) == len(flag_formats())
+    for scheme in flag_formats():
+        assert read_quantization({}, scheme).scheme == scheme
+
+
+def test_fp4_is_stored_as_nf4_is(folder_with, tiny_llama):
+    for scheme in ("nf4", "fp4", "fp4-double"):
+        plan = make_plan(folder_with(tiny_llama), Deployment(device_memory=1 << 34, quantization=scheme))
+        assert {made.dtype for made in plan.weight_formats if made.quantization == scheme} == {"uint8"}
 
 
 def test_gpt_oss_20b_is_13_761_264_768_bytes(config_of):

@@ -12,8 +12,7 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.plans import Deployment
-from tonnage.planner.quantization.read import read_quantization
-from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.quantization.read import quantized_to, read_quantization
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo
 
@@ -74,7 +73,7 @@ def check_warm(model, scheme, held_bytes):
     repacks = getattr(ops, "has_avx512bf16", lambda: False)()
     kernel = "bitsandbytes-cpu-avx512" if repacks else None
     architecture = build_architecture(resolve_model("demo").config)
-    planned = sum(Quantization(scheme).bytes_after_warmup(t, "bfloat16", kernel) for t in architecture.tensors)
+    planned = sum(quantized_to(scheme).bytes_after_warmup(t, "bfloat16", kernel) for t in architecture.tensors)
     assert held_bytes(model) == planned
     if kernel:
         explained = make_plan(

@@ -19,7 +19,7 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.quantization.read import quantized_to
 from tonnage.planner.source.resolve import cache_folder, resolve_model
 from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo
 from tonnage.server.engines.hf.model.formats import require_loadable
@@ -64,7 +64,7 @@ def warm_weights(plan: Plan, what: str) -> int:
     if not what.startswith("nf4") or not ops.has_avx512bf16():
         return plan.rank.weights_bytes
     architecture = build_architecture(resolve_model("demo").config)
-    stored = Quantization(what)
+    stored = quantized_to(what)
     kernel = "bitsandbytes-cpu-avx512"
     return sum(stored.bytes_after_warmup(tensor, "bfloat16", kernel) for tensor in architecture.tensors)
 

@@ -1,0 +1,54 @@
+"""Fields of a checkpoint's ``quantization_config``, checked as those of config.json are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.model.fields import shown
+from tonnage.planner.quantization.rules import Patterns, compile_patterns
+
+AT = "quantization_config"
+
+
+def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
+    bits = found.get(name)
+    if isinstance(bits, bool) or bits not in allowed:
+        listed = ", ".join(map(str, allowed[:-1])) + (" or " if len(allowed) > 1 else "") + str(allowed[-1])
+        raise ConfigError(f"{shown(bits)} is not {listed}", field=f"{AT}.{name}")
+    return int(bits)
+
+
+def group_of(found: dict[str, Any], default: int) -> int:
+    name = "q_group_size" if "q_group_size" in found else "group_size"
+    group = found.get(name, default)
+    if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):
+        raise ConfigError(f"{shown(group)} is not -1 or a positive integer", field=f"{AT}.{name}")
+    return group
+
+
+def flag(found: dict[str, Any], name: str, default: bool) -> bool:
+    value = found.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{shown(value)} is not true or false", field=f"{AT}.{name}")
+    return value
+
+
+def names_in(found: dict[str, Any], name: str) -> list[str] | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{shown(value)} is not a list of module names", field=f"{AT}.{name}")
+    return value
+
+
+def skipped(found: dict[str, Any], *names: str) -> Patterns | None:
+    """The first of these lists the file has."""
+    for name in names:
+        values = names_in(found, name)
+        if values is not None:
+            return compile_patterns(values, f"{AT}.{name}")
+    return None

@@ -1,0 +1,1 @@
+"""The formats, a file for each tool that writes them: see ../read.py for what a file holds."""

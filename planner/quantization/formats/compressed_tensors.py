@@ -1,0 +1,137 @@
+"""compressed-tensors (llm-compressor): groups of targets, each with its weights' scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.model.fields import shown
+from tonnage.planner.quantization.fields import AT, skipped
+from tonnage.planner.quantization.formats.fp8 import FP8, bytes_and_scales
+from tonnage.planner.quantization.formats.microscaling import MXFP4
+from tonnage.planner.quantization.formats.modelopt import NVFP4
+from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
+from tonnage.planner.quantization.rules import Patterns
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.units import ceil_div
+
+
+def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """pack-quantized: int32 words along the inputs, a scale per group (in the model's dtype), the shape as two
+    int64 (compressors/quantized_compressors/pack_quantized.py, 0.12)."""
+    groups = 1 if f.group_size == -1 else ceil_div(into, f.group_size)
+    per_word = 32 // f.bits
+    parts = {
+        "weight_packed": out * ceil_div(into, per_word) * 4,
+        "weight_scale": out * groups * f.scale_bytes,
+        "weight_shape": 16,
+    }
+    if f.zero_points:
+        parts["weight_zero_point"] = ceil_div(out, per_word) * groups * 4
+    if f.act_order:
+        parts["weight_g_idx"] = into * 4
+    return parts
+
+
+PACKED, INT8 = Kind("packed", _packed), Kind("int-w8", bytes_and_scales)
+FLAGS = {
+    "w8a8": LinearFormat(INT8, block=(1, 0), scale_bytes=2),
+    "w4a16": LinearFormat(PACKED, scale_bytes=2, zero_points=False),
+}
+
+
+def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """compressed-tensors: one or more groups of targets, each with its weights' scheme."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ConfigError(f"{shown(groups)} is not an object of groups", field=f"{AT}.config_groups")
+    skip = skipped(found, "ignore")
+    width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    made: list[tuple[str, LinearFormat, list[str]]] = []
+    for name, group in groups.items():
+        where = f"{AT}.config_groups.{name}"
+        if not isinstance(group, dict):
+            raise ConfigError(f"{shown(group)} is not an object", field=where)
+        stored = group.get("format") or found.get("format")
+        made.append((*_group(group, stored, where, width), _targets(group, where)))
+    plain = [entry for entry in made if "Linear" in entry[2]]
+    if len(made) == 1 and plain:
+        scheme, linear, _ = plain[0]
+        return Quantization(scheme, skip, AT, linear, method="compressed-tensors")
+    return _mixed(made, skip)
+
+
+def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
+    """Two groups, of which one is about routed experts: the only mix found in published files."""
+    experts = [e for e in made if all("experts" in target for target in e[2])]
+    others = [e for e in made if e not in experts]
+    if len(experts) != 1 or len(others) != 1:
+        raise UnsupportedArchitecture(
+            "several groups that are not attention and experts are not planned", field=f"{AT}.config_groups"
+        )
+    return Quantization(
+        f"{others[0][0]}+{experts[0][0]}", skip, AT, others[0][1], experts=experts[0][1],
+        method="compressed-tensors",
+    )  # fmt: skip
+
+
+def _targets(group: dict[str, Any], where: str) -> list[str]:
+    targets = group.get("targets", ["Linear"])
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        raise ConfigError(f"{shown(targets)} is not a list of names", field=f"{where}.targets")
+    return targets
+
+
+def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tuple[str, LinearFormat]:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise ConfigError(f"{shown(weights)} is not an object", field=f"{where}.weights")
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    inputs = group.get("input_activations")
+    static = isinstance(inputs, dict) and inputs.get("dynamic") is False
+    group_size = weights.get("group_size") or -1
+    if kind == "float" and bits == 8:
+        return "fp8", LinearFormat(FP8, block=_strategy(weights, where), scale_bytes=width, input_scale=static)
+    if kind == "float" and bits == 4 and stored == "mxfp4-pack-quantized":
+        return "mxfp4", LinearFormat(MXFP4)
+    if kind == "float" and bits == 4 and group_size == 16:
+        # a global scale of the inputs is stored with dynamic activations too ("local")
+        return "nvfp4", LinearFormat(NVFP4, input_scale=inputs is not None)
+    if kind == "int" and stored == "pack-quantized" and bits in (4, 8):
+        act_order = weights.get("actorder") in ("group", "dynamic", True)
+        return f"w{bits}a16", LinearFormat(
+            PACKED, bits, group_size if strategy == "group" else -1, scale_bytes=width,
+            zero_points=weights.get("symmetric") is False, act_order=act_order,
+        )  # fmt: skip
+    if kind == "int" and bits == 8:
+        block = _strategy(weights, where)
+        return "w8a8", LinearFormat(INT8, block=block, scale_bytes=width, input_scale=static)
+    raise UnsupportedArchitecture(
+        f"{bits} bits of {shown(kind)} stored as {shown(stored)} are not planned yet", field=f"{where}.weights"
+    )
+
+
+def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
+    """Which values share a scale: tensor, channel (a row), group, block."""
+    strategy = weights.get("strategy", "tensor")
+    if strategy == "tensor":
+        return None
+    if strategy == "channel":
+        return (1, 0)
+    if strategy == "group":
+        size = weights.get("group_size")
+        if type(size) is int and size > 0:
+            return (1, size)
+    block = weights.get("block_structure")
+    if (
+        strategy == "block"
+        and isinstance(block, list)
+        and len(block) == 2
+        and all(type(b) is int for b in block)
+    ):
+        return (block[0], block[1])
+    raise UnsupportedArchitecture(f"{shown(strategy)} is not planned yet", field=f"{where}.weights.strategy")
+
+
+READERS = {"compressed-tensors": _read}

@@ -1,0 +1,138 @@
+"""GPTQ and AWQ: 32-bit words of packed integers, a scale and a zero point per group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.model.fields import shown
+from tonnage.planner.quantization.fields import AT, bits_of, flag, group_of, names_in, skipped
+from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
+from tonnage.planner.quantization.rules import Patterns, compile_patterns
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.units import ceil_div
+
+
+def _groups(f: LinearFormat, into: int) -> int:
+    return 1 if f.group_size == -1 else ceil_div(into, f.group_size)
+
+
+def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
+    for side, size in packed.items():
+        if size * f.bits % 32:
+            raise UnsupportedArchitecture(
+                f"{where}: {side} {size} x {f.bits} bits do not fill 32-bit words",
+                field="quantization_config.bits",
+            )
+    groups = _groups(f, into)
+    return {
+        "qweight": into * out * f.bits // 8,
+        "qzeros": groups * (out * f.bits // 32) * 4,
+        "scales": groups * out * 2,
+    }
+
+
+def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Packed along the inputs; the group of each input is stored with and without act-order."""
+    parts = _words(f, out, into, where, {"in_features": into, "out_features": out})
+    return {**parts, "g_idx": into * 4}
+
+
+def _awq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Packed along the outputs, no index."""
+    return _words(f, out, into, where, {"out_features": out})
+
+
+def _shifts(f: LinearFormat) -> int:
+    """The shifts that unpack a 32-bit word, int32."""
+    return 4 * (36 if f.bits == 3 else 32 // f.bits)
+
+
+def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """GPTQModel's kernels keep the shifts in each module (gptqmodel 7.7, nn_modules/qlinear/__init__.py,
+    wf_unsqueeze_zero)."""
+    return {**_gptq(f, out, into, where), "wf_unsqueeze": _shifts(f)}
+
+
+def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Scales become fp32, zeros are unpacked to bytes, and the order of the inputs is kept beside their groups
+    (gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by tests/gptq/test_gptq_real.py)."""
+    parts = {**_gptq(f, out, into, where), **_unpacked(f, out, into)}
+    return {**parts, "ret_idx": 4 * into, "wf_unsqueeze": _shifts(f)}
+
+
+def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Scales and zeros alike (torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py)."""
+    return {**_awq(f, out, into, where), **_unpacked(f, out, into)}
+
+
+def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
+    groups = _groups(f, into)
+    return {"scales": 4 * groups * out, "qzeros": groups * out}
+
+
+def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """vLLM's kernel for 4 bits wants neither zero points, which are all the same, nor group indices (0.32.0,
+    auto_gptq.py and kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py)."""
+    parts = _gptq(f, out, into, where)
+    return {name: parts[name] for name in ("qweight", "scales")}
+
+
+def _said(f: LinearFormat) -> str:
+    return f"{f.bits} bits, group {f.group_size}, desc_act {f.act_order}, sym {f.symmetric}"
+
+
+GPTQ = Kind(
+    "gptq", _gptq, suffix=".qweight", stored_as="int32", classes=("Linear", "FalconLinear"),
+    language_model_only=True, detail=_said,
+    loaded={"gptqmodel-cpu-avx512": _gptqmodel, "vllm-cpu-wna16": _vllm_cpu},
+    warmed={"gptqmodel-cpu-avx512": _gptqmodel_warm},
+)  # fmt: skip
+AWQ = Kind(
+    "awq", _awq, suffix=".qweight", language_model_only=True,
+    detail=lambda f: f"{f.bits} bits, group {f.group_size}",
+    warmed={"gptqmodel-cpu-avx512": _gptqmodel_awq_warm},
+)  # fmt: skip
+FLAGS = {"gptq": LinearFormat(GPTQ), "awq": LinearFormat(AWQ)}
+
+
+def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    bits, group = bits_of(found, "bits", (2, 3, 4, 8)), group_of(found, 128)
+    for unknown in ("format", "checkpoint_format"):
+        value = found.get(unknown)
+        if value and value not in ("gptq", "gptq_v2"):
+            raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{AT}.{unknown}")
+    if found.get("lm_head"):
+        raise UnsupportedArchitecture("a quantized head is not planned yet", field=f"{AT}.lm_head")
+    act_order, skip = flag(found, "desc_act", False), _left_alone(found)
+    made = LinearFormat(GPTQ, bits, group, act_order=act_order, symmetric=flag(found, "sym", True))
+    return Quantization("gptq", skip, AT, made, method="gptq")
+
+
+def _left_alone(found: dict[str, Any]) -> Patterns | None:
+    """GPTQModel's ``dynamic``: keys that begin with ``-:`` are left alone; other keys change bits or groups."""
+    names = list(names_in(found, "modules_to_not_convert") or ())
+    dynamic = found.get("dynamic")
+    if dynamic:
+        if not isinstance(dynamic, dict):
+            raise ConfigError(f"{shown(dynamic)} is not an object", field=f"{AT}.dynamic")
+        for key in dynamic:
+            if not isinstance(key, str) or not key.startswith("-:"):
+                raise UnsupportedArchitecture(
+                    f"{shown(key)}: other bits for some modules are not planned yet", field=f"{AT}.dynamic"
+                )
+            names.append("re:" + key[2:])
+    return compile_patterns(names, f"{AT}.modules_to_not_convert") if names else None
+
+
+def _read_awq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
+    bits, group = bits_of(found, "bits" if "bits" in found else "w_bit", (4,)), group_of(found, 128)
+    version = found.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() not in ("gemm", "gemv", "marlin"):
+        raise UnsupportedArchitecture(f"{shown(version)} is not planned yet", field=f"{AT}.version")
+    skip = skipped(found, "modules_to_not_convert")
+    return Quantization("awq", skip, AT, LinearFormat(AWQ, bits, group), method="awq")
+
+
+READERS = {"gptq": _read_gptq, "awq": _read_awq}
