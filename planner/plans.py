@@ -116,6 +116,22 @@ def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
 
 
 @dataclass(frozen=True, slots=True)
+class Resolved:
+    """A Deployment without open questions: ``flags`` for the Plan, and its integers without None. ``limit``:
+    bytes of the device that the plan may take."""
+
+    flags: Deployment
+    version: tuple[int, int, int]
+    device_memory: int
+    limit: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    given_block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was planned. ``path`` is the local folder or file the engine loads from (not printed in JSON)."""
 

@@ -15,9 +15,9 @@ from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
 
 if TYPE_CHECKING:
-    from tonnage.planner.engines.resolved import Resolved
     from tonnage.planner.engines.runtime.estimate import Coefficients
     from tonnage.planner.model.architecture import Architecture
+    from tonnage.planner.plans import Resolved
 
 # Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all.
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.04

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 

@@ -10,13 +10,12 @@ from typing import ClassVar
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
 
 

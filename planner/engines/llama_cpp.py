@@ -16,12 +16,11 @@ from typing import ClassVar, Literal
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import ceil_div
 

@@ -12,13 +12,12 @@ from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
 
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)

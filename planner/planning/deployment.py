@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.version import Version, installed_version, parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.plans import Deployment, default_engine
+from tonnage.planner.plans import Deployment, Resolved, default_engine
 from tonnage.planner.records import replace
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
-from tonnage.planner.engines.resolved import Resolved
-from tonnage.planner.plans import RankPlan
+from tonnage.planner.plans import RankPlan, Resolved
 from tonnage.planner.units import gib
 
 

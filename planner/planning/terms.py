@@ -8,11 +8,10 @@ from typing import Any
 
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
-from tonnage.planner.plans import Deployment, RankPlan, Term
+from tonnage.planner.plans import Deployment, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 

@@ -13,7 +13,6 @@ from tonnage.planner.devices.catalogue import Gpu
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Runtime
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import architecture_of
@@ -23,7 +22,7 @@ from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import hold_weights
-from tonnage.planner.plans import Deployment
+from tonnage.planner.plans import Deployment, Resolved
 from tonnage.planner.quantization.read import check_quantization, flag_formats, read_quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource

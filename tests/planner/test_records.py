@@ -103,6 +103,27 @@ def test_records_behave_as_the_standard_librarys_dataclasses() -> None:
     assert behaviour(OURS) == behaviour(STANDARD)
 
 
+def test_many_instances_are_made_as_the_first_ones() -> None:
+    """``__init__`` is compiled once it pays."""
+    scope = define(records)
+    early = behaviour(scope)
+    for _ in range(records._EARLY):
+        for name in ("Frozen", "Changing", "Identity", "Open", "Told"):
+            scope[name](*(1 for field in scope[name].__match_args__[:1] if name != "Changing"))
+    assert "_record_defaults" not in scope["Frozen"].__init__.__code__.co_names
+    assert behaviour(scope) == early
+
+
+@pytest.mark.parametrize("wrong", [{"told": 1, "nothing": 2}, {"nothing": 2}, {}])
+def test_a_first_instance_names_what_is_wrong(wrong: dict[str, int]) -> None:
+    said = []
+    for scope in (define(records), STANDARD):
+        with pytest.raises(TypeError) as caught:
+            scope["Open"](**wrong)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
 def test_the_planners_records_are_dataclasses_for_everybody_else() -> None:
     found = planner_records()
     sources = Path(tonnage.planner.__path__[0]).rglob("*.py")

