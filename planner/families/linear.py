@@ -11,10 +11,11 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
+from tonnage.planner.families.tensors import latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import dataclass
+from tonnage.planner.records import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     cache: list[CacheLayer] = []
     for i, at in t.layers(layers, "model.layers"):
         if full[i]:
-            mla.attention(t, f"{at}.self_attn", d, bias)
+            latent(t, at, replace(d, bias=bias))
             cache += mla.cache((i,), d)
         else:
             _kda(t, f"{at}.self_attn", d.hidden, heads, size, kernel)
@@ -238,7 +239,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     )
     return common.decoder(
         fields, "kimi_linear", "KimiLinearForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
         tuple(cache), layers=layers, inner=max(chosen * inner + shared, dense), vocab=vocab, experts=count,
         experts_per_token=chosen, max_model_len=fields.integer(positions, limit="positions"),
         position_field=positions,

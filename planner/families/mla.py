@@ -13,38 +13,36 @@ from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family, InVLLM
+from tonnage.planner.families.tensors import latent, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields
-from tonnage.planner.model.recipe import Heads
-from tonnage.planner.records import dataclass
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    Heads,
+    LatentAttention,
+    Mlp,
+    Norm,
+    Recipe,
+    Rope,
+    Router,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.records import dataclass, replace
 
 
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Geometry of one MLA module. ``q_rank`` None: the query is not compressed."""
-
-    hidden: int
-    heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-    @property
-    def entry(self) -> int:
-        """Elements kept per token and layer."""
-        return self.kv_rank + self.rope
-
-
-def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> Latent:
+def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> LatentAttention:
     """The six sizes; ``defaults``: DeepSeek-V3's, where the config class has them."""
 
     def size(name: str, default: int) -> int:
         return fields.integer(name, default if defaults else None, limit="width")
 
     fields.ignore("num_key_value_heads", "head_dim")  # every head has its own K and V, made from the latent
-    return Latent(
+    return LatentAttention(
         fields.integer("hidden_size", limit="width"),
         fields.integer("num_attention_heads", limit="heads"),
         fields.optional_integer("q_lora_rank", limit="width"),
@@ -55,23 +53,8 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
     )
 
 
-def attention(t: Tensors, at: str, d: Latent, bias: bool) -> None:
-    """The latent and rotary projections are the same on every rank; heads are divided."""
-    q = d.heads * (d.nope + d.rope)
-    if d.q_rank is None:
-        t.linear(f"{at}.q_proj", q, d.hidden, shard="column")
-    else:
-        t.linear(f"{at}.q_a_proj", d.q_rank, d.hidden, bias=bias)
-        t.norm(f"{at}.q_a_layernorm", d.q_rank)
-        t.linear(f"{at}.q_b_proj", q, d.q_rank, shard="column")
-    t.linear(f"{at}.kv_a_proj_with_mqa", d.entry, d.hidden, bias=bias)
-    t.norm(f"{at}.kv_a_layernorm", d.kv_rank)
-    t.linear(f"{at}.kv_b_proj", d.heads * (d.nope + d.value), d.kv_rank, shard="column")
-    t.linear(f"{at}.o_proj", d.hidden, d.heads * d.value, bias=bias, shard="row")
-
-
 def cache(
-    layers: Iterable[int], d: Latent, index_sizes: dict[int, int] | None = None
+    layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
     index = index_sizes or {}
     return tuple(
@@ -86,16 +69,17 @@ class Variant:
     dense_layers: int  # first_k_dense_replace when the file does not say
     indexer: bool = False
     correction: bool = True
+    taped: bool = True
 
 
 _VARIANTS = {
     "deepseek_v2": Variant("DeepseekV2ForCausalLM", 0, correction=False),
     "deepseek_v3": Variant("DeepseekV3ForCausalLM", 3),
-    "kimi_k2": Variant("DeepseekV3ForCausalLM", 3),
-    "deepseek_v32": Variant("DeepseekV32ForCausalLM", 3, indexer=True),
-    "glm_moe_dsa": Variant("GlmMoeDsaForCausalLM", 3, indexer=True),
+    "kimi_k2": Variant("DeepseekV3ForCausalLM", 3, taped=False),  # remote code
+    "deepseek_v32": Variant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False),
+    "glm_moe_dsa": Variant("GlmMoeDsaForCausalLM", 3, indexer=True, taped=False),
     "glm4_moe_lite": Variant("Glm4MoeLiteForCausalLM", 1),
-    "mistral4": Variant("Mistral4ForCausalLM", 0, correction=False),
+    "mistral4": Variant("Mistral4ForCausalLM", 0, correction=False, taped=False),
 }
 
 
@@ -106,7 +90,7 @@ def deepseek(fields: Fields, model_type: str) -> Architecture:
     if plain is not None:
         fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
         fields.ignore("lm_head", "rm_head")
-        d = Latent(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
+        d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
     else:
         d = read_latent(fields, defaults=True)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -124,41 +108,74 @@ def deepseek(fields: Fields, model_type: str) -> Architecture:
     sparse = common.sparse_layers(fields, layers, v.dense_layers)
     index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
 
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, d.hidden)
-    for i, at in t.layers(layers, "model.layers"):
-        if plain is None:
-            attention(t, f"{at}.self_attn", d, bias)
-        else:
-            t.attention(f"{at}.self_attn", plain, bias=bias, out_bias=bias)
-        if v.indexer and indexed[i]:
-            if d.q_rank is None:
-                raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
-            index = f"{at}.self_attn.indexer"
-            t.linear(f"{index}.wq_b", index_heads * index_size, d.q_rank)
-            t.linear(f"{index}.wk", index_size, d.hidden)
-            t.norm(f"{index}.k_norm", index_size, "layer")
-            t.linear(f"{index}.weights_proj", index_heads, d.hidden, module_class="KeptLinear")
-        t.layer_norms(at, d.hidden)
-        if not sparse[i]:
-            t.gated_mlp(f"{at}.mlp", d.hidden, dense, bias=mlp_bias)
-            continue
-        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
-        t.router(f"{at}.mlp.gate", count, d.hidden)
-        if v.correction:
-            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
-        if shared:
-            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared, bias=mlp_bias)
-    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
-    t.rotary(d.rope or d.nope, "model.rotary_emb.")
+    table = Table("model.rotary_emb.", d.rotary or d.nope, complex=model_type == "deepseek_v2")
+    dropout = common.number(fields, "attention_dropout", 0.0)
+    mixer: Attention | LatentAttention
+    if plain is None:
+        rope = Rope(d.rotary, table.name, restored=model_type == "deepseek_v2")
+        mixer = replace(d, bias=bias, rope=rope, dropout=dropout)
+    else:
+        mixer = Attention("self_attn", plain, bias=bias, out_bias=bias)
+    norms = tuple(Norm(name, d.hidden) for name in ("input_layernorm", "post_attention_layernorm"))
+    act = common.act_of(fields, "silu")
+    routed = Experts(
+        "mlp", d.hidden, inner, count, chosen, act, _router(fields, model_type),
+        Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
+        extra=_correction(count) if v.correction else (),
+    )  # fmt: skip
+    kinds = {
+        (routes, own): layer_of(
+            "pre", mixer, routed if routes else Mlp("mlp", d.hidden, dense, act, bias=mlp_bias), norms,
+            extra=_index_tensors(d, index_heads, index_size) if own else (),
+        )
+        for routes in (True, False) for own in {v.indexer, False}
+    }  # fmt: skip
+    recipe = Recipe(
+        "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
+        tuple(kinds[sparse[i], v.indexer and indexed[i]] for i in range(layers)),
+        Norm("model.norm", d.hidden), Head(tied), (table,),
+        taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
+    )  # fmt: skip
     index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
     return common.decoder(
-        fields, model_type, v.class_name, t,
-        plain or Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        fields, model_type, v.class_name, tensors_of(recipe),
+        plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
         common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
         inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
-        rotary=Rotary(d.rope or d.nope, 1), experts=count, experts_per_token=chosen,
+        rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
     )  # fmt: skip
+
+
+def _correction(count: int) -> tuple[TensorSpec, ...]:
+    """e_score_correction_bias (common.Tensors.correction_bias)."""
+    name = "mlp.gate.e_score_correction_bias"
+    return (TensorSpec(name, (count,), "buffer", "Router", dtype="float32", stored="float32"),)
+
+
+def _router(fields: Fields, model_type: str) -> Router:
+    if model_type == "deepseek_v2":
+        grouped = fields.config.get("topk_method", "greedy") != "greedy"
+        groups = _groups(fields) if grouped else (0, 0)
+        return Router("gate", "softmax-groups", False, groups)
+    return Router("gate", "sigmoid-groups", bool(fields.config.get("norm_topk_prob", True)), _groups(fields))
+
+
+def _groups(fields: Fields) -> tuple[int, int]:
+    return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
+
+
+def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
+    """The sparse indexer's own projections and norm."""
+    if d.q_rank is None:
+        raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
+    at = "self_attn.indexer"
+    return (
+        TensorSpec(f"{at}.wq_b.weight", (heads * size, d.q_rank), "attention", "Linear"),
+        TensorSpec(f"{at}.wk.weight", (size, d.hidden), "attention", "Linear"),
+        TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
+        TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
+        TensorSpec(f"{at}.weights_proj.weight", (heads, d.hidden), "attention", "KeptLinear"),
+    )
 
 
 def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
@@ -178,25 +195,29 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
     hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
     value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
     d = read_latent(fields, value_default=value)
-    nope_rope = d.nope + d.rope
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)
     fields.ignore("dim_model_base")
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, d.hidden)
-    t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for _, at in t.layers(layers, "model.layers"):
-        attention(t, f"{at}.self_attn", d, bias)
-        t.gated_mlp(f"{at}.mlp", d.hidden, inner)
-        t.layer_norms(at, d.hidden)
-    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
-    t.rotary(d.rope, "model.rotary_emb.")
+    table = Table("model.rotary_emb.", d.rotary)
+    mixer = replace(
+        d, bias=bias, rope=Rope(d.rotary, table.name), dropout=common.number(fields, "attention_dropout", 0.0)
+    )
+    layer = layer_of(
+        "pre", mixer, Mlp("mlp", d.hidden, inner, common.act_of(fields, "silu")),
+        (Norm("input_layernorm", d.hidden), Norm("post_attention_layernorm", d.hidden)),
+    )  # fmt: skip
+    scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
+    recipe = Recipe(
+        "model.layers", Embedding("model.embed_tokens", vocab, d.hidden, buffers=(scale,)), (layer,) * layers,
+        Norm("model.norm", d.hidden), Head(tied), (table,),
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, "MiniCPM3ForCausalLM", t, Heads(d.hidden, d.heads, d.heads, nope_rope, d.value),
-        cache(range(layers), d), layers=layers, inner=inner, vocab=vocab, rotary=Rotary(d.rope, 1),
+        fields, model_type, "MiniCPM3ForCausalLM", tensors_of(recipe),
+        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), cache(range(layers), d), layers=layers,
+        inner=inner, vocab=vocab, rotary=Rotary(d.rotary, 1), recipe=recipe,
     )  # fmt: skip
 
 
@@ -204,9 +225,9 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     """Two attention modules and two dense MLPs per layer, one routed MLP beside; some experts are nothing."""
     d = read_latent(fields, defaults=True)
     stated = fields.optional_integer("qk_head_dim", limit="width")  # read in this family alone
-    if stated not in (None, d.nope + d.rope):
+    if stated not in (None, d.head_size):
         raise ConfigError(
-            f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.nope + d.rope}", field="qk_head_dim"
+            f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.head_size}", field="qk_head_dim"
         )
     layers = fields.integer("num_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -231,17 +252,17 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
         t.router(f"{at}.mlp.router.classifier", count + empty, d.hidden, linear=True, bias=router_bias)
         t.correction_bias(f"{at}.mlp.router.e_score_correction_bias", (count + empty,), None)
         for half in range(2):
-            attention(t, f"{at}.self_attn.{half}", d, bias)
+            latent(t, at, replace(d, bias=bias, name=f"self_attn.{half}"))
             t.gated_mlp(f"{at}.mlps.{half}", d.hidden, dense)
             t.norm(f"{at}.input_layernorm.{half}", d.hidden)
             t.norm(f"{at}.post_attention_layernorm.{half}", d.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
-    t.rotary(d.rope, "model.rotary_emb.")
+    t.rotary(d.rotary, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "LongcatFlashForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.nope + d.rope, d.value),
+        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
         cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
-        rotary=Rotary(d.rope, 1), experts=count, experts_per_token=chosen,
+        rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.model.recipe import Attention, Experts, Layer, Mlp, Norm, Recipe
+from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Recipe
 from tonnage.planner.records import replace
 
 # what the module of a norm learns (common.Tensors.norm)
@@ -27,8 +27,8 @@ def tensors_of(recipe: Recipe) -> Tensors:
         layer = recipe.layers[index]
         for branch in layer.branches:
             module = branch.module
-            if isinstance(module, Attention):
-                _attention(t, at, module)
+            if isinstance(module, Attention | LatentAttention):
+                _attention(t, at, module) if isinstance(module, Attention) else latent(t, at, module)
                 if routes:  # explained before the experts
                     _norms(t, at, layer, first.width)
             elif isinstance(module, Experts):
@@ -72,6 +72,21 @@ def _attention(t: Tensors, at: str, a: Attention) -> None:
         t.attention(at, a.heads, bias=a.bias, out_bias=a.out_bias, out=a.out)
     for norm in (a.q_norm, a.k_norm, a.before_out):
         _norm(t, at, norm)
+
+
+def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
+    """The latent and rotary projections are the same on every rank; heads are divided."""
+    at, q = f"{layer}.{a.name}", a.heads * a.head_size
+    if a.q_rank is None:
+        t.linear(f"{at}.q_proj", q, a.hidden, shard="column")
+    else:
+        t.linear(f"{at}.q_a_proj", a.q_rank, a.hidden, bias=a.bias)
+        t.norm(f"{at}.q_a_layernorm", a.q_rank)
+        t.linear(f"{at}.q_b_proj", q, a.q_rank, shard="column")
+    t.linear(f"{at}.kv_a_proj_with_mqa", a.entry, a.hidden, bias=a.bias)
+    t.norm(f"{at}.kv_a_layernorm", a.kv_rank)
+    t.linear(f"{at}.kv_b_proj", a.heads * (a.nope + a.value), a.kv_rank, shard="column")
+    t.linear(f"{at}.o_proj", a.hidden, a.heads * a.value, bias=a.bias, shard="row")
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:

@@ -111,6 +111,34 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """MLA: K and V of every head are made from one latent of ``kv_rank`` values and one rotary key of
+    ``rotary`` per token. A head of q and k has ``nope`` more values, which are not rotated, one of v ``value``.
+    ``q_rank`` None: the query is not compressed."""
+
+    hidden: int
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rotary: int
+    value: int
+    bias: bool = False
+    name: str = "self_attn"
+    rope: Rope | None = None
+    dropout: float = 0.0
+
+    @property
+    def entry(self) -> int:
+        """Elements kept per token and layer."""
+        return self.kv_rank + self.rotary
+
+    @property
+    def head_size(self) -> int:
+        return self.nope + self.rotary
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """``names``: gate, up, down; or gate-and-up, down (``fused``); or up, down (no gate). ``before_out``: a
     norm in front of the last."""
@@ -126,22 +154,23 @@ class Mlp:
 
 
 RouterKind = Literal[
-    "softmax", "softmax-float", "softmax-chosen", "softmax-clamped", "sigmoid", "sigmoid-groups", "mixer",
-    "other",
+    "softmax", "softmax-float", "softmax-chosen", "softmax-clamped", "softmax-groups", "sigmoid",
+    "sigmoid-groups", "mixer", "other",
 ]  # fmt: skip
 """``softmax``: over all experts in fp32, the chosen weights back in the logits' type (Qwen);
 ``softmax-float``: the same, left in fp32 (Mixtral); ``softmax-chosen``: over the chosen logits (Granite);
 ``softmax-clamped``: in fp32 from the first product on, also under autocast, the sum clamped (ERNIE 4.5);
 ``sigmoid``: of each logit in fp32 (MiniMax-M2); ``sigmoid-groups``: from fp32 copies of input and weight, where
-groups of experts are chosen first (GLM-4.5); ``mixer``: two experts sampled one by one (Phi-3.5-MoE);
+groups of experts are chosen first (GLM-4.5); ``softmax-groups``: the same by softmax, a group is as good as its
+best expert (DeepSeek-V2); ``mixer``: two experts sampled one by one (Phi-3.5-MoE);
 ``other``: not known to the training interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """``name``: below the module. ``normed``: the chosen weights are divided by their sum. ``groups``: how many
-    there are and are chosen of. ``noisy``: the input is multiplied by noise, here and before. ``linear``: an
-    nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
+    there are and are chosen of (0: none). ``noisy``: the input is multiplied by noise, here and before.
+    ``linear``: an nn.Linear; ``dtype``, ``stored``: see TensorSpec."""
 
     name: str
     kind: RouterKind
@@ -176,7 +205,7 @@ class Experts:
 class Branch:
     """``residual + dropout(after(module(before(x))))``; ``weighted``: the residual times a learned vector."""
 
-    module: Attention | Mlp | Experts
+    module: Attention | LatentAttention | Mlp | Experts
     before: Norm | None = None
     after: Norm | None = None
     dropout: float = 0.0
@@ -217,11 +246,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rotary frequencies of ``dim`` values; ``wide``: their cos and sin stay in fp32."""
+    """Rotary frequencies of ``dim`` values; ``wide``: their cos and sin stay in fp32. ``complex``: each pair is
+    one complex number instead."""
 
     name: str
     dim: int
     wide: bool = False
+    complex: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +276,7 @@ Flow = Literal["pre", "post", "sandwich", "parallel"]
 
 def layer_of(
     flow: Flow,
-    attention: Attention,
+    attention: Attention | LatentAttention,
     mlp: Mlp | Experts,
     norms: tuple[Norm, ...],
     dropouts: tuple[float, float] = (0.0, 0.0),

@@ -10,7 +10,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.recipe import Attention, Embedding, Experts, Head, Layer, Norm, Recipe, Table
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    LatentAttention,
+    Layer,
+    Norm,
+    Recipe,
+    Table,
+)  # fmt: skip
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.layers import norm
@@ -115,7 +125,7 @@ def taped(recipe: Recipe | None) -> bool:
         return False
     modules = {branch.module for layer in set(recipe.layers) for branch in layer.branches}
     return all(
-        isinstance(module, Attention)
+        isinstance(module, Attention | LatentAttention)
         or (module.act in ACTIVATIONS and not (isinstance(module, Experts) and module.router.kind == "other"))
         for module in modules
     )
@@ -163,7 +173,8 @@ def activations_of(
 
     tables = {}
     for table in recipe.tables:
-        cos, sin = (Value(Size(position=table.dim), 4 if table.wide else stream, False) for _ in range(2))
+        width, dim = (4, table.dim // 2) if table.complex else (4 if table.wide else stream, table.dim)
+        cos, sin = (Value(Size(position=dim), width, False) for _ in range(2))
         tables[table.name] = cos, sin
     count = len(recipe.layers)
     kinds: dict[tuple[Layer, LayerKind], int] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tonnage.planner.model.recipe import Attention, Experts, Layer, Mlp, Norm, Rope
+from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Rope
 from tonnage.planner.training.tape import Size, Tape, Value
 
 Tables = Mapping[str, tuple[Value, Value]]  # cos and sin of each table of rotary frequencies
@@ -23,6 +23,8 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
             h = source
         if isinstance(branch.module, Attention):
             out = attention(t, branch.module, h, tables, at)
+        elif isinstance(branch.module, LatentAttention):
+            out = latent_attention(t, branch.module, h, tables, at)
         elif isinstance(branch.module, Experts):
             out = experts(t, branch.module, h, at)
         else:
@@ -94,6 +96,31 @@ def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Valu
     return t.like(out) if rope.joined else out
 
 
+def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, layer: str) -> Value:
+    """K and V are expanded to all heads before attention reads them."""
+    at, size = f"{layer}.{a.name}", a.heads * a.head_size
+    if a.q_rank is None:
+        q = t.linear(h, f"{at}.q_proj", a.hidden, size)
+    else:
+        low = t.linear(h, f"{at}.q_a_proj", a.hidden, a.q_rank, column=False)
+        q = t.linear(t.rms_norm(low, a.q_rank), f"{at}.q_b_proj", a.q_rank, size)
+    both = t.linear(h, f"{at}.kv_a_proj_with_mqa", a.hidden, a.entry, column=False)
+    kv = t.linear(
+        t.rms_norm(t.view(both, a.kv_rank), a.kv_rank), f"{at}.kv_b_proj", a.kv_rank,
+        a.heads * (a.nope + a.value),
+    )  # fmt: skip
+    if a.rope is not None:
+        q = t.like(q, max(q.width, _rotated(t, a.rope, q, tables[a.rope.tables]).width))
+        t.rotate(both, tables[a.rope.tables])
+    k = t.new(size, kv.width, kv.grad or both.grad, split=True)
+    v = t.view(kv, a.heads * a.value)
+    out = t.attend(
+        q, k, v, a.heads, a.heads, a.head_size, value=a.value, masked=t.masked, dropout=a.dropout,
+        heads_first=True,
+    )  # fmt: skip
+    return t.linear(out, f"{at}.o_proj", a.heads * a.value, a.hidden, column=False)
+
+
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
     at = f"{layer}.{m.name}"
     if len(m.names) == 3:
@@ -130,7 +157,8 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     if router.noisy and h.grad:
         t.save(t.like(h))
         t.save(t.like(h))
-    if router.kind == "sigmoid-groups":
+    grouped = router.kind.endswith("-groups")
+    if grouped:
         h = t.cast(h, 4)
         stored = t.weight if t.trains else t.frozen
         if h.grad and stored != 4:  # the weight's fp32 copy
@@ -150,9 +178,10 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
         t.save(chosen)
         return t.like(t.cast(chosen, given))
     t.save(t.new(e.count, width, True))  # softmax and sigmoid keep their result
-    if router.kind == "sigmoid-groups":
-        groups, taken = router.groups
-        t.save(t.new(2 * groups, 8, False))  # the two best experts of each group, the groups, the others' mask
+    groups, taken = router.groups
+    if grouped and groups:
+        best = 2 if router.kind == "sigmoid-groups" else 1
+        t.save(t.new(best * groups, 8, False))  # the best experts of each group, the groups, the others' mask
         t.save(t.new(taken, 8, False))
         t.save(t.new(e.count, 1, False))
     if router.normed:

@@ -312,25 +312,26 @@ class Tape:
     def attend(
         self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, *,
         masked: bool = False, broadcast: bool = False, softcap: bool = False, dropout: float = 0.0,
-        softmax: int = 4, heads_first: bool = False,
+        softmax: int = 4, heads_first: bool = False, value: int | None = None,
     ) -> Value:  # fmt: skip
-        """Attention of ``heads`` query heads; the output is [b, s, heads x head]. ``masked``: an explicit
-        mask is passed (sliding windows, packed batches), which keeps SDPA from grouping KV heads.
-        ``heads_first``: q lies in memory as [b, heads, s, head]; the output follows it and is copied before
-        the output projection reads it."""
+        """Attention of ``heads`` query heads; the output is [b, s, heads x value] (None: as ``head``).
+        ``masked``: an explicit mask is passed (sliding windows, packed batches), which keeps SDPA from grouping
+        KV heads. ``heads_first``: q lies in memory as [b, heads, s, head]; the output follows it and is copied
+        before the output projection reads it."""
         width = self.compute if self.autocast else q.width
+        sizes = heads * head, heads * (head if value is None else value)
         if self.attention == "eager":
-            return self._eager(q, k, v, heads, kv_heads, head, softcap, dropout, softmax, width)
+            return self._eager(q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width)
         if broadcast and kv_heads != heads and self.attention == "sdpa":
             # the kernel made of single operations repeats K and V and computes in fp32
             q, k, v = (self.new(heads * head, 4, t.grad, split=True) for t in (q, k, v))
-            return self._eager(q, k, v, heads, heads, head, False, 0.0, 4, width=4, out=width)
+            return self._eager(q, k, v, heads, sizes, False, False, 0.0, 4, width=4, out=width)
         grouped = kv_heads == heads or self.attention == "flash" or not (masked or self.explicit_mask)
         if not grouped:
-            k, v = (self.new(heads * head, t.width, t.grad, split=True) for t in (k, v))
+            k, v = self._repeated(k, v, sizes)
         q, k, v = (self.cast(t, width) for t in (q, k, v))
         grad = q.grad or k.grad or v.grad
-        out = self.new(heads * head, width, grad, split=True)
+        out = self.new(sizes[1], width, grad, split=True)
         if grad:
             for tensor in (q, k, v, out):
                 self.save(tensor)
@@ -340,12 +341,19 @@ class Tape:
                 self.save(Value(Size(mask=1), width, False))
         return self.like(out) if heads_first else out
 
+    def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
+        """K and V for every query head."""
+        return (
+            self.new(sizes[0], k.width, k.grad, split=True),
+            self.new(sizes[1], v.width, v.grad, split=True),
+        )
+
     def _eager(
-        self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, softcap: bool,
+        self, q: Value, k: Value, v: Value, heads: int, sizes: tuple[int, int], repeat: bool, softcap: bool,
         dropout: float, softmax: int, width: int, out: int | None = None,
     ) -> Value:  # fmt: skip
-        if kv_heads != heads:
-            k, v = (self.new(heads * head, t.width, t.grad, split=True) for t in (k, v))
+        if repeat:
+            k, v = self._repeated(k, v, sizes)
         given = q.width
         q, k, v = (self.cast(t, width) for t in (q, k, v))
         grad = q.grad or k.grad
@@ -373,7 +381,7 @@ class Tape:
             self.save(weights)
         if grad:
             self.save(self.like(v))
-        return self.new(heads * head, out or width, grad or v.grad, split=True)
+        return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Size:
         """Bytes kept, of what tensor parallelism splits or does not, or all."""

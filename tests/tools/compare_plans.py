@@ -84,6 +84,9 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
             if key not in _NOT_COMPARED:
                 found += differences(before.get(key), after.get(key), f"{path}.{key}")
         return found
+    named = _by_name(before), _by_name(after)
+    if named[0] and named[1]:  # the order in which terms and lines are listed is not compared
+        return differences(*named, path)
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return [
             line
@@ -91,6 +94,14 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
             for line in differences(*pair, f"{path}[{at}]")
         ]
     return [] if before == after else [f"{path}: {_short(before)} -> {_short(after)}"]
+
+
+def _by_name(value: Any) -> dict[str, Any]:
+    """A list of objects that all have a name of their own, by that name; else nothing."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) and "name" in item for item in value):
+        return {}
+    found = {str(item["name"]): item for item in value}
+    return found if len(found) == len(value) else {}
 
 
 def _short(value: Any) -> str:
