@@ -16,12 +16,12 @@ from tonnage.planner.records import dataclass, field
 IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 
 
-# Activation functions: those torch fuses or that keep only their result, and, of those written out in Python
-# (transformers 5.19, activations.py), how many tensors they keep beside their input.
-WRITTEN_OUT = {"gelu_new": 3, "gelu_fast": 6, "quick_gelu": 1}
+# Activation functions written out in Python (transformers 5.19, activations.py): how many tensors of their own
+# type they keep beside their input. And all that are known.
+WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
 ACTIVATIONS = frozenset(
-    ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "tanh", "sigmoid", "xielu", *WRITTEN_OUT)
-)
+    ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "tanh", "sigmoid", "xielu")
+) | frozenset(WRITTEN_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +247,31 @@ class Tape:
         out = self.like(x)
         if not x.grad:
             return out
-        if kind in ("relu", "relu2", "tanh", "sigmoid"):
+        if kind in ("relu", "tanh", "sigmoid"):
             self.save(out)
-            return self.like(out) if kind == "relu2" else out
+            return out
+        # CUDA's autocast runs pow and expm1 in fp32, the CPU's as they come (torch 2.13, autocast_mode.h; not
+        # measured on a GPU)
+        wide = 4 if self.autocast and self.cuda else x.width
+        if kind == "relu2":
+            self.save(out)
+            self.save(squared := self.cast(out, wide))
+            return self.like(squared)
+        if kind == "gelu_new":
+            self.save(self.cast(x, wide))
+            self.save(out)  # x / 2
+            for _ in range(2):  # tanh, 1 + tanh
+                self.save(self.like(x, wide))
+            return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
-            wide = max(x.width, self.weight if self.trains else self.frozen)
-            self.save(self.like(x, wide))  # alpha_p x
-            self.save(self.like(x))  # expm1
+            learned = max(x.width, self.weight if self.trains else self.frozen)
+            self.save(self.like(x, learned))  # alpha_p x
+            self.save(self.like(x, wide))  # expm1
             if self.trains:
-                self.save(self.like(x))  # expm1 - x
+                self.save(self.like(x, wide))  # expm1 - x
             self.save(self.like(x, 1))  # x > 0
-            return self.like(x, wide)
+            return self.like(x, max(learned, wide))
         for _ in range(WRITTEN_OUT.get(kind, 0)):
             self.save(self.like(x))
         return out
