@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
@@ -20,6 +20,9 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.log import LogFigures
 
 
 class Engine(ABC):
@@ -55,6 +58,7 @@ class Engine(ABC):
     # device -> format -> the kernel that repacks its weights (Kind.loaded and Kind.warmed)
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     shows_version = True  # beside the name
+    logs = False  # says in its start-up log what it holds
 
     # -- flags: completed by tonnage.planner.planning.deployment, or refused by name
 
@@ -237,6 +241,10 @@ class Engine(ABC):
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
         """What is set on this machine and would silently win over the plan."""
         return ()
+
+    def read_log_line(self, line: str, out: LogFigures) -> None:
+        """Add what one line of its start-up log says."""
+        return
 
     def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
         """Why the weights of ``plan`` are not those of a log of this engine, started with ``quantization``."""

@@ -15,6 +15,7 @@ from math import prod
 from typing import ClassVar, Literal
 
 from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -22,7 +23,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import dataclass
-from tonnage.planner.units import ceil_div
+from tonnage.planner.units import GiB, MiB, ceil_div
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {
@@ -36,6 +37,18 @@ CACHE_TYPES = {
     "q4_0": (32, 18),
     "iq4_nl": (32, 18),
 }
+_LOG_LINES = (
+    ("weights_bytes", GiB, rf"model size\s*=\s*{NUMBER} GiB"),
+    ("max_model_len", 1, rf"n_ctx\s*=\s*{NUMBER}"),
+)
+# "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16): 320.00 MiB"
+# (sequences / streams, each of so many cells); ik_llama.cpp and older:
+# "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB"
+_LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)\s*=\s*{NUMBER} MiB"
+_LOG_UBATCH = r"n_ubatch\s*=\s*(\d+)"
+_LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
+_LOG_CELLS = r"\(\s*(\d+) cells,\s*\d+ layers,\s*(?:\d+/\s*)?(\d+) seqs\)"
+_LOG_TYPES = r"(?:K|c\^KV) \((\w+)\)(?:.*?V \((\w+)\))?"
 CELL_PADDING = 256
 MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
 
@@ -49,6 +62,7 @@ class LlamaCpp(Engine):
     batch: ClassVar = {"cpu": (1, 512), "cuda": (1, 512)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
     apple = True
+    logs = True
     sized_by_context = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
@@ -77,6 +91,19 @@ class LlamaCpp(Engine):
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """n_ctx cells for each sequence, allocated whatever else is free."""
         return chosen.max_model_len * chosen.max_num_seqs
+
+    def read_log_line(self, line: str, out: LogFigures) -> None:
+        read_figures(self.name, _LOG_LINES, line, out)
+        if match := compiled(_LOG_POOL).search(line):
+            out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
+            if cells := compiled(_LOG_CELLS).search(line):  # n_ctx is what all streams share
+                out.cells, out.flags["max_num_seqs"] = max(out.cells, number(cells[1])), cells[2]
+            if types := compiled(_LOG_TYPES).search(line):
+                out.flags["kv_cache_dtype"] = "/".join(kind for kind in types.groups() if kind)
+        if match := compiled(_LOG_UBATCH).search(line):
+            out.flags["max_num_batched_tokens"] = match[1]
+        if match := compiled(_LOG_FILE).search(line):
+            out.model = match[1]
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment

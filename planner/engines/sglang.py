@@ -11,6 +11,7 @@ import shlex
 from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -19,7 +20,24 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
+from tonnage.planner.units import GiB
 
+_LOG_LINES = (
+    ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER} GB"),
+    ("tokens", 1, rf"max_total_num_tokens={NUMBER}"),
+    ("kv_pool_bytes", GiB, rf"SWAKVPool mem usage: {NUMBER} GB"),
+)
+_LOG_POOL = rf"KV Cache is allocated\..*#tokens: [\d,]+, K size: {NUMBER} GB, V size: {NUMBER} GB"
+_LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
+_LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
+_LOG_ARGUMENTS = r"server_args=ServerArgs\((.*)\)"
+_LOG_ARGUMENT = r"(\w+)=('[^']*'|[\w.+-]+)"
+_LOG_NAMES = {
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "model_path": "model",
+    "page_size": "block_size",
+}
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
 
 
@@ -32,6 +50,7 @@ class SGLang(Engine):
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
     fp8_kv_cache = True
+    logs = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
         return memory
@@ -55,6 +74,19 @@ class SGLang(Engine):
         share = chosen.flags.mem_fraction_static
         assert share is not None  # completed by static_share
         return max(0, int(chosen.device_memory * share) - weights) // size
+
+    def read_log_line(self, line: str, out: LogFigures) -> None:
+        read_figures(self.name, _LOG_LINES, line, out)
+        if match := compiled(_LOG_POOL).search(line):
+            out.engine, out.pools = self.name, out.pools + (number(match[1]) + number(match[2])) * GiB
+        if match := compiled(_LOG_ARGUMENTS).search(line):
+            given = {key: value.strip("'") for key, value in compiled(_LOG_ARGUMENT).findall(match[1])}
+            out.flags |= {_LOG_NAMES.get(key, key): value for key, value in given.items() if value != "None"}
+            out.model = out.flags.get("model") or out.model
+        if match := compiled(_LOG_WINDOWS).search(line):
+            out.flags["swa_full_tokens_ratio"] = str(number(match[1]) / max(1.0, number(match[2])))
+        if (match := compiled(_LOG_FORMAT).search(line)) and match[1] != "None":
+            out.flags["quantization"] = match[1]
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
         """Its max_total_num_tokens: every slot of every page."""

@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.fitlog.read import LogFigures, read_log
+from tonnage.planner.fitlog.read import read_log
 from tonnage.planner.flags import add_flags, flags_of, given
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Deployment, Plan

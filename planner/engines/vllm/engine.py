@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
@@ -26,6 +26,9 @@ from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
 
+if TYPE_CHECKING:
+    from tonnage.planner.engines.log import LogFigures
+
 # Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and
 # tokens are the default. A100s keep the small ones.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
@@ -47,6 +50,7 @@ class VLLM(Engine):
     drafts = True
     fp8_kv_cache = True
     graphs = True
+    logs = True
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks, config/lora.py
     quantizes_to = ("nf4", "fp8")
     pads_vocabulary = True
@@ -140,6 +144,11 @@ class VLLM(Engine):
 
     def counts_graphs(self, flags: Deployment, version: Version) -> bool:
         return rules(version).graphs_subtracted and not flags.enforce_eager
+
+    def read_log_line(self, line: str, out: LogFigures) -> None:
+        from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
+
+        read_line(line, out)
 
     def check_encoder(self, architecture: Architecture) -> None:
         if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:
