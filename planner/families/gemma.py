@@ -41,56 +41,20 @@ class _Variant:
     attention_cap: float | None = None  # attn_logit_softcapping when the file does not say
     final_cap: float | None = None  # final_logit_softcapping
 
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
+
 
 _FOUR_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
 
-_VARIANTS = {
-    "gemma": _Variant(
-        "GemmaForCausalLM",
-        {
-            "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192,
-        },
-    ),
-    "gemma2": _Variant(
-        "Gemma2ForCausalLM",
-        {
-            "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
-        },
-        _FOUR_NORMS,
-        attention_cap=50.0,
-        final_cap=30.0,
-    ),
-    "gemma3_text": _Variant(
-        "Gemma3ForCausalLM",
-        {
-            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
-        },
-        _FOUR_NORMS,
-        qk_norm=True,
-    ),
-    "vaultgemma": _Variant(
-        "VaultGemmaForCausalLM",
-        {
-            "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192,
-        },
-        ("input_layernorm", "pre_feedforward_layernorm"),
-        attention_cap=50.0,
-        final_cap=30.0,
-    ),
-}  # fmt: skip
 _TABLE = "model.rotary_emb."
 _HEAD_DIM = 256  # head_dim of all three config classes when the file has none; never hidden / heads
 _WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
 
 
-def build(fields: Fields, model_type: str) -> Architecture:
-    variant = _VARIANTS[model_type]
+def _build(variant: _Variant, fields: Fields, model_type: str) -> Architecture:
     default = variant.defaults
 
     def integer(field: str, limit: str) -> int:
@@ -194,15 +158,54 @@ _GGUF_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FAMILIES = {
-    "gemma": Family(build, lora=QV, ia3=QV_DOWN, hf="served"),
+    "gemma": Family(
+        _Variant(
+            "GemmaForCausalLM",
+            {
+                "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576,
+                "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
+                "max_position_embeddings": 8192,
+            },
+        ).build,
+        lora=QV, ia3=QV_DOWN, hf="served",
+    ),
     "gemma2": Family(
-        build, leftovers={"sliding_window_size": "sliding_window"},  # 9B and 27B give the window twice
+        _Variant(
+            "Gemma2ForCausalLM",
+            {
+                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
+                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+                "max_position_embeddings": 8192,
+            },
+            _FOUR_NORMS, attention_cap=50.0, final_cap=30.0,
+        ).build,
+        leftovers={"sliding_window_size": "sliding_window"},  # 9B and 27B give the window twice
         lora=QV, ia3=QV_DOWN, hf="served",
         vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "gemma3_text": Family(
-        build, lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
+        _Variant(
+            "Gemma3ForCausalLM",
+            {
+                "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+                "max_position_embeddings": 131_072,
+            },
+            _FOUR_NORMS, qk_norm=True,
+        ).build,
+        lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
         gguf=InGGUF("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
     ),
-    "vaultgemma": Family(build, hf="served"),
+    "vaultgemma": Family(
+        _Variant(
+            "VaultGemmaForCausalLM",
+            {
+                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
+                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+                "max_position_embeddings": 8192,
+            },
+            ("input_layernorm", "pre_feedforward_layernorm"), attention_cap=50.0, final_cap=30.0,
+        ).build,
+        hf="served",
+    ),
 }  # fmt: skip

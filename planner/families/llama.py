@@ -82,6 +82,9 @@ class Variant:
     extra: Callable[[Attention, Mlp, Layer], Layer] | None = None
     taped: bool = True
 
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
+
 
 def _granite(name: str) -> Variant:
     return Variant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
@@ -131,127 +134,7 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
     return replace(layer, branches=tuple(branches), extra=tuple(extra))
 
 
-_VARIANTS = {
-    "llama": _granite("LlamaForCausalLM"),
-    "mistral": Variant("MistralForCausalLM", window="always"),
-    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads
-    "qwen2": Variant("Qwen2ForCausalLM", True, window="qwen"),
-    "qwen3": Variant(
-        "Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen",
-    ),
-    "granite": _granite("GraniteForCausalLM"),
-    "helium": Variant(
-        "HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), norm="rms-cast", rope="helium",
-    ),
-    "smollm3": Variant(
-        "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
-        window="layer_types", roped="listed",
-        ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
-    ),
-    "seed_oss": Variant(
-        "SeedOssForCausalLM", ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False),
-        attention_dropout=0.1, dropout=("residual_dropout", 0.1),
-    ),
-    "glm": Variant(
-        "GlmForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, rotary_share=0.5, rope="glm",
-    ),
-    "glm4": Variant(
-        "Glm4ForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, flow="sandwich",
-        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        rotary_share=0.5, rope="glm",
-    ),
-    "ernie4_5": Variant(
-        "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
-        rope="ernie",
-    ),
-    "exaone4": Variant(
-        "Exaone4ForCausalLM", qk_norm="head", flow="post", norms=_POST_NORMS, window="layer_types",
-        roped="windowed", ignored=("sliding_window_pattern",),
-    ),
-    "olmo": Variant(
-        "OlmoForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norm="layer-none", rope="olmo",
-        ignored=("clip_qkv",),
-    ),
-    "olmo2": Variant(
-        "Olmo2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post", norms=_POST_NORMS,
-        norm="rms-wide", rope="olmo",
-    ),
-    "olmo3": Variant(
-        "Olmo3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post", norms=_POST_NORMS,
-        norm="rms-wide", rope="olmo", window="layer_types",
-    ),
-    "arcee": Variant(
-        "ArceeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
-        act="relu2",
-    ),
-    "apertus": Variant(
-        "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp_names=_PLAIN, act="xielu",
-        norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
-    ),
-    "bitnet": Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, act="relu2", extra=_bitnet),
-    "cohere": Variant(
-        "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
-        norm="layer-written", rope="cohere", tied=True, ignored=("logit_scale",),
-    ),
-    "cohere2": Variant(
-        "Cohere2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
-        norm="layer-written", rope="cohere", roped="sliding", tied=True, window="layer_types",
-        ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
-    ),
-    "diffllama": Variant(
-        "DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama, taped=False,
-    ),
-    "doge": Variant(
-        "DogeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), qk_norm="head", extra=_doge,
-        dropout=("hidden_dropout", 0.0), ignored=("keep_window_size", "num_experts", "num_experts_per_tok"),
-        taped=False,
-    ),
-    "hunyuan_v1_dense": Variant(
-        "HunYuanDenseV1ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", normed_last=True,
-        qk_norm_names=("query_layernorm", "key_layernorm"),
-    ),
-    "starcoder2": Variant(
-        "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True),
-        mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh", norm="layer", tied=True, window="always",
-        dropout=("residual_dropout", 0.0), embedding_dropout="embedding_dropout",
-    ),
-    "stablelm": Variant(
-        "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, rope="joined",
-        dropout=("hidden_dropout", 0.0), dropped=(False, True),
-    ),
-    "persimmon": Variant(
-        "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense",
-        mlp_names=("dense_h_to_4h", "dense_4h_to_h"), act="relu2", norm="layer", final="model.final_layernorm",
-        rotary_share=0.5, rope="joined", dropout=("hidden_dropout", 0.0), dropped=(False, True),
-    ),
-    "phi": Variant(
-        "PhiForCausalLM", True, True, True, out="dense", mlp_names=("fc1", "fc2"), act="gelu_new",
-        flow="parallel", norms=("input_layernorm",), norm="layer", final="model.final_layernorm",
-        head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
-        embedding_dropout="embd_pdrop",
-    ),
-    "phi3": Variant(
-        "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
-        dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
-    ),
-    "nemotron": Variant(
-        "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
-        act="relu2", norm="layer-one", rotary_share=0.5, rope="joined",
-    ),
-    "jais2": Variant(
-        "Jais2ForCausalLM", ("attention_bias", True), ("attention_bias", True), ("mlp_bias", True),
-        mlp_names=_PLAIN, act="relu2", norm="layer",
-    ),
-    # Remote code of the hub repositories; the shapes are Llama's
-    "xverse": Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False),
-    "baichuan": Variant(
-        "BaichuanForCausalLM", qkv="W_pack", ignored=("model_max_length", "z_loss_weight"), taped=False,
-    ),
-}  # fmt: skip
-
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    variant = _VARIANTS[model_type]
+def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
     if model_type == "qwen2":
         # Qwen2Config has no head_dim field but the model reads one when the file has it
         fields.ignore("head_dim")
@@ -449,50 +332,154 @@ HUNYUAN_LEFTOVERS: dict[str, Values] = {
 }  # fmt: skip
 FAMILIES = {
     "llama": Family(
-        build, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served", vllm=LORA_ON_VOCABULARY,
+        _granite("LlamaForCausalLM").build,
+        lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served", vllm=LORA_ON_VOCABULARY,
         gguf=InGGUF("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
     ),
     "mistral": Family(
-        build, absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
+        Variant("MistralForCausalLM", window="always").build,
+        absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
     ),
+    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads
     "qwen2": Family(
-        build, absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
+        Variant("Qwen2ForCausalLM", True, window="qwen").build,
+        absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
         gguf=InGGUF("qwen2", "Qwen2ForCausalLM", _GGUF_NORMS),
     ),
     "qwen3": Family(
-        build, absent={"num_key_value_heads": 32, "head_dim": 128}, lora=QV, ia3=QV_DOWN, hf="served",
+        Variant("Qwen3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", window="qwen").build,
+        absent={"num_key_value_heads": 32, "head_dim": 128}, lora=QV, ia3=QV_DOWN, hf="served",
         vllm=LORA_ON_VOCABULARY, gguf=InGGUF("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
     ),
-    "granite": Family(build, hf="served", vllm=LORA_ON_VOCABULARY),
-    "helium": Family(build, absent={"num_key_value_heads": 20, "head_dim": 128}, hf="served"),
+    "granite": Family(_granite("GraniteForCausalLM").build, hf="served", vllm=LORA_ON_VOCABULARY),
+    "helium": Family(
+        Variant(
+            "HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), norm="rms-cast", rope="helium",
+        ).build,
+        absent={"num_key_value_heads": 20, "head_dim": 128}, hf="served",
+    ),
     "smollm3": Family(
-        build, absent={"num_key_value_heads": 4}, hf="served",
+        Variant(
+            "SmolLM3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), tied=True,
+            window="layer_types", roped="listed",
+            ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
+        ).build,
+        absent={"num_key_value_heads": 4}, hf="served",
         leftovers={"max_window_layers": ()},  # SmolLM3-3B; its class goes by layer_types alone
     ),
-    "seed_oss": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="served"),
-    "glm": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
-    "glm4": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
-    "ernie4_5": Family(build, absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served"),
-    "exaone4": Family(build, absent={"num_key_value_heads": 32}, hf="served", vllm=LORA_ON_VOCABULARY),
-    "olmo": Family(build, hf="served"),
-    "olmo2": Family(build, hf="served"),
-    "olmo3": Family(build, hf="served"),
-    "arcee": Family(build, hf="served"),
-    "apertus": Family(build, hf="served", vllm=LORA_ON_VOCABULARY),
-    "bitnet": Family(build, absent={"num_key_value_heads": 5}, hf="served"),
-    "cohere": Family(build, hf="served", vllm=InVLLM(lora_vocabulary=1)),
+    "seed_oss": Family(
+        Variant(
+            "SeedOssForCausalLM", ("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False),
+            attention_dropout=0.1, dropout=("residual_dropout", 0.1),
+        ).build,
+        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="served",
+    ),
+    "glm": Family(
+        Variant(
+            "GlmForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, rotary_share=0.5,
+            rope="glm",
+        ).build,
+        absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
+    ),
+    "glm4": Family(
+        Variant(
+            "Glm4ForCausalLM", ("attention_bias", True), mlp_names=_FUSED, fused=True, flow="sandwich",
+            norms=(
+                "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
+            ),
+            rotary_share=0.5, rope="glm",
+        ).build,
+        absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
+    ),
+    "ernie4_5": Family(
+        Variant(
+            "Ernie4_5ForCausalLM", ("use_bias", False), ("use_bias", False), ("use_bias", False), tied=True,
+            rope="ernie",
+        ).build,
+        absent={"num_key_value_heads": 2, "head_dim": 128}, hf="served",
+    ),
+    "exaone4": Family(
+        Variant(
+            "Exaone4ForCausalLM", qk_norm="head", flow="post", norms=_POST_NORMS, window="layer_types",
+            roped="windowed", ignored=("sliding_window_pattern",),
+        ).build,
+        absent={"num_key_value_heads": 32}, hf="served", vllm=LORA_ON_VOCABULARY,
+    ),
+    "olmo": Family(
+        Variant(
+            "OlmoForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, norm="layer-none", rope="olmo",
+            ignored=("clip_qkv",),
+        ).build,
+        hf="served",
+    ),
+    "olmo2": Family(
+        Variant(
+            "Olmo2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post",
+            norms=_POST_NORMS, norm="rms-wide", rope="olmo",
+        ).build,
+        hf="served",
+    ),
+    "olmo3": Family(
+        Variant(
+            "Olmo3ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="full", flow="post",
+            norms=_POST_NORMS, norm="rms-wide", rope="olmo", window="layer_types",
+        ).build,
+        hf="served",
+    ),
+    "arcee": Family(
+        Variant(
+            "ArceeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
+            act="relu2",
+        ).build,
+        hf="served",
+    ),
+    "apertus": Family(
+        Variant(
+            "ApertusForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", mlp_names=_PLAIN,
+            act="xielu", norms=("attention_layernorm", "feedforward_layernorm"), extra=_apertus,
+        ).build,
+        hf="served", vllm=LORA_ON_VOCABULARY,
+    ),
+    "bitnet": Family(
+        Variant("BitNetForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, act="relu2", extra=_bitnet).build,
+        absent={"num_key_value_heads": 5}, hf="served",
+    ),
+    "cohere": Family(
+        Variant(
+            "CohereForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
+            norm="layer-written", rope="cohere", tied=True, ignored=("logit_scale",),
+        ).build,
+        hf="served", vllm=InVLLM(lora_vocabulary=1),
+    ),
     "cohere2": Family(
-        build,
+        Variant(
+            "Cohere2ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, flow="parallel", norms=("input_layernorm",),
+            norm="layer-written", rope="cohere", roped="sliding", tied=True, window="layer_types",
+            ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
+        ).build,
         leftovers={  # Command R7B, from before sliding_window_pattern; one norm, MLP and attention are added
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },
         hf="served", vllm=InVLLM(lora_vocabulary=1),
     ),
-    "diffllama": Family(build, hf="two attentions"),
-    "doge": Family(build, hf="served"),
+    "diffllama": Family(
+        Variant("DiffLlamaForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, extra=_diffllama, taped=False).build,
+        hf="two attentions",
+    ),
+    "doge": Family(
+        Variant(
+            "DogeForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), qk_norm="head",
+            extra=_doge, dropout=("hidden_dropout", 0.0),
+            ignored=("keep_window_size", "num_experts", "num_experts_per_tok"), taped=False,
+        ).build,
+        hf="served",
+    ),
     "hunyuan_v1_dense": Family(
-        build,
+        Variant(
+            "HunYuanDenseV1ForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, qk_norm="head", normed_last=True,
+            qk_norm_names=("query_layernorm", "key_layernorm"),
+        ).build,
         leftovers={
             **HUNYUAN_LEFTOVERS, "moe_intermediate_size": (), "moe_layer_num_skipped": (), "moe_topk": (),
             "num_experts": (1,), "num_shared_expert": (),
@@ -500,14 +487,64 @@ FAMILIES = {
         hf="served",
     ),
     "starcoder2": Family(
-        build, absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",)}, hf="served",
+        Variant(
+            "Starcoder2ForCausalLM", ("use_bias", True), ("use_bias", True), ("use_bias", True),
+            mlp_names=("c_fc", "c_proj"), act="gelu_pytorch_tanh", norm="layer", tied=True, window="always",
+            dropout=("residual_dropout", 0.0), embedding_dropout="embedding_dropout",
+        ).build,
+        absent={"num_key_value_heads": 2}, leftovers={"norm_type": ("layer_norm",)}, hf="served",
     ),
-    "stablelm": Family(build, absent={"num_key_value_heads": 32}, hf="keywords lost"),
-    "persimmon": Family(build, hf="served"),
-    "phi": Family(build, lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served"),
-    "phi3": Family(build, leftovers={"full_attn_mod": (1,)}, hf="served"),  # Phi-4-mini: every layer is full
-    "nemotron": Family(build, hf="keywords lost", vllm=LORA_ON_VOCABULARY),
-    "jais2": Family(build, hf="served"),
-    "xverse": Family(build),
-    "baichuan": Family(build),
+    "stablelm": Family(
+        Variant(
+            "StableLmForCausalLM", ("use_qkv_bias", False), norm="layer", rotary_share=0.25, rope="joined",
+            dropout=("hidden_dropout", 0.0), dropped=(False, True),
+        ).build,
+        absent={"num_key_value_heads": 32}, hf="keywords lost",
+    ),
+    "persimmon": Family(
+        Variant(
+            "PersimmonForCausalLM", True, True, True, qkv="query_key_value", out="dense",
+            mlp_names=("dense_h_to_4h", "dense_4h_to_h"), act="relu2", norm="layer",
+            final="model.final_layernorm", rotary_share=0.5, rope="joined", dropout=("hidden_dropout", 0.0),
+            dropped=(False, True),
+        ).build,
+        hf="served",
+    ),
+    "phi": Family(
+        Variant(
+            "PhiForCausalLM", True, True, True, out="dense", mlp_names=("fc1", "fc2"), act="gelu_new",
+            flow="parallel", norms=("input_layernorm",), norm="layer", final="model.final_layernorm",
+            head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
+            embedding_dropout="embd_pdrop",
+        ).build,
+        lora=("q_proj", "v_proj", "fc1", "fc2"), hf="served",
+    ),
+    "phi3": Family(
+        Variant(
+            "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
+            dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
+        ).build,
+        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini: every layer is full
+    ),
+    "nemotron": Family(
+        Variant(
+            "NemotronForCausalLM", _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False), mlp_names=_PLAIN,
+            act="relu2", norm="layer-one", rotary_share=0.5, rope="joined",
+        ).build,
+        hf="keywords lost", vllm=LORA_ON_VOCABULARY,
+    ),
+    "jais2": Family(
+        Variant(
+            "Jais2ForCausalLM", ("attention_bias", True), ("attention_bias", True), ("mlp_bias", True),
+            mlp_names=_PLAIN, act="relu2", norm="layer",
+        ).build,
+        hf="served",
+    ),
+    # Remote code of the hub repositories; the shapes are Llama's
+    "xverse": Family(Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build),
+    "baichuan": Family(
+        Variant(
+            "BaichuanForCausalLM", qkv="W_pack", ignored=("model_max_length", "z_loss_weight"), taped=False,
+        ).build,
+    ),
 }  # fmt: skip

@@ -71,20 +71,11 @@ class Variant:
     correction: bool = True
     taped: bool = True
 
-
-_VARIANTS = {
-    "deepseek_v2": Variant("DeepseekV2ForCausalLM", 0, correction=False),
-    "deepseek_v3": Variant("DeepseekV3ForCausalLM", 3),
-    "kimi_k2": Variant("DeepseekV3ForCausalLM", 3, taped=False),  # remote code
-    "deepseek_v32": Variant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False),
-    "glm_moe_dsa": Variant("GlmMoeDsaForCausalLM", 3, indexer=True, taped=False),
-    "glm4_moe_lite": Variant("Glm4MoeLiteForCausalLM", 1),
-    "mistral4": Variant("Mistral4ForCausalLM", 0, correction=False, taped=False),
-}
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
 
 
-def deepseek(fields: Fields, model_type: str) -> Architecture:
-    v = _VARIANTS[model_type]
+def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     # DeepSeek's small vision models switch the latents off and keep ordinary heads
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
     if plain is not None:
@@ -267,12 +258,24 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
 
 
 FAMILIES = {
-    "deepseek_v2": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 2}, hf="latent"),
-    "deepseek_v3": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
-    "deepseek_v32": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
-    "kimi_k2": Family(deepseek, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent"),
+    "deepseek_v2": Family(
+        Variant("DeepseekV2ForCausalLM", 0, correction=False).build,
+        absent={"q_lora_rank": 1536, "n_shared_experts": 2}, hf="latent",
+    ),
+    "deepseek_v3": Family(
+        Variant("DeepseekV3ForCausalLM", 3).build,
+        absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
+    ),
+    "deepseek_v32": Family(
+        Variant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False).build,
+        absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
+    ),
+    "kimi_k2": Family(
+        Variant("DeepseekV3ForCausalLM", 3, taped=False).build,  # remote code
+        absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
+    ),
     "glm_moe_dsa": Family(
-        deepseek,
+        Variant("GlmMoeDsaForCausalLM", 3, indexer=True, taped=False).build,
         absent={
             "v_head_dim": 256, "qk_nope_head_dim": 192, "index_n_heads": 32, "q_lora_rank": 2048,
             "n_shared_experts": 1,
@@ -280,12 +283,12 @@ FAMILIES = {
         hf="latent",
     ),
     "glm4_moe_lite": Family(
-        deepseek,
+        Variant("Glm4MoeLiteForCausalLM", 1).build,
         absent={"v_head_dim": 256, "qk_nope_head_dim": 192, "q_lora_rank": 768, "n_shared_experts": 1},
         hf="latent",
     ),
     "mistral4": Family(
-        deepseek,
+        Variant("Mistral4ForCausalLM", 0, correction=False, taped=False).build,
         absent={"qk_nope_head_dim": 64, "kv_lora_rank": 256, "q_lora_rank": 1024, "n_shared_experts": 1},
         hf="latent",
     ),

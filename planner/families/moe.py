@@ -68,6 +68,9 @@ class Variant:
     window: str = "none"
     ignored: tuple[str, ...] = ()
 
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
+
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _GRANITE = Variant(
@@ -75,73 +78,8 @@ _GRANITE = Variant(
     router="router", routing="softmax-chosen",
 )  # fmt: skip
 
-_VARIANTS = {
-    "mixtral": Variant(
-        "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
-        out_bias=False, window="optional", routing="softmax-float", normed=True,
-    ),
-    "qwen2_moe": Variant(
-        "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
-        shared_size="shared_expert_intermediate_size", qkv_bias=("qkv_bias", True), out_bias=False,
-        window="qwen",
-    ),
-    "qwen3_moe": Variant(
-        "Qwen3MoeForCausalLM", qk_norm="head", window="qwen",
-        ignored=("use_qk_norm",),
-    ),
-    "olmoe": Variant("OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full",
-        ignored=("clip_qkv",)),
-    "flex_olmo": Variant(
-        "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", flow="post", norms=_POST_NORMS,
-        norm="rms-wide", rope="olmo",
-    ),
-    "phimoe": Variant(
-        "PhimoeForCausalLM", "num_local_experts", inner_field="intermediate_size", router="router",
-        routing="mixer", norm="layer", window="optional", ignored=("original_max_position_embeddings",),
-    ),
-    "granitemoe": _GRANITE,
-    "minimax_m2": Variant(
-        "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size",
-        routing="sigmoid", normed=True, rope="joined",
-        correction="e_score_correction_bias", correction_dtype=None, qkv_bias=False, out_bias=False,
-        qk_norm="full", router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
-        ignored=(
-            "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
-            "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
-        ),
-    ),
-    "ernie4_5_moe": Variant(
-        "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", routing="softmax-clamped", normed=True,
-        rope="ernie",
-        correction="gate.moe_statics.e_score_correction_bias",
-        correction_parameter=True, router_dtype="float32",  # _keep_in_fp32_modules_strict
-        shared="shared_experts", qkv_bias=("use_bias", False),
-        out_bias=("use_bias", False), tied=True, ignored=("moe_norm_min",),
-    ),
-    "glm4_moe": Variant(
-        "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
-        routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined",
-        shared="shared_experts", out_bias=False,
-        ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
-    ),
-    "dots1": Variant(
-        "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
-        routing="sigmoid-groups", shared="shared_experts", qk_norm="head", window="qwen",
-        ignored=("n_group", "topk_group"),
-    ),
-    "hunyuan_v1_moe": Variant(
-        "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size",
-        per_token_field="moe_topk", router="gate.wg", routing="softmax", normed=True,
-        router_linear=True, router_dtype="float32",  # by its constructor
-        shared="shared_mlp", qk_norm="head", normed_last=True,
-        qk_norm_names=("query_layernorm", "key_layernorm"),
-    ),
-}  # fmt: skip
-_VARIANTS["granitemoeshared"] = replace(_GRANITE, class_name="GraniteMoeSharedForCausalLM")
 
-
-def build(fields: Fields, model_type: str) -> Architecture:
-    v = _VARIANTS[model_type]
+def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     dims = common.heads_of(fields, head_default=0 if model_type == "glm4_moe" else None)
     if not dims.head_size:  # its config class rounds down
         dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
@@ -291,23 +229,99 @@ def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, .
 
 
 FAMILIES = {
-    "mixtral": Family(build, absent={"num_key_value_heads": 8}, lora=QV, hf="routing", vllm=LORA_ON_VOCABULARY),
-    "qwen2_moe": Family(build, absent={"num_key_value_heads": 16}, hf="served"),
+    "mixtral": Family(
+        Variant(
+            "MixtralForCausalLM", "num_local_experts", inner_field="intermediate_size", qkv_bias=False,
+            out_bias=False, window="optional", routing="softmax-float", normed=True,
+        ).build,
+        absent={"num_key_value_heads": 8}, lora=QV, hf="routing", vllm=LORA_ON_VOCABULARY,
+    ),
+    "qwen2_moe": Family(
+        Variant(
+            "Qwen2MoeForCausalLM", shared="shared_expert", shared_gate=True,
+            shared_size="shared_expert_intermediate_size", qkv_bias=("qkv_bias", True), out_bias=False,
+            window="qwen",
+        ).build,
+        absent={"num_key_value_heads": 16}, hf="served",
+    ),
     "qwen3_moe": Family(
-        build, aliases={"num_experts": "num_local_experts"},  # as transformers 5.19 writes it
+        Variant("Qwen3MoeForCausalLM", qk_norm="head", window="qwen", ignored=("use_qk_norm",)).build,
+        aliases={"num_experts": "num_local_experts"},  # as transformers 5.19 writes it
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
-    "olmoe": Family(build, hf="served"),
-    "flex_olmo": Family(build, hf="served"),
+    "olmoe": Family(
+        Variant(
+            "OlmoeForCausalLM", inner_field="intermediate_size", qk_norm="full", ignored=("clip_qkv",),
+        ).build,
+        hf="served",
+    ),
+    "flex_olmo": Family(
+        Variant(
+            "FlexOlmoForCausalLM", inner_field="intermediate_size", qk_norm="full", flow="post",
+            norms=_POST_NORMS, norm="rms-wide", rope="olmo",
+        ).build,
+        hf="served",
+    ),
     "phimoe": Family(
-        build, absent={"num_key_value_heads": 8}, first_class="PhiMoEForCausalLM", hf="routing",
+        Variant(
+            "PhimoeForCausalLM", "num_local_experts", inner_field="intermediate_size", router="router",
+            routing="mixer", norm="layer", window="optional", ignored=("original_max_position_embeddings",),
+        ).build,
+        absent={"num_key_value_heads": 8}, first_class="PhiMoEForCausalLM", hf="routing",
         vllm=LORA_ON_VOCABULARY,
     ),
-    "granitemoe": Family(build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
-    "granitemoeshared": Family(build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
-    "minimax_m2": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing"),
-    "ernie4_5_moe": Family(build, absent={"num_key_value_heads": 4, "moe_num_shared_experts": 2}),
-    "glm4_moe": Family(build, absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served"),
-    "dots1": Family(build, absent={"num_key_value_heads": 32}),
-    "hunyuan_v1_moe": Family(build, leftovers=HUNYUAN_LEFTOVERS),
+    "granitemoe": Family(_GRANITE.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
+    "granitemoeshared": Family(
+        replace(_GRANITE, class_name="GraniteMoeSharedForCausalLM").build, vllm=LORA_ON_VOCABULARY,
+        files=RENAMED,
+    ),
+    "minimax_m2": Family(
+        Variant(
+            "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size", routing="sigmoid",
+            normed=True, rope="joined", correction="e_score_correction_bias", correction_dtype=None,
+            qkv_bias=False, out_bias=False, qk_norm="full",
+            router_stored="float32",  # headers of MiniMax-M2.7; transformers loads both in bf16
+            ignored=(
+                "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
+                "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
+            ),
+        ).build,
+        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing",
+    ),
+    "ernie4_5_moe": Family(
+        Variant(
+            "Ernie4_5_MoeForCausalLM", "moe_num_experts", "moe_k", routing="softmax-clamped", normed=True,
+            rope="ernie", correction="gate.moe_statics.e_score_correction_bias", correction_parameter=True,
+            router_dtype="float32",  # _keep_in_fp32_modules_strict
+            shared="shared_experts", qkv_bias=("use_bias", False),
+            out_bias=("use_bias", False), tied=True, ignored=("moe_norm_min",),
+        ).build,
+        absent={"num_key_value_heads": 4, "moe_num_shared_experts": 2},
+    ),
+    "glm4_moe": Family(
+        Variant(
+            "Glm4MoeForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
+            routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined", shared="shared_experts",
+            out_bias=False, ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
+        ).build,
+        absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served",
+    ),
+    "dots1": Family(
+        Variant(
+            "Dots1ForCausalLM", "n_routed_experts", correction="gate.e_score_correction_bias",
+            routing="sigmoid-groups", shared="shared_experts", qk_norm="head", window="qwen",
+            ignored=("n_group", "topk_group"),
+        ).build,
+        absent={"num_key_value_heads": 32},
+    ),
+    "hunyuan_v1_moe": Family(
+        Variant(
+            "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
+            router="gate.wg", routing="softmax", normed=True,
+            router_linear=True, router_dtype="float32",  # by its constructor
+            shared="shared_mlp", qk_norm="head", normed_last=True,
+            qk_norm_names=("query_layernorm", "key_layernorm"),
+        ).build,
+        leftovers=HUNYUAN_LEFTOVERS,
+    ),
 }  # fmt: skip

@@ -53,13 +53,13 @@ def test_a_new_file_is_enough(tmp_path, monkeypatch):
     (here.parent / "__init__.py").touch()
     (here / "families" / "brand_new.py").write_text(
         "from tonnage.planner.families.family import Family\n"
-        "from tonnage.planner.families.llama import build\n"
-        "FAMILIES = {'brand_new': Family(lambda fields, name: build(fields, 'llama'), lora=('q_proj',))}\n"
+        "from tonnage.planner.families.llama import Variant\n"
+        "FAMILIES = {'brand_new': Family(Variant('BrandNewForCausalLM').build, lora=('q_proj',))}\n"
     )
     code = (
         "from tonnage.planner.families.registry import build_architecture, family_of\n"
         "import json; config = json.load(open(__import__('sys').argv[1]))\n"
-        "built = build_architecture({**config, 'model_type': 'brand_new'})\n"
+        "built = build_architecture({**config, 'model_type': 'brand_new', 'architectures': None})\n"
         "print(built.parameters, family_of('brand_new').lora)"
     )
     config = Path(__file__).parent.parent / "data/configs/meta-llama__Meta-Llama-3.1-8B.json"
