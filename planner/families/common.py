@@ -80,9 +80,10 @@ class Tensors:
         """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
-        self.add(
-            f"{module}.weight", (out, into), role, module_class, shard=dim, kv=kv, dtype=dtype, stored=stored
-        )
+        shape, across = (out, into), dim
+        if module_class == "Conv1D":  # GPT-2's: turned, which quantizers undo
+            shape, across = (into, out), None if dim is None else 1 - dim
+        self.add(f"{module}.weight", shape, role, module_class, shard=across, kv=kv, dtype=dtype, stored=stored)
         if bias:
             self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
 

@@ -108,6 +108,7 @@ class Family:
     model was first published with. ``first_class``: the class the first published files (remote code) name.
     ``reads_class``: ``build`` reads ``architectures`` itself.
 
+    ``attentions``: what its class in transformers 5.19 has beside eager (_supports_sdpa, _supports_flash_attn).
     ``lora``, ``ia3``: PEFT 0.21's own target modules (peft/utils/constants.py), None where it has none.
     """
 
@@ -118,6 +119,7 @@ class Family:
     leftovers: Mapping[str, Values] | None = None
     first_class: str | None = None
     reads_class: bool = False
+    attentions: tuple[str, ...] = ("sdpa", "flash")
     lora: tuple[str, ...] | None = None
     ia3: tuple[str, ...] | None = None
     hf: Paged = "unreviewed"
@@ -137,5 +139,6 @@ GPT2_NAMES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+EAGER: tuple[str, ...] = ()
 LORA_ON_VOCABULARY = InVLLM(lora_vocabulary=2)
 RENAMED = InFiles(renamed=True)

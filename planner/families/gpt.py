@@ -9,10 +9,12 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.families.family import GPT2_NAMES, QV, Family
+from tonnage.planner.families.family import EAGER, GPT2_NAMES, QV, Family
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, Rope, layer_of
+from tonnage.planner.model.tensor import TensorSpec
 
 GPT_FIELDS = (
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
@@ -52,6 +54,23 @@ def finish(
     )
 
 
+def _made(
+    fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
+) -> Architecture:
+    return finish(
+        fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
+        recipe=recipe, **more,
+    )  # fmt: skip
+
+
+def _norms(hidden: int, *names: str, kind: Any = "layer") -> tuple[Norm, ...]:
+    return tuple(Norm(name, hidden, kind) for name in names)
+
+
+def _act(fields: Fields) -> str:
+    return common.act_of(fields, "gelu_new", "activation_function")
+
+
 def gpt2(fields: Fields, model_type: str) -> Architecture:
     """Conv1D stores its matrices [in, out]; bitsandbytes turns them and replaces them as nn.Linear."""
     dims, layers, vocab = sizes(fields)
@@ -61,23 +80,22 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
         raise UnsupportedArchitecture("cross attention is not planned here", field="add_cross_attention")
-    t = Tensors()
-    t.vocabulary("transformer.wte", vocab, h)
-    t.embedding("transformer.wpe", positions, h)
-    for _, at in t.layers(layers, "transformer.h"):
-        for name, into, out, role, dim in (
-            ("attn.c_attn", h, 3 * h, "attention", 1), ("attn.c_proj", h, h, "attention", 0),
-            ("mlp.c_fc", h, inner, "mlp", 1), ("mlp.c_proj", inner, h, "mlp", 0),
-        ):  # fmt: skip
-            part: Any = role
-            t.add(f"{at}.{name}.weight", (into, out), part, "Conv1D", shard=dim)
-            t.add(f"{at}.{name}.bias", (out,), part, "Conv1D", shard=0 if dim else None)
-        t.norm(f"{at}.ln_1", h, "layer")
-        t.norm(f"{at}.ln_2", h, "layer")
-    t.norm("transformer.ln_f", h, "layer")
-    t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
-    return finish(
-        fields, model_type, "GPT2LMHeadModel", t, dims, layers, inner, vocab, max_model_len=positions,
+    behind = common.number(fields, "resid_pdrop", 0.1)
+    attention = Attention(
+        "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True, narrow=True,
+        dropout=common.number(fields, "attn_pdrop", 0.1),
+    )  # fmt: skip
+    mlp = Mlp("mlp", h, inner, _act(fields), ("c_fc", "c_proj"), bias=True)
+    layer = layer_of("pre", attention, mlp, _norms(h, "ln_1", "ln_2"), (behind, behind))
+    embedding = Embedding(
+        "transformer.wte", vocab, h, ("transformer.wpe", positions), common.number(fields, "embd_pdrop", 0.1)
+    )
+    recipe = Recipe(
+        "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
+        linear_class="Conv1D", taped=not fields.config.get("reorder_and_upcast_attn"),
+    )  # fmt: skip
+    return _made(
+        fields, model_type, "GPT2LMHeadModel", recipe, dims, inner, max_model_len=positions,
         position_field=fields.name("max_position_embeddings"),
     )  # fmt: skip
 
@@ -91,19 +109,24 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
     window = fields.integer("window_size", 256, limit="positions")
     tied = fields.boolean("tie_word_embeddings", True)
     kinds = _neo_kinds(fields, layers)
-    t = Tensors()
-    t.vocabulary("transformer.wte", vocab, h)
-    t.embedding("transformer.wpe", positions, h)
-    for _, at in t.layers(layers, "transformer.h"):
-        t.attention(f"{at}.attn.attention", dims, out="out_proj", out_bias=True)
-        t.buffer(f"{at}.attn.attention.bias", (1, 1, positions, positions), "GPTNeoSelfAttention", "bool")
-        t.plain_mlp(f"{at}.mlp", h, inner, bias=True, names=("c_fc", "c_proj"))
-        t.norm(f"{at}.ln_1", h, "layer")
-        t.norm(f"{at}.ln_2", h, "layer")
-    t.norm("transformer.ln_f", h, "layer")
-    t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
-    return finish(
-        fields, model_type, "GPTNeoForCausalLM", t, dims, layers, inner, vocab, max_model_len=positions,
+    behind = common.number(fields, "resid_dropout", 0.0)
+    mask = TensorSpec(
+        "attn.attention.bias", (1, 1, positions, positions), "buffer", "GPTNeoSelfAttention", dtype="bool"
+    )
+    attention = Attention(
+        "attn.attention", dims, out="out_proj", out_bias=True, upcast=True, extra=(mask,),
+        dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    mlp = Mlp("mlp", h, inner, _act(fields), ("c_fc", "c_proj"), bias=True)
+    layer = layer_of("pre", attention, mlp, _norms(h, "ln_1", "ln_2"), (behind, behind))
+    embedding = Embedding(
+        "transformer.wte", vocab, h, ("transformer.wpe", positions), common.number(fields, "embed_dropout", 0.0)
+    )
+    recipe = Recipe(
+        "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied)
+    )
+    return _made(
+        fields, model_type, "GPTNeoForCausalLM", recipe, dims, inner, max_model_len=positions,
         cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
     )  # fmt: skip
 
@@ -136,27 +159,29 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("n_inner", 4 * h, limit="width")
     rotary = fields.optional_integer("rotary_dim", 64, limit="width") or h
     tied = fields.boolean("tie_word_embeddings", False)
-    t = Tensors()
-    t.vocabulary("transformer.wte", vocab, h)
-    for _, at in t.layers(layers, "transformer.h"):
-        if model_type == "gptj":
-            t.attention(f"{at}.attn", dims, out="out_proj")
-        else:
-            t.fused_attention(f"{at}.attn", dims, qkv="qkv_proj", out="out_proj")
-        t.buffer(f"{at}.attn.embed_positions", (positions, rotary), "GPTJAttention", "float32")
-        t.plain_mlp(f"{at}.mlp", h, inner, bias=True, names=("fc_in", "fc_out"))
-        t.norm(f"{at}.ln_1", h, "layer")
-    t.norm("transformer.ln_f", h, "layer")
-    t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None, bias=True)
-    name = "GPTJForCausalLM" if model_type == "gptj" else "CodeGenForCausalLM"
-    return finish(
-        fields, model_type, name, t, dims, layers, inner, vocab, max_model_len=positions,
-        position_field=fields.name("max_position_embeddings"), rotary=Rotary(rotary, 1),
+    codegen = model_type == "codegen"
+    behind = common.number(fields, "resid_pdrop", 0.0)
+    table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
+    attention = Attention(
+        "attn", dims, qkv="qkv_proj" if codegen else None, out="out_proj", upcast=True,
+        rope=Rope(rotary, joined=True, apart="wide" if codegen else "typed"),
+        dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
+    )  # fmt: skip
+    mlp = Mlp("mlp", h, inner, _act(fields), ("fc_in", "fc_out"), bias=True)
+    layer = layer_of("parallel", attention, mlp, _norms(h, "ln_1"), (behind, behind))
+    embedding = Embedding("transformer.wte", vocab, h, dropout=common.number(fields, "embd_pdrop", 0.0))
+    recipe = Recipe(
+        "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied, True)
+    )
+    return _made(
+        fields, model_type, "CodeGenForCausalLM" if codegen else "GPTJForCausalLM", recipe, dims, inner,
+        max_model_len=positions, position_field=fields.name("max_position_embeddings"),
+        rotary=Rotary(rotary, 1),
     )  # fmt: skip
 
 
 def opt(fields: Fields, model_type: str) -> Architecture:
-    """Learned positions with an offset of two; the 350M model projects its narrower embedding."""
+    """Learned positions with an offset of two; the 350M model projects its embedding and norms the sums."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
@@ -164,25 +189,29 @@ def opt(fields: Fields, model_type: str) -> Architecture:
     width = fields.integer("word_embed_proj_dim", h, limit="width")
     before = fields.boolean("do_layer_norm_before", True)
     bias = fields.boolean("enable_bias", True)
-    affine = "layer" if fields.boolean("layer_norm_elementwise_affine", True) else "none"
+    affine = fields.boolean("layer_norm_elementwise_affine", True)
+    kind: Any = "layer" if affine else "layer-none"
     tied = fields.boolean("tie_word_embeddings", True)
     removed = fields.boolean("_remove_final_layer_norm", False)
     fields.ignore("layerdrop", "init_std", "dropout")
-    t = Tensors()
-    t.vocabulary("model.decoder.embed_tokens", vocab, width)
-    t.embedding("model.decoder.embed_positions", positions + 2, h)
-    if width != h:
-        t.linear("model.decoder.project_in", h, width, "embedding")
-        t.linear("model.decoder.project_out", width, h, "embedding")
-    if before and not removed:
-        t.norm("model.decoder.final_layer_norm", h, affine)
-    for _, at in t.layers(layers, "model.decoder.layers"):
-        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, out="out_proj")
-        t.plain_mlp(at, h, inner, bias=bias, names=("fc1", "fc2"))
-        t.norm(f"{at}.self_attn_layer_norm", h, affine)
-        t.norm(f"{at}.final_layer_norm", h, affine)
-    t.head("lm_head", vocab, width, "model.decoder.embed_tokens.weight" if tied else None)
-    return finish(fields, model_type, "OPTForCausalLM", t, dims, layers, inner, vocab, max_model_len=positions)
+    behind = common.number(fields, "dropout", 0.1)
+    attention = Attention(
+        "self_attn", dims, out="out_proj", bias=bias, out_bias=bias,
+        dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    mlp = Mlp("", h, inner, common.act_of(fields, "relu", "activation_function"), ("fc1", "fc2"), bias=bias)
+    norms = _norms(h, "self_attn_layer_norm", "final_layer_norm", kind=kind)
+    layer = layer_of("pre" if before else "summed", attention, mlp, norms, (behind, behind))
+    embedding = Embedding(
+        "model.decoder.embed_tokens", vocab, width, ("model.decoder.embed_positions", positions + 2), each=True,
+        projected=("model.decoder.project_in", h) if width != h else None,
+    )  # fmt: skip
+    final = Norm("model.decoder.final_layer_norm", h, kind) if before and not removed else None
+    recipe = Recipe(
+        "model.decoder.layers", embedding, (layer,) * layers, final,
+        Head(tied, projected="model.decoder.project_out" if width != h else None), taped=affine,
+    )  # fmt: skip
+    return _made(fields, model_type, "OPTForCausalLM", recipe, dims, inner, max_model_len=positions)
 
 
 def bloom(fields: Fields, model_type: str) -> Architecture:
@@ -192,22 +221,28 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     fields.ignore("apply_residual_connection_post_layernorm", "slow_but_exact", "masked_softmax_fusion")
     fields.ignore("offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "unk_token_id", "n_inner")
-    t = Tensors()
-    t.vocabulary("transformer.word_embeddings", vocab, h)
-    t.norm("transformer.word_embeddings_layernorm", h, "layer")
-    for _, at in t.layers(layers, "transformer.h"):
-        t.fused_attention(
-            f"{at}.self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True
-        )
-        t.plain_mlp(f"{at}.mlp", h, 4 * h, bias=True, names=("dense_h_to_4h", "dense_4h_to_h"))
-        t.norm(f"{at}.input_layernorm", h, "layer")
-        t.norm(f"{at}.post_attention_layernorm", h, "layer")
-    t.norm("transformer.ln_f", h, "layer")
-    t.head("lm_head", vocab, h, "transformer.word_embeddings.weight" if tied else None)
+    behind = common.number(fields, "hidden_dropout", 0.0)
+    attention = Attention(
+        "self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True,
+        dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    # BloomGelu keeps its input alone, as the fused ones do
+    mlp = Mlp("mlp", h, 4 * h, "gelu", ("dense_h_to_4h", "dense_4h_to_h"), bias=True)
+    norms = _norms(h, "input_layernorm", "post_attention_layernorm")
+    layer = layer_of("pre", attention, mlp, norms, (behind, behind))
+    embedding = Embedding(
+        "transformer.word_embeddings", vocab, h,
+        norm=Norm("transformer.word_embeddings_layernorm", h, "layer"),
+    )  # fmt: skip
+    recipe = Recipe(
+        "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
+        # the matrices of a training run on several GPUs, one by one
+        taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
+    )  # fmt: skip
     # ``seq_length`` is the training length; vLLM 0.32.0 takes 2048 where the file has none of its names
     stated = fields.optional_integer("seq_length", 2048, limit="positions") or 2048
-    return finish(
-        fields, model_type, "BloomForCausalLM", t, dims, layers, 4 * h, vocab, max_model_len=stated,
+    return _made(
+        fields, model_type, "BloomForCausalLM", recipe, dims, 4 * h, max_model_len=stated,
         position_field="seq_length",
     )  # fmt: skip
 
@@ -216,35 +251,37 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """ALiBi, no biases. The attention's own options are in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    inner = 4 * h
     if fields.integer("expansion_ratio", 4, limit="width") != 4:  # engines read it, transformers does not
         raise UnsupportedArchitecture("is not 4, which is all transformers knows", field="expansion_ratio")
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
         raise UnsupportedArchitecture("false is not known", field="no_bias")
-    attention = fields.mapping("attn_config") or {}
-    kv_heads = attention.get("kv_n_heads") or dims.heads
-    if attention.get("attn_type") == "multiquery_attention":
+    options = fields.mapping("attn_config") or {}
+    kv_heads = options.get("kv_n_heads") or dims.heads
+    if options.get("attn_type") == "multiquery_attention":
         kv_heads = 1
-    if attention.get("qk_ln") or kv_heads != dims.heads or attention.get("alibi") is False:
+    if options.get("qk_ln") or kv_heads != dims.heads or options.get("alibi") is False:
         raise UnsupportedArchitecture(
             "qk_ln, grouped heads and learned positions are not known", field="attn_config"
         )
     fields.ignore(
         "learned_pos_emb", "norm_type", "embedding_fraction", "emb_pdrop", "logit_scale", "ffn_config"
     )
-    t = Tensors()
-    t.vocabulary("transformer.wte", vocab, h)
-    for _, at in t.layers(layers, "transformer.blocks"):
-        t.fused_attention(f"{at}.attn", dims, qkv="Wqkv", out="out_proj")
-        t.plain_mlp(f"{at}.ffn", h, inner)
-        t.norm(f"{at}.norm_1", h, "layer-weight")
-        t.norm(f"{at}.norm_2", h, "layer-weight")
-    t.norm("transformer.norm_f", h, "layer-weight")
-    t.head("lm_head", vocab, h, "transformer.wte.weight" if tied else None)
+    dropout = common.number(Fields(options), "attn_pdrop", 0.0)  # of the residuals too (modeling_mpt.py)
+    attention = Attention(
+        "attn", dims, qkv="Wqkv", out="out_proj", clipped=bool(options.get("clip_qkv")), filled=True,
+        dropout=dropout,
+    )  # fmt: skip
+    mlp = Mlp("ffn", h, 4 * h, "gelu", ("up_proj", "down_proj"))
+    norms = _norms(h, "norm_1", "norm_2", kind="layer-weight")
+    layer = layer_of("pre", attention, mlp, norms, (dropout, dropout))
+    recipe = Recipe(
+        "transformer.blocks", Embedding("transformer.wte", vocab, h), (layer,) * layers,
+        Norm("transformer.norm_f", h, "layer-weight"), Head(tied),
+    )  # fmt: skip
     length = fields.integer("max_seq_len", 2048, limit="positions")
-    return finish(
-        fields, model_type, "MptForCausalLM", t, dims, layers, inner, vocab, max_model_len=length,
+    return _made(
+        fields, model_type, "MptForCausalLM", recipe, dims, 4 * h, max_model_len=length,
         position_field="max_seq_len",
     )  # fmt: skip
 
@@ -254,19 +291,19 @@ FAMILIES = {
     "gpt2": _family(gpt2, aliases=GPT2_NAMES, lora=("c_attn",), ia3=("c_attn", "mlp.c_proj"), hf="served"),
     "gpt_neo": _family(
         gpt_neo, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
-        hf="own attention",
+        attentions=("flash",), hf="own attention",
     ),
-    "gptj": _family(gptj, aliases=GPT2_NAMES, hf="own attention"),
-    "codegen": _family(gptj, aliases=GPT2_NAMES, hf="own attention"),
+    "gptj": _family(gptj, aliases=GPT2_NAMES, attentions=("flash",), hf="own attention"),
+    "codegen": _family(gptj, aliases=GPT2_NAMES, attentions=EAGER, hf="own attention"),
     "opt": _family(opt, lora=QV, ia3=("q_proj", "k_proj", "fc2"), hf="served"),
     "bloom": _family(
         bloom,
         aliases={"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
-        lora=("query_key_value",), ia3=("query_key_value", "mlp.dense_4h_to_h"), hf="alibi",
+        attentions=EAGER, lora=("query_key_value",), ia3=("query_key_value", "mlp.dense_4h_to_h"), hf="alibi",
     ),
     "mpt": _family(
         mpt,
         aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
-        hf="alibi",
+        attentions=EAGER, hf="alibi",
     ),
 }  # fmt: skip

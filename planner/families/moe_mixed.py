@@ -412,11 +412,13 @@ def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -
 
 FAMILIES = {
     "gpt_oss": Family(
-        gpt_oss, absent={"num_key_value_heads": 8, "head_dim": 64}, hf="sinks", vllm=InVLLM(alternating=True),
+        gpt_oss, absent={"num_key_value_heads": 8, "head_dim": 64}, attentions=("flash",), hf="sinks",
+        vllm=InVLLM(alternating=True),
     ),
     "laguna": Family(laguna, absent={"num_key_value_heads": 8, "head_dim": 128}),
     "mimo_v2_flash": Family(
-        mimo_v2, absent={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}, hf="sinks",
+        mimo_v2, absent={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}, attentions=("flash",),
+        hf="sinks",
     ),
     "step3p7_text": Family(
         step3p7, aliases={"num_experts": "n_routed_experts"},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tonnage.planner.families.common import Tensors
-from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Recipe
+from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Mlp, Norm, Recipe
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.records import replace
 
 # what the module of a norm learns (common.Tensors.norm)
@@ -18,41 +19,38 @@ def tensors_of(recipe: Recipe) -> Tensors:
     first = recipe.embedding
     t.vocabulary(first.name, first.rows, first.width)
     if first.positions is not None:
-        t.embedding(*first.positions, first.width)
+        t.embedding(*first.positions, recipe.hidden)
+    if first.projected is not None:
+        t.linear(first.projected[0], recipe.hidden, first.width, "embedding")
+    if recipe.head.projected is not None:
+        t.linear(recipe.head.projected, first.width, recipe.hidden, "embedding")
+    if first.norm is not None:
+        t.norm(first.norm.name, first.norm.size, _LEARNED.get(first.norm.kind, "rms"))
     t.specs += first.buffers
-    routes = any(
-        isinstance(branch.module, Experts) for layer in set(recipe.layers) for branch in layer.branches
-    )
     for index, at in t.layers(len(recipe.layers), recipe.at):
         layer = recipe.layers[index]
         for branch in layer.branches:
             module = branch.module
             if isinstance(module, Attention | LatentAttention):
                 _attention(t, at, module) if isinstance(module, Attention) else latent(t, at, module)
-                if routes:  # explained before the experts
-                    _norms(t, at, layer, first.width)
             elif isinstance(module, Experts):
                 _experts(t, at, module)
             else:
                 _mlp(t, at, module)
-        t.specs += [replace(spec, name=f"{at}.{spec.name}", layer=index) for spec in layer.extra]
-        if not routes:
-            _norms(t, at, layer, first.width)
-    t.norm(recipe.final.name, recipe.final.size, _LEARNED.get(recipe.final.kind, "rms"))
+        _extra(t, at, layer.extra)
+        for branch in layer.branches:
+            for norm in (branch.before, branch.after, branch.summed):
+                _norm(t, at, norm)
+            if branch.weighted is not None:
+                t.add(f"{at}.{branch.weighted}", (first.width,), "norm", "DogeDecoderLayer")
+    if recipe.final is not None:
+        t.norm(recipe.final.name, recipe.final.size, _LEARNED.get(recipe.final.kind, "rms"))
     t.specs += recipe.head.buffers
     t.head("lm_head", first.rows, first.width, f"{first.name}.weight" if recipe.head.tied else None,
            recipe.head.bias)  # fmt: skip
     for table in recipe.tables:
         t.rotary(table.dim, table.name)
     return t
-
-
-def _norms(t: Tensors, at: str, layer: Layer, width: int) -> None:
-    for branch in layer.branches:
-        for norm in (branch.before, branch.after):
-            _norm(t, at, norm)
-        if branch.weighted is not None:
-            t.add(f"{at}.{branch.weighted}", (width,), "norm", "DogeDecoderLayer")
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None) -> None:
@@ -64,14 +62,19 @@ def _norm(t: Tensors, at: str, norm: Norm | None) -> None:
         t.norm(f"{at}.{name}", norm.size, learned)
 
 
-def _attention(t: Tensors, at: str, a: Attention) -> None:
-    at = f"{at}.{a.name}"
+def _extra(t: Tensors, layer: str, extra: tuple[TensorSpec, ...]) -> None:
+    t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in extra]
+
+
+def _attention(t: Tensors, layer: str, a: Attention) -> None:
+    at = f"{layer}.{a.name}"
     if a.qkv is not None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
     else:
         t.attention(at, a.heads, bias=a.bias, out_bias=a.out_bias, out=a.out)
     for norm in (a.q_norm, a.k_norm, a.before_out):
         _norm(t, at, norm)
+    _extra(t, layer, a.extra)
 
 
 def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
@@ -90,7 +93,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
-    at = f"{at}.{m.name}"
+    at = f"{at}.{m.name}" if m.name else at
     if len(m.names) == 3:
         gate, up, down = m.names
         t.gated_mlp(at, m.hidden, m.inner, bias=m.bias, names=(gate, up, down))
@@ -107,7 +110,7 @@ def _experts(t: Tensors, layer: str, e: Experts) -> None:
         stored=router.stored,
     )  # fmt: skip
     t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
-    t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in e.extra]
+    _extra(t, layer, e.extra)
     if e.shared is not None:
         _mlp(t, layer, e.shared)
     if e.shared_gate is not None:

@@ -66,13 +66,15 @@ class Rope:
     """Rotary embedding of the first ``dim`` values of each head. ``tables``: which of the model's tables.
 
     ``joined``: rotated and other values are concatenated, which orders memory by heads. ``fresh``: each layer
-    interleaves tables of its own. ``restored``: the result has q's type again.
+    interleaves tables of its own; ``apart``: for q and for k, in their type or in fp32 (``wide``), and memory
+    stays ordered by tokens (GPT-J). ``restored``: the result has q's type again.
     """
 
     dim: int
     tables: str = ""
     joined: bool = False
     fresh: bool = False
+    apart: Literal["", "typed", "wide"] = ""
     restored: bool = False
 
 
@@ -84,8 +86,10 @@ class Attention:
     ``repeated``: K and V are repeated to all heads by it. ``normed_last``: q and k are normed once rotated.
     ``clipped``: q, k and v are clamped in place. ``softcap``: of the scores, in eager attention. ``masked``: a
     mask is passed where none is needed. ``broadcast``: SDPA is given fewer heads of K and V than of Q, which
-    its fused kernels refuse. ``narrow``: eager softmax in the model's type instead of fp32. ``before_out``: a
-    norm in front of the output projection.
+    its fused kernels refuse. ``narrow``: eager softmax in the model's type instead of fp32; ``upcast``: eager
+    scores of fp32 copies of q and k; ``filled``: eager scores are filled where a boolean mask says so, all
+    layers keep that mask. ``before_out``: a norm in front of the output projection.
+    ``extra``: as a layer's.
     """
 
     name: str
@@ -106,8 +110,11 @@ class Attention:
     masked: bool = False
     broadcast: bool = False
     narrow: bool = False
+    upcast: bool = False
+    filled: bool = False
     before_out: Norm | None = None
     dropout: float = 0.0
+    extra: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +210,15 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """``residual + dropout(after(module(before(x))))``; ``weighted``: the residual times a learned vector."""
+    """``residual + dropout(after(module(before(x))))``; ``weighted``: the residual times a learned vector;
+    ``summed``: a norm of the sum."""
 
     module: Attention | LatentAttention | Mlp | Experts
     before: Norm | None = None
     after: Norm | None = None
     dropout: float = 0.0
     weighted: str | None = None
+    summed: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +233,29 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """``positions``: name and rows of a learned table added to it; ``buffers`` lie behind it."""
+    """``positions``: name and rows of a learned table added to it, ``each``: of ids made for each sequence;
+    ``projected``: name and outputs of a matrix behind it; ``norm`` the last. ``buffers`` lie behind it."""
 
     name: str
     rows: int
     width: int
     positions: tuple[str, int] | None = None
     dropout: float = 0.0
+    each: bool = False
+    projected: tuple[str, int] | None = None
+    norm: Norm | None = None
     buffers: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """``softcap``: tanh of the logits; ``buffers`` lie before it."""
+    """``softcap``: tanh of the logits; ``projected``: name of a matrix before it, to the embedding's width;
+    ``buffers`` lie before it."""
 
     tied: bool
     bias: bool = False
     softcap: bool = False
+    projected: str | None = None
     buffers: tuple[TensorSpec, ...] = ()
 
 
@@ -264,14 +279,19 @@ class Recipe:
     at: str
     embedding: Embedding
     layers: tuple[Layer, ...]
-    final: Norm
+    final: Norm | None
     head: Head
     tables: tuple[Table, ...] = ()
     linear_class: str = "Linear"
     taped: bool = True
 
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.embedding.projected[1] if self.embedding.projected else self.embedding.width
 
-Flow = Literal["pre", "post", "sandwich", "parallel"]
+
+Flow = Literal["pre", "post", "summed", "sandwich", "parallel"]
 
 
 def layer_of(
@@ -283,15 +303,19 @@ def layer_of(
     extra: tuple[TensorSpec, ...] = (),
 ) -> Layer:
     """Attention and MLP with ``norms`` in the order of the computation: before each (``pre``), behind each
-    (``post``), both (``sandwich``, four norms), or side by side with one norm or two (``parallel``)."""
+    (``post``), of each sum (``summed``), both (``sandwich``, four norms), or side by side with one norm or two
+    (``parallel``)."""
     before: tuple[Norm | None, ...] = norms[:2] if len(norms) > 1 else (*norms, None)
     after: tuple[Norm | None, ...] = (None, None)
     if flow == "sandwich":
         before, after = norms[::2], norms[1::2]
     elif flow == "post":
         before, after = after, before
+    summed: tuple[Norm | None, ...] = (None, None)
+    if flow == "summed":
+        before, summed = summed, before
     branches = (
-        Branch(attention, before[0], after[0], dropouts[0]),
-        Branch(mlp, before[1], after[1], dropouts[1]),
+        Branch(attention, before[0], after[0], dropouts[0], summed=summed[0]),
+        Branch(mlp, before[1], after[1], dropouts[1], summed=summed[1]),
     )
     return Layer(branches, flow == "parallel", extra)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Rope
 from tonnage.planner.training.tape import Size, Tape, Value
 
-Tables = Mapping[str, tuple[Value, Value]]  # cos and sin of each table of rotary frequencies
+MASK = "mask"
+Tables = Mapping[str, tuple[Value, Value]]
+"""What all layers read: cos and sin of each table of rotary frequencies; under MASK, a boolean mask."""
 
 
 def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
@@ -33,6 +35,8 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
             out = norm(t, branch.after, out)
         out = t.dropout(out, branch.dropout)
         x = t.add(out, t.scale(x) if branch.weighted else x)
+        if branch.summed is not None:
+            x = norm(t, branch.summed, x)
     return x
 
 
@@ -51,7 +55,9 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
         for part in (q, k, v):
             if part.grad:
                 t.save(t.like(part))
-    if a.rope is not None:
+    if a.rope is not None and a.rope.apart:
+        q, k = (_rotated(t, a.rope, x, _own_tables(a.rope, x)) for x in (q, k))
+    elif a.rope is not None:
         own = t.interleaved(tables[a.rope.tables]) if a.rope.fresh else tables[a.rope.tables]
         q, k = _rotated(t, a.rope, q, own), _rotated(t, a.rope, k, own)
     if a.normed_last:
@@ -60,8 +66,11 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     out = t.attend(
         q, k, v, dims.heads, dims.heads if a.repeated else dims.kv_heads, dims.head_size,
         masked=a.masked or t.masked, broadcast=a.broadcast, softcap=a.softcap, dropout=a.dropout,
-        softmax=h.width if a.narrow else 4, heads_first=a.rope is not None and a.rope.joined,
+        softmax=_softmax(t, a, h), upcast=a.upcast,
+        heads_first=a.rope is not None and a.rope.joined and not a.rope.apart,
     )  # fmt: skip
+    if a.filled and t.attention == "eager" and (q.grad or k.grad):
+        t.save(tables[MASK][0])
     if a.before_out is not None:
         out = norm(t, a.before_out, out)
     return t.linear(out, f"{at}.{a.out}", dims.heads * dims.value_size, dims.hidden, column=False)
@@ -87,6 +96,19 @@ def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, 
 
 def _normed(t: Tape, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
     return (q if a.q_norm is None else norm(t, a.q_norm, q), k if a.k_norm is None else norm(t, a.k_norm, k))
+
+
+def _softmax(t: Tape, a: Attention, h: Value) -> int:
+    """Bytes of an eager score. Autocast computes softmax in fp32 on the GPU; on the CPU it leaves the type of
+    the mask that was added, the model's."""
+    if t.autocast and (a.narrow or a.upcast):
+        return 4 if t.cuda else h.width
+    return h.width if a.narrow else 4
+
+
+def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
+    width = 4 if rope.apart == "wide" else x.width
+    return Value(Size(position=rope.dim), width, False), Value(Size(position=rope.dim), width, False)
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
@@ -122,7 +144,7 @@ def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, laye
 
 
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
-    at = f"{layer}.{m.name}"
+    at = f"{layer}.{m.name}" if m.name else layer
     if len(m.names) == 3:
         gate, up = (t.linear(h, f"{at}.{name}", m.hidden, m.inner) for name in m.names[:2])
         mid = t.multiply(t.activation(gate, m.act), up)

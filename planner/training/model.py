@@ -5,18 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.families.registry import build_architecture, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.recipe import Recipe
 from tonnage.planner.records import dataclass
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_sums, taped
-
-# What these classes of transformers 5.19 have beside eager attention (_supports_sdpa, _supports_flash_attn).
-_WITHOUT_SDPA: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("codegen", "bloom", "mpt"), ()),
-    **dict.fromkeys(("gpt_neo", "gptj", "gpt_oss"), ("flash",)),
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class TrainingModel:
 
     def attention(self, asked: str) -> str:
         """The attention that runs where ``asked`` is asked for: eager where the class does not have it."""
-        return asked if asked in _WITHOUT_SDPA.get(self.architecture.model_type, (asked,)) else "eager"
+        return asked if asked in family_of(self.architecture.model_type).attentions else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
         """Layers that are given an explicit mask at this length: windows shorter than the sequence."""

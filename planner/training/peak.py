@@ -125,7 +125,7 @@ def peak_of(
     layers, flight = stage.layers, stage.in_flight
     ends = acts.shared.at(setup.micro_batch, local)
     if stage.embedding:
-        ends += flight * cut.kept(acts.embedding)
+        ends += flight * cut.kept(acts.embedding) + acts.embedding.casts + acts.embedding.frozen_casts
     stream = tokens * acts.stream
     cpu = recompute = live_casts = 0
     one_cast = (casts + frozen) // max(1, layers)

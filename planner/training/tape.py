@@ -325,7 +325,7 @@ class Tape:
     def attend(
         self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, *,
         masked: bool = False, broadcast: bool = False, softcap: bool = False, dropout: float = 0.0,
-        softmax: int = 4, heads_first: bool = False, value: int | None = None,
+        softmax: int = 4, upcast: bool = False, heads_first: bool = False, value: int | None = None,
     ) -> Value:  # fmt: skip
         """Attention of ``heads`` query heads; the output is [b, s, heads x value] (None: as ``head``).
         ``masked``: an explicit mask is passed (sliding windows, packed batches), which keeps SDPA from grouping
@@ -334,7 +334,12 @@ class Tape:
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
         if self.attention == "eager":
-            return self._eager(q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width)
+            if upcast:
+                width = self.compute if self.autocast else v.width
+                q, k = self.cast(q, 4), self.cast(k, 4)
+            return self._eager(
+                q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width, upcast=upcast
+            )
         if broadcast and kv_heads != heads and self.attention == "sdpa":
             # the kernel made of single operations repeats K and V and computes in fp32
             q, k, v = (self.new(heads * head, 4, t.grad, split=True) for t in (q, k, v))
@@ -363,12 +368,14 @@ class Tape:
 
     def _eager(
         self, q: Value, k: Value, v: Value, heads: int, sizes: tuple[int, int], repeat: bool, softcap: bool,
-        dropout: float, softmax: int, width: int, out: int | None = None,
+        dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
     ) -> Value:  # fmt: skip
         if repeat:
             k, v = self._repeated(k, v, sizes)
-        given = q.width
-        q, k, v = (self.cast(t, width) for t in (q, k, v))
+        given = v.width if upcast else q.width
+        if self.autocast or not upcast:
+            q, k = self.cast(q, width), self.cast(k, width)
+        v = self.cast(v, width)
         grad = q.grad or k.grad
 
         def scores(size: int, needs: bool) -> Value:

@@ -47,7 +47,7 @@ def planned_bytes(
         estimated=model.estimated,
     )  # fmt: skip
     total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
-    casts = acts.head.casts + acts.head.frozen_casts
+    casts = sum(ends.casts + ends.frozen_casts for ends in (acts.embedding, acts.head))
     for _, count, kept in acts.layers:
         total = total + kept.total.times(count)
         casts += count * (kept.casts + kept.frozen_casts)

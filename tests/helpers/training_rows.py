@@ -113,6 +113,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {**_GPT, "attn_pdrop": 0.0},
     "gpt_bigcode-heads": {**_GPT, "attn_pdrop": 0.0, "multi_query": False},
     "gpt2": {**_GPT, **_IDS, "attn_pdrop": 0.0},
+    "gpt2-still": {
+        **_GPT, **_IDS, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_function": "gelu",
+    },
     "gpt_neo": {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_layers": 4, "num_heads": 8,
         "max_position_embeddings": 256, "attention_types": [[["global", "local"], 2]], "window_size": 32,
@@ -121,9 +124,21 @@ ROWS: dict[str, dict[str, Any]] = {
     "gptj": {**_GPT, **_IDS, "rotary_dim": 8},
     "codegen": {**_GPT, **_IDS, "rotary_dim": 8},
     "opt": _OPT,
+    "opt-unbiased": {**_OPT, "enable_bias": False, "activation_function": "gelu", "dropout": 0.0},
     "opt-projected": {**_OPT, "word_embed_proj_dim": 64, "do_layer_norm_before": False},
+    "gptj-dropped": {
+        **_GPT, **_IDS, "rotary_dim": 16, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    },
     "bloom": {"vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 8},
+    "bloom-dropped": {
+        "vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 8, "hidden_dropout": 0.1,
+        "attention_dropout": 0.1, "apply_residual_connection_post_layernorm": True,
+    },
     "mpt": {"vocab_size": 512, "d_model": 128, "n_layers": 3, "n_heads": 8, "max_seq_len": 256},
+    "mpt-clipped": {
+        "vocab_size": 512, "d_model": 128, "n_layers": 3, "n_heads": 8, "max_seq_len": 256,
+        "attn_config": {"clip_qkv": 6.0},
+    },
     "mixtral": _LOCAL,
     "mixtral-window": {**_LOCAL, **_WINDOW},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 96, "mlp_only_layers": [0]},
