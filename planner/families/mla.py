@@ -101,29 +101,28 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
 
     table = Table("model.rotary_emb.", d.rotary or d.nope, complex=model_type == "deepseek_v2")
     dropout = common.number(fields, "attention_dropout", 0.0)
-    mixer: Attention | LatentAttention
-    if plain is None:
-        rope = Rope(d.rotary, table.name, restored=model_type == "deepseek_v2")
-        mixer = replace(d, bias=bias, rope=rope, dropout=dropout)
-    else:
-        mixer = Attention("self_attn", plain, bias=bias, out_bias=bias)
+    rope = Rope(d.rotary, table.name, restored=model_type == "deepseek_v2")
+    d = replace(d, bias=bias, rope=rope, dropout=dropout)
+    mixers: dict[bool, Attention | LatentAttention] = {False: d}
+    if v.indexer:
+        mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
+    if plain is not None:
+        mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
     norms = tuple(Norm(name, d.hidden) for name in ("input_layernorm", "post_attention_layernorm"))
     act = common.act_of(fields, "silu")
     routed = Experts(
         "mlp", d.hidden, inner, count, chosen, act, _router(fields, model_type),
         Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
-        extra=_correction(count) if v.correction else (),
+        first=True, extra=_correction(count) if v.correction else (),
     )  # fmt: skip
+    mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
     kinds = {
-        (routes, own): layer_of(
-            "pre", mixer, routed if routes else Mlp("mlp", d.hidden, dense, act, bias=mlp_bias), norms,
-            extra=_index_tensors(d, index_heads, index_size) if own else (),
-        )
-        for routes in (True, False) for own in {v.indexer, False}
+        (own, routes): layer_of("pre", mixer, module, norms)
+        for own, mixer in mixers.items() for routes, module in mlps.items()
     }  # fmt: skip
     recipe = Recipe(
         "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
-        tuple(kinds[sparse[i], v.indexer and indexed[i]] for i in range(layers)),
+        tuple(kinds[v.indexer and indexed[i], sparse[i]] for i in range(layers)),
         Norm("model.norm", d.hidden), Head(tied), (table,),
         taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
     )  # fmt: skip

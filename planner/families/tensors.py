@@ -90,6 +90,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
     t.norm(f"{at}.kv_a_layernorm", a.kv_rank)
     t.linear(f"{at}.kv_b_proj", a.heads * (a.nope + a.value), a.kv_rank, shard="column")
     t.linear(f"{at}.o_proj", a.hidden, a.heads * a.value, bias=a.bias, shard="row")
+    _extra(t, layer, a.extra)
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
@@ -105,11 +106,14 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
     at, router = f"{layer}.{e.name}", e.router
+    if e.first:
+        t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
     t.router(
         f"{at}.{router.name}", e.count, e.hidden, linear=router.linear, bias=router.bias, dtype=router.dtype,
         stored=router.stored,
     )  # fmt: skip
-    t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
+    if not e.first:
+        t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
     _extra(t, layer, e.extra)
     if e.shared is not None:
         _mlp(t, layer, e.shared)

@@ -121,7 +121,7 @@ class Attention:
 class LatentAttention:
     """MLA: K and V of every head are made from one latent of ``kv_rank`` values and one rotary key of
     ``rotary`` per token. A head of q and k has ``nope`` more values, which are not rotated, one of v ``value``.
-    ``q_rank`` None: the query is not compressed."""
+    ``q_rank`` None: the query is not compressed. ``extra``: as a layer's."""
 
     hidden: int
     heads: int
@@ -134,6 +134,7 @@ class LatentAttention:
     name: str = "self_attn"
     rope: Rope | None = None
     dropout: float = 0.0
+    extra: tuple[TensorSpec, ...] = ()
 
     @property
     def entry(self) -> int:
@@ -194,7 +195,8 @@ class Router:
 class Experts:
     """``count`` routed experts of ``inner``, ``chosen`` of which a token goes through: gated MLPs held as two
     tensors a layer. ``shared``: an MLP every token goes through (its name is relative to the layer),
-    ``shared_gate``: named where a sigmoid weighs it. ``extra``: as a layer's."""
+    ``shared_gate``: named where a sigmoid weighs it. ``first``: they stand before the router in the state dict.
+    ``extra``: as a layer's."""
 
     name: str
     hidden: int
@@ -206,6 +208,7 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: str | None = None
     extra: tuple[TensorSpec, ...] = ()
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,11 +97,14 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
 
 
 def _by_name(value: Any) -> dict[str, Any]:
-    """A list of objects that all have a name of their own, by that name; else nothing."""
+    """A list of objects that all have a name, by that name (and which of that name it is); else nothing."""
     if not isinstance(value, list) or not all(isinstance(item, dict) and "name" in item for item in value):
         return {}
-    found = {str(item["name"]): item for item in value}
-    return found if len(found) == len(value) else {}
+    found: dict[str, Any] = {}
+    for item in value:
+        name = str(item["name"])
+        found[f"{name} {sum(key.rpartition(' ')[0] == name for key in found)}"] = item
+    return found
 
 
 def _short(value: Any) -> str:
