@@ -1,4 +1,4 @@
-"""benchmarks/training_accuracy.py on the public A6000 runs: every training row within 3 %."""
+"""benchmarks/training_accuracy.py: public A6000 runs, each row within 3 %; its list of model types."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 RECEIPTS = ROOT / "tests" / "data" / "training" / "measured_receipts.tsv"
 
 
 def run(receipts: Path) -> tuple[int, dict]:
-    command = [sys.executable, ROOT / "benchmarks" / "training_accuracy.py", "--receipts", receipts, "--json"]
+    return ask("--receipts", receipts, "--json")
+
+
+def ask(*flags: object) -> tuple[int, dict]:
+    command = [sys.executable, ROOT / "benchmarks" / "training_accuracy.py", *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
@@ -34,3 +40,11 @@ def test_a_wrong_receipt_is_a_miss(tmp_path):
     (tmp_path / "receipts.tsv").write_text("\n".join([lines[0], *other]) + "\n")
     code, found = run(tmp_path / "receipts.tsv")
     assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)
+
+
+def test_the_list_of_types_is_measured_on_real_models():
+    pytest.importorskip("torch", reason="the real thing is torch")
+    code, found = ask("--activations", "--types", "falcon", "gpt_oss")
+    assert (code, found["exact"], found["estimated"], found["missed"]) == (0, ["falcon"], ["gpt_oss"], [])
+    assert {row["row"] for row in found["rows"]} >= {"falcon", "falcon-query", "gpt_oss"}
+    assert all(len(row["modes"]) == 6 and mode["kept"] > 0 for row in found["rows"] for mode in row["modes"])
