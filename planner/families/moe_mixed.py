@@ -9,9 +9,23 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    Heads,
+    Norm,
+    Recipe,
+    Rope,
+    Router,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.model.tensor import TensorSpec
 
 
 def gpt_oss(fields: Fields, model_type: str) -> Architecture:
@@ -28,20 +42,27 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     if kinds is None:  # beginning with a sliding layer (configuration_gpt_oss.py)
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for _, at in t.layers(layers, "model.layers"):
-        t.add(f"{at}.self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard=0)
-        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
-        t.router(f"{at}.mlp.router", count, dims.hidden, bias=True)
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner, transposed=True, bias=True)
-        t.layer_norms(at, dims.hidden)
-    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    t.rotary(dims.head_size, "model.rotary_emb.")
+    table = Table("model.rotary_emb.", dims.head_size, half=True)
+    sinks = TensorSpec("self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard_dim=0)
+    attention = Attention(
+        "self_attn", dims, bias=bias, out_bias=bias, rope=Rope(dims.head_size, table.name), sinks=True,
+        dropout=common.number(fields, "attention_dropout", 0.0), extra=(sinks,),
+    )  # fmt: skip
+    routed = Experts(
+        "mlp", dims.hidden, inner, count, chosen, "clamped-swiglu",
+        Router("router", "softmax-typed", normed=False, bias=True), biased=True,
+    )  # fmt: skip
+    norms = ("input_layernorm", "post_attention_layernorm")
+    layer = layer_of("pre", attention, routed, tuple(Norm(name, dims.hidden, "rms-wide") for name in norms))
+    recipe = Recipe(
+        "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden), (layer,) * layers,
+        Norm("model.norm", dims.hidden, "rms-wide"), Head(tied), (table,),
+        taped=not fields.config.get("output_router_logits"),
+    )  # fmt: skip
     return common.decoder(
-        fields, model_type, "GptOssForCausalLM", t, dims,
+        fields, model_type, "GptOssForCausalLM", tensors_of(recipe), dims,
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
-        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
+        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen, recipe=recipe,
     )  # fmt: skip
 
 

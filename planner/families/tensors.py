@@ -107,13 +107,13 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
-        t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
+        t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)
     t.router(
         f"{at}.{router.name}", e.count, e.hidden, linear=router.linear, bias=router.bias, dtype=router.dtype,
         stored=router.stored,
     )  # fmt: skip
     if not e.first:
-        t.experts(f"{at}.experts", e.count, e.hidden, e.inner)
+        t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)
     _extra(t, layer, e.extra)
     if e.shared is not None:
         _mlp(t, layer, e.shared)

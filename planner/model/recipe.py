@@ -88,8 +88,8 @@ class Attention:
     mask is passed where none is needed. ``broadcast``: SDPA is given fewer heads of K and V than of Q, which
     its fused kernels refuse. ``narrow``: eager softmax in the model's type instead of fp32; ``upcast``: eager
     scores of fp32 copies of q and k; ``filled``: eager scores are filled where a boolean mask says so, all
-    layers keep that mask. ``before_out``: a norm in front of the output projection.
-    ``extra``: as a layer's.
+    layers keep that mask; ``sinks``: a learned score stands beside the eager ones. ``before_out``: a
+    norm in front of the output projection. ``extra``: as a layer's.
     """
 
     name: str
@@ -112,6 +112,7 @@ class Attention:
     narrow: bool = False
     upcast: bool = False
     filled: bool = False
+    sinks: bool = False
     before_out: Norm | None = None
     dropout: float = 0.0
     extra: tuple[TensorSpec, ...] = ()
@@ -162,11 +163,12 @@ class Mlp:
 
 
 RouterKind = Literal[
-    "softmax", "softmax-float", "softmax-chosen", "softmax-clamped", "softmax-groups", "sigmoid",
-    "sigmoid-groups", "mixer", "other",
+    "softmax", "softmax-float", "softmax-chosen", "softmax-typed", "softmax-clamped", "softmax-groups",
+    "sigmoid", "sigmoid-groups", "mixer", "other",
 ]  # fmt: skip
 """``softmax``: over all experts in fp32, the chosen weights back in the logits' type (Qwen);
 ``softmax-float``: the same, left in fp32 (Mixtral); ``softmax-chosen``: over the chosen logits (Granite);
+``softmax-typed``: the same, in the logits' type (gpt-oss);
 ``softmax-clamped``: in fp32 from the first product on, also under autocast, the sum clamped (ERNIE 4.5);
 ``sigmoid``: of each logit in fp32 (MiniMax-M2); ``sigmoid-groups``: from fp32 copies of input and weight, where
 groups of experts are chosen first (GLM-4.5); ``softmax-groups``: the same by softmax, a group is as good as its
@@ -196,7 +198,7 @@ class Experts:
     """``count`` routed experts of ``inner``, ``chosen`` of which a token goes through: gated MLPs held as two
     tensors a layer. ``shared``: an MLP every token goes through (its name is relative to the layer),
     ``shared_gate``: named where a sigmoid weighs it. ``first``: they stand before the router in the state dict.
-    ``extra``: as a layer's."""
+    ``biased``: with biases, matrices stored [experts, in, out]. ``extra``: as a layer's."""
 
     name: str
     hidden: int
@@ -209,6 +211,7 @@ class Experts:
     shared_gate: str | None = None
     extra: tuple[TensorSpec, ...] = ()
     first: bool = False
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +268,13 @@ class Head:
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rotary frequencies of ``dim`` values; ``wide``: their cos and sin stay in fp32. ``complex``: each pair is
-    one complex number instead."""
+    one complex number instead. ``half``: no value stands in them twice."""
 
     name: str
     dim: int
     wide: bool = False
     complex: bool = False
+    half: bool = False
 
 
 @dataclass(frozen=True, slots=True)

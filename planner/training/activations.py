@@ -174,7 +174,8 @@ def activations_of(
 
     tables = {}
     for table in recipe.tables:
-        width, dim = (4, table.dim // 2) if table.complex else (4 if table.wide else stream, table.dim)
+        dim = table.dim // 2 if table.complex or table.half else table.dim
+        width = 4 if table.complex or table.wide else stream
         cos, sin = (Value(Size(position=dim), width, False) for _ in range(2))
         tables[table.name] = cos, sin
     if not estimated:

@@ -66,7 +66,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     out = t.attend(
         q, k, v, dims.heads, dims.heads if a.repeated else dims.kv_heads, dims.head_size,
         masked=a.masked or t.masked, broadcast=a.broadcast, softcap=a.softcap, dropout=a.dropout,
-        softmax=_softmax(t, a, h), upcast=a.upcast,
+        softmax=_softmax(t, a, h), upcast=a.upcast, sinks=a.sinks,
         heads_first=a.rope is not None and a.rope.joined and not a.rope.apart,
     )  # fmt: skip
     if a.filled and t.attention == "eager" and (q.grad or k.grad):
@@ -103,7 +103,7 @@ def _softmax(t: Tape, a: Attention, h: Value) -> int:
     the mask that was added, the model's."""
     if t.autocast and (a.narrow or a.upcast):
         return 4 if t.cuda else h.width
-    return h.width if a.narrow else 4
+    return h.width if a.narrow or a.sinks else 4
 
 
 def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
@@ -164,7 +164,7 @@ def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
     at = f"{layer}.{e.name}"
     shared = None if e.shared is None else mlp(t, e.shared, h, layer)
     weights = _routed(t, e, h, f"{at}.{e.router.name}")
-    out = t.grouped(h, weights, e.count, e.chosen, e.hidden, e.inner, e.act)
+    out = t.grouped(h, weights, e.count, e.chosen, e.hidden, e.inner, e.act, e.biased)
     if shared is not None:
         if e.shared_gate is not None:
             gate = t.activation(t.linear(h, f"{at}.{e.shared_gate}", e.hidden, 1), "sigmoid")
@@ -194,11 +194,11 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     if router.kind == "mixer":
         return _mixed(t, e, logits)
     t.save(t.new(e.chosen, 8, False))  # the indices
-    width = logits.width if router.kind == "sigmoid-groups" else 4
+    width = logits.width if router.kind in ("sigmoid-groups", "softmax-typed") else 4
     chosen = t.new(e.chosen, width, True)
-    if router.kind == "softmax-chosen":
+    if router.kind in ("softmax-chosen", "softmax-typed"):
         t.save(chosen)
-        return t.like(t.cast(chosen, given))
+        return t.like(chosen, given if router.kind == "softmax-chosen" else width)
     t.save(t.new(e.count, width, True))  # softmax and sigmoid keep their result
     groups, taken = router.groups
     if grouped and groups:

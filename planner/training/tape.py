@@ -19,8 +19,21 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 # Activation functions written out in Python (transformers 5.19, activations.py): how many tensors of their own
 # type they keep beside their input. And all that are known.
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
+CLAMPED = "clamped-swiglu"  # not in ACT2FN: the gate of gpt-oss's experts
 ACTIVATIONS = frozenset(
-    ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "tanh", "sigmoid", "xielu")
+    (
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_pytorch_tanh",
+        "gelu_new",
+        "relu",
+        "relu2",
+        "tanh",
+        "sigmoid",
+        "xielu",
+        CLAMPED,
+    )
 ) | frozenset(WRITTEN_OUT)
 
 
@@ -285,9 +298,11 @@ class Tape:
         return self.like(shape or a, max(a.width, b.width), a.grad or b.grad)
 
     def grouped(
-        self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str
+        self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str, biased: bool
     ) -> Value:
         """Gated experts by torch's grouped_mm, which autocast does not cast: it runs in the weights' type."""
+        if biased and self.trains:
+            self.save(self.new(chosen, 8, False))  # whose biases were taken
         width = self.weight if self.trains else self.frozen
         grad = x.grad or self.trains
         for _ in range(3):  # the permutation that sorts, its inverse, the tokens it takes
@@ -299,13 +314,21 @@ class Tape:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad)
         gate, up = self.view(both, chosen * inner), self.view(both, chosen * inner)
-        product = self.multiply(self.activation(gate, act), up)
+        product = self._clamped(gate, up) if act == CLAMPED else self.multiply(self.activation(gate, act), up)
         if self.trains:
             self.save(product)
         out = self.new(chosen * hidden, width, grad)
         sorted_weights = self.like(weights)
         self.multiply(out, sorted_weights)
         return self.new(hidden, x.width, grad or weights.grad)
+
+    def _clamped(self, gate: Value, up: Value) -> Value:
+        """gpt-oss: (min(max(up, -c), c) + 1) g sigmoid(a g), g = min(gate, c)."""
+        if gate.grad:
+            self.save(gate)
+            for _ in range(4):  # g, the sigmoid, up + 1, the gated linear unit
+                self.save(self.like(gate))
+        return self.like(up)
 
     def dropout(self, x: Value, probability: float) -> Value:
         if probability and x.grad:
@@ -325,7 +348,8 @@ class Tape:
     def attend(
         self, q: Value, k: Value, v: Value, heads: int, kv_heads: int, head: int, *,
         masked: bool = False, broadcast: bool = False, softcap: bool = False, dropout: float = 0.0,
-        softmax: int = 4, upcast: bool = False, heads_first: bool = False, value: int | None = None,
+        softmax: int = 4, upcast: bool = False, sinks: bool = False, heads_first: bool = False,
+        value: int | None = None,
     ) -> Value:  # fmt: skip
         """Attention of ``heads`` query heads; the output is [b, s, heads x value] (None: as ``head``).
         ``masked``: an explicit mask is passed (sliding windows, packed batches), which keeps SDPA from grouping
@@ -337,9 +361,12 @@ class Tape:
             if upcast:
                 width = self.compute if self.autocast else v.width
                 q, k = self.cast(q, 4), self.cast(k, 4)
+            if sinks:
+                width = self.compute if self.autocast else v.width
             return self._eager(
-                q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width, upcast=upcast
-            )
+                q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width, upcast=upcast,
+                sinks=sinks,
+            )  # fmt: skip
         if broadcast and kv_heads != heads and self.attention == "sdpa":
             # the kernel made of single operations repeats K and V and computes in fp32
             q, k, v = (self.new(heads * head, 4, t.grad, split=True) for t in (q, k, v))
@@ -369,10 +396,11 @@ class Tape:
     def _eager(
         self, q: Value, k: Value, v: Value, heads: int, sizes: tuple[int, int], repeat: bool, softcap: bool,
         dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
+        sinks: bool = False,
     ) -> Value:  # fmt: skip
         if repeat:
             k, v = self._repeated(k, v, sizes)
-        given = v.width if upcast else q.width
+        given = v.width if upcast or sinks else q.width
         if self.autocast or not upcast:
             q, k = self.cast(q, width), self.cast(k, width)
         v = self.cast(v, width)
@@ -389,7 +417,12 @@ class Tape:
             if softcap:
                 self.save(scores(width, True))  # tanh keeps its result
             weights = scores(softmax, True)
-            self.save(weights)  # softmax keeps its result
+            kept = weights
+            if sinks:  # one score more, and which of them is the largest
+                kept = Value(Size(score=heads, token=heads), softmax, True, True)
+                self.save(self.new(heads, 8, False, split=True))
+                weights.base = kept
+            self.save(kept)  # softmax keeps its result
         else:
             weights = scores(width, False)
         weights = self.cast(weights, given)
