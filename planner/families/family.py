@@ -11,6 +11,7 @@ from typing import Literal
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import NormKind
 from tonnage.planner.records import dataclass
 
 Values = tuple[object, ...] | str
@@ -109,6 +110,9 @@ class Family:
     ``reads_class``: ``build`` reads ``architectures`` itself.
 
     ``attentions``: what its class in transformers 5.19 has beside eager (_supports_sdpa, _supports_flash_attn).
+    To estimate activations where the tape knows no recipe: ``final_norm``, the kind of the last norm;
+    ``every_expert``: a token goes through all of them (modeling_llama4.py, hidden_states.repeat(num_experts,
+    1)).
     ``lora``, ``ia3``: PEFT 0.21's own target modules (peft/utils/constants.py), None where it has none.
     """
 
@@ -120,6 +124,8 @@ class Family:
     first_class: str | None = None
     reads_class: bool = False
     attentions: tuple[str, ...] = ("sdpa", "flash")
+    final_norm: NormKind = "rms"
+    every_expert: bool = False
     lora: tuple[str, ...] | None = None
     ia3: tuple[str, ...] | None = None
     hf: Paged = "unreviewed"

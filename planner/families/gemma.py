@@ -167,7 +167,7 @@ FAMILIES = {
                 "max_position_embeddings": 8192,
             },
         ).build,
-        lora=QV, ia3=QV_DOWN, hf="served",
+        final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
     ),
     "gemma2": Family(
         _Variant(
@@ -180,7 +180,7 @@ FAMILIES = {
             _FOUR_NORMS, attention_cap=50.0, final_cap=30.0,
         ).build,
         leftovers={"sliding_window_size": "sliding_window"},  # 9B and 27B give the window twice
-        lora=QV, ia3=QV_DOWN, hf="served",
+        final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
         vllm=InVLLM(float16=False), gguf=InGGUF("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "gemma3_text": Family(
@@ -193,7 +193,7 @@ FAMILIES = {
             },
             _FOUR_NORMS, qk_norm=True,
         ).build,
-        lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
+        final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=InVLLM(float16=False),
         gguf=InGGUF("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "vaultgemma": Family(

@@ -154,5 +154,5 @@ def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shar
 
 
 FAMILIES = {
-    "gemma3n_text": Family(build, hf="page sizes"),
+    "gemma3n_text": Family(build, final_norm="rms-one", hf="page sizes"),
 }

@@ -129,5 +129,5 @@ def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, 
 
 
 FAMILIES = {
-    "gemma4_text": Family(build, hf="page sizes"),
+    "gemma4_text": Family(build, final_norm="rms-one", hf="page sizes"),
 }

@@ -77,5 +77,7 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
 
 
 FAMILIES = {
-    "llama4_text": Family(build, absent={"num_key_value_heads": 8, "head_dim": 128}, hf="chunked masks"),
-}
+    "llama4_text": Family(
+        build, absent={"num_key_value_heads": 8, "head_dim": 128}, every_expert=True, hf="chunked masks",
+    ),
+}  # fmt: skip

@@ -362,9 +362,9 @@ def step(fields: Fields, model_type: str) -> Architecture:
 _family = partial(Family, ignored=_TOP)
 FAMILIES = {
     "deepseek_vl_v2": _family(deepseek_ocr, files=RENAMED),
-    "gemma3": _family(gemma3, files=RENAMED),
-    "gemma3n": _family(gemma3n),
-    "gemma4": _family(gemma4, files=RENAMED),
+    "gemma3": _family(gemma3, final_norm="rms-one", files=RENAMED),
+    "gemma3n": _family(gemma3n, final_norm="rms-one"),
+    "gemma4": _family(gemma4, final_norm="rms-one", files=RENAMED),
     "llava": _family(llava, first_class="LlavaLlamaForCausalLM", files=RENAMED),
     "qwen2_vl": _family(qwen, files=RENAMED),
     "qwen2_5_vl": _family(qwen, files=RENAMED),
@@ -374,7 +374,7 @@ FAMILIES = {
     "qwen3_5_moe": _family(qwen, vllm=InVLLM(float32_states=True, one_mrope_length=True), files=RENAMED),
     "mllama": _family(mllama, files=RENAMED),
     "mllama_text_model": _family(mllama_text, absent={"num_key_value_heads": 8}),
-    "llama4": _family(llama4, hf="chunked masks", files=RENAMED),
+    "llama4": _family(llama4, every_expert=True, hf="chunked masks", files=RENAMED),
     "kimi_k25": _family(kimi, first_class="KimiK25ForConditionalGeneration", files=RENAMED),
     "minimax_m3_vl": _family(minimax, files=RENAMED),
     "step3p7": _family(step, first_class="Step3p7FlashForCausalLM", files=RENAMED),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.recipe import (
     Attention,
@@ -93,9 +94,8 @@ ESTIMATE_LOW, ESTIMATE_HIGH = 0.4, 2.25
 
 
 def _experts_run(architecture: Architecture) -> int:
-    """Routed experts a token goes through: those chosen, in Llama 4 all of them (modeling_llama4.py:
-    hidden_states.repeat(num_experts, 1))."""
-    every = architecture.model_type.startswith("llama4")
+    """Routed experts a token goes through."""
+    every = family_of(architecture.model_type).every_expert
     return architecture.experts if every else max(1, architecture.experts_per_token)
 
 
@@ -135,9 +135,9 @@ def taped(recipe: Recipe | None) -> bool:
 def bare_recipe(architecture: Architecture) -> Recipe:
     """What an estimate needs beside :class:`ShapeSum`: the parts around the layers."""
     hidden, rotary = architecture.hidden_size, architecture.rotary
-    gemma = architecture.model_type.startswith("gemma")
+    norm = Norm("", hidden, family_of(architecture.model_type).final_norm)
     return Recipe(
-        "", Embedding("", architecture.vocab_size, hidden), (), Norm("", hidden, "rms-one" if gemma else "rms"),
+        "", Embedding("", architecture.vocab_size, hidden), (), norm,
         Head(tied=False), (Table("", rotary.dim),) if rotary else (),
     )  # fmt: skip
 
