@@ -312,7 +312,7 @@ class Tape:
             self.save(Value(Size(fixed=count), 4, False))  # where each expert's tokens end
         if self.trains:
             self.save(taken)
-        both = self.new(2 * chosen * inner, width, grad)
+        both = self.new(2 * chosen * inner, width, grad, split=True)
         gate, up = self.view(both, chosen * inner), self.view(both, chosen * inner)
         product = self._clamped(gate, up) if act == CLAMPED else self.multiply(self.activation(gate, act), up)
         if self.trains:

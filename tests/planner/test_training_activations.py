@@ -236,6 +236,18 @@ def test_a_plan_says_whether_its_activations_are_estimated(row, estimated):
     assert any("estimated" in note for note in plan.notes) == estimated
 
 
+@pytest.mark.parametrize("row", ["llama", "phi3", "falcon", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_tensor_parallelism_divides_the_inner_values_of_every_mlp(row):
+    """What the up projections give, their activation and their product: of experts, of each that is chosen."""
+    layers = models.planner(row).activations(TrainingSetup(precision="bf16")).layers
+    architecture = models.training_model(row).architecture
+    config = models.config_of(row)
+    inner = config.get("moe_intermediate_size", config["intermediate_size"]) if architecture.experts else 192
+    kept = 4 if architecture.gated_mlp else 2
+    _, _, last = layers[-1]
+    assert last.split.token >= 2 * kept * inner * max(1, architecture.experts_per_token)
+
+
 def test_experts_of_mixtral_are_divided_by_expert_parallel():
     config = {
         "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "vocab_size": 32_000,
