@@ -164,6 +164,7 @@ def gptj(fields: Fields, model_type: str) -> Architecture:
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if codegen else None, out="out_proj", upcast=True,
+        copied="v" if codegen else "",  # four groups of heads are merged
         rope=Rope(rotary, joined=True, apart="wide" if codegen else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip

@@ -151,11 +151,12 @@ def activations_of(
     key: tuple[str, str, int, frozenset[str], int, bool],
     cuda: bool = True,
     explicit_mask: bool = False,
+    single: bool = False,
     estimated: tuple[ShapeSum, ...] = (),
 ) -> Activations:
     """Symbolic activations of a model. ``masked``: per layer, whether a mask is passed. ``key``: attention
-    implementation, method, adapter rank, target modules, trained layers (freeze), fp8. ``estimated``: instead
-    of the recipe's layers."""
+    implementation, method, adapter rank, target modules, trained layers (freeze), fp8.
+    ``single``: micro-batches of one sequence. ``estimated``: instead of the recipe's layers."""
     attention, method, rank, targets, trained_layers, fp8 = key
     hidden, vocab = recipe.hidden, recipe.embedding.rows
     width = convention.weights if method == "full" else frozen
@@ -168,7 +169,7 @@ def activations_of(
             compute=convention.compute, autocast=convention.autocast,
             weight=convention.weights if convention.autocast else stream,
             frozen=frozen if convention.autocast else stream, attention=attention, cuda=cuda,
-            explicit_mask=explicit_mask, targets=targets, method=method, rank=rank, fp8=fp8,
+            explicit_mask=explicit_mask, single=single, targets=targets, method=method, rank=rank, fp8=fp8,
             trainable=trainable, masked=masked,
         )  # fmt: skip
 

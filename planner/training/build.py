@@ -74,7 +74,8 @@ class Planner:
         if recipe is None:
             return None
         longest = self.length(setup) if any(self.model.windows) else 0
-        known = (_METHOD(setup), _ACTIVATIONS(setup), longest)
+        single = setup.micro_batch == 1
+        known = (_METHOD(setup), _ACTIVATIONS(setup), longest, single)
         cached = self._activations.get(known)
         if cached is not None:
             return cached
@@ -90,7 +91,7 @@ class Planner:
         found = activations_of(
             recipe, self.model.masked(self.length(setup)), convention_of(setup), frozen_bytes(setup), key,
             explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
-            estimated=self.model.estimated,
+            single=single, estimated=self.model.estimated,
         )  # fmt: skip
         self._activations[known] = found
         return found

@@ -99,6 +99,7 @@ class Tape:
     attention: str = "sdpa"
     cuda: bool = True
     masked: bool = False  # this layer is given an explicit mask (sliding window)
+    single: bool = False  # one sequence: batch and heads merge without a copy
     explicit_mask: bool = False  # transformers 4.57 and packed batches build a mask for every layer
     targets: frozenset[str] = frozenset()
     method: str = "full"
@@ -357,6 +358,7 @@ class Tape:
         before the output projection reads it."""
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # that would be a view
         if self.attention == "eager":
             if upcast:
                 width = self.compute if self.autocast else v.width
@@ -364,15 +366,16 @@ class Tape:
             if sinks:
                 width = self.compute if self.autocast else v.width
             return self._eager(
-                q, k, v, heads, sizes, kv_heads != heads, softcap, dropout, softmax, width, upcast=upcast,
+                q, k, v, heads, sizes, repeat, softcap, dropout, softmax, width, upcast=upcast,
                 sinks=sinks,
             )  # fmt: skip
         if broadcast and kv_heads != heads and self.attention == "sdpa":
             # the kernel made of single operations repeats K and V and computes in fp32
-            q, k, v = (self.new(heads * head, 4, t.grad, split=True) for t in (q, k, v))
+            q = self.new(heads * head, 4, q.grad, split=True)
+            k, v = self._repeated(k, v, sizes) if repeat else (self.like(k), v)
+            k, v = self.cast(k, 4), self.cast(v, 4)
             return self._eager(q, k, v, heads, sizes, False, False, 0.0, 4, width=4, out=width)
-        grouped = kv_heads == heads or self.attention == "flash" or not (masked or self.explicit_mask)
-        if not grouped:
+        if repeat and self.attention != "flash" and (masked or self.explicit_mask):
             k, v = self._repeated(k, v, sizes)
         q, k, v = (self.cast(t, width) for t in (q, k, v))
         grad = q.grad or k.grad or v.grad
@@ -385,6 +388,10 @@ class Tape:
                 # the boolean mask becomes an additive one of the queries' type, kept by every layer
                 self.save(Value(Size(mask=1), width, False))
         return self.like(out) if heads_first else out
+
+    def _operand(self, x: Value) -> Value:
+        """bmm's operands are copies where batch and heads cannot be merged."""
+        return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
         """K and V for every query head."""
@@ -410,9 +417,9 @@ class Tape:
             return Value(Size(score=heads), size, needs, True)
 
         if k.grad:
-            self.save(self.like(q))  # bmm's operands are copies where batch and heads cannot be merged
+            self.save(self._operand(q))
         if q.grad:
-            self.save(self.like(k))
+            self.save(self._operand(k))
         if grad:
             if softcap:
                 self.save(scores(width, True))  # tanh keeps its result
@@ -433,7 +440,7 @@ class Tape:
         if v.grad:
             self.save(weights)
         if grad:
-            self.save(self.like(v))
+            self.save(self._operand(v))
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Size:

@@ -44,7 +44,7 @@ def planned_bytes(
     key = (attention, setup.method, setup.rank, targets, setup.trainable_layers, False)
     acts = activations_of(
         model.recipe, model.masked(length), convention_of(setup), frozen_bytes(setup), key, cuda=False,
-        estimated=model.estimated,
+        single=batch == 1, estimated=model.estimated,
     )  # fmt: skip
     total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
     casts = sum(ends.casts + ends.frozen_casts for ends in (acts.embedding, acts.head))

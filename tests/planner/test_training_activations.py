@@ -143,6 +143,18 @@ def test_other_batches_and_lengths(family, batch, length, saved):
     assert planned(family, setup, frozenset(), batch, length) == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
+def test_one_sequence_in_eager_attention(family, saved):
+    """With one sequence batch and heads merge without a copy: views of fused projections are kept instead."""
+
+    def real():
+        return models.real_model(family, "eager", "bfloat16")
+
+    measured = saved(real, family, batch=1, length=24)
+    setup = TrainingSetup(precision="bf16", attention="eager")
+    assert planned(family, setup, frozenset(), 1, 24) == pytest.approx(measured, rel=0.0005)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_freeze_keeps_nothing_below_the_trained_layers(family, saved):
     def real():
