@@ -239,16 +239,17 @@ def _qk_norms(
 ) -> tuple[Norm | None, Norm | None]:
     """Of each head, of all of them, or, where the file asks for it, a LayerNorm."""
     names, kind, each = variant.qk_norm_names, variant.norm, False
+    own = model_type == "cohere" and fields.boolean("use_qk_norm", False)  # Command R+: a weight for each head
     if fields.boolean("qk_layernorm", model_type == "persimmon"):
         if model_type not in ("stablelm", "phi", "persimmon"):
             raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
         names, each = ("q_layernorm", "k_layernorm"), model_type == "stablelm"
         kind = "layer-weight" if each else "layer"  # StableLM: a LayerNorm without bias for each head
-    elif variant.qk_norm == "none":
+    elif variant.qk_norm == "none" and not own:
         return None, None
     q_norm, k_norm = (
         Norm(name, count * dims.head_size, kind) if variant.qk_norm == "full"
-        else Norm(name, dims.head_size, kind, count, each)
+        else Norm(name, dims.head_size, kind, count, each, own)
         for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
     )  # fmt: skip
     return q_norm, k_norm

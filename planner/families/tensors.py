@@ -53,8 +53,13 @@ def tensors_of(recipe: Recipe) -> Tensors:
     return t
 
 
-def _norm(t: Tensors, at: str, norm: Norm | None) -> None:
+def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
+    """``kv_heads``: those a rank has rows of, where the norm has a row for each."""
     if norm is None:
+        return
+    if norm.own:
+        shape, kv = (norm.groups, norm.size), (kv_heads, kv_heads)
+        t.add(f"{at}.{norm.name}.weight", shape, "norm", "LayerNorm", shard=0, kv=kv)
         return
     learned = _LEARNED.get(norm.kind, "rms")
     names = [f"{norm.name}.norms.{i}" for i in range(norm.groups)] if norm.each else [norm.name]
@@ -72,8 +77,9 @@ def _attention(t: Tensors, layer: str, a: Attention) -> None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
     else:
         t.attention(at, a.heads, bias=a.bias, out_bias=a.out_bias, out=a.out)
-    for norm in (a.q_norm, a.k_norm, a.before_out):
-        _norm(t, at, norm)
+    _norm(t, at, a.q_norm)
+    _norm(t, at, a.k_norm, a.heads.kv_heads)
+    _norm(t, at, a.before_out)
     _extra(t, layer, a.extra)
 
 

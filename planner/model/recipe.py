@@ -52,13 +52,15 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Over ``size`` values, ``groups`` times a token. ``each``: a module for each group (``name.norms.0``)."""
+    """Over ``size`` values, ``groups`` times a token. ``each``: a module for each group (``name.norms.0``);
+    ``own``: a row of the weight for each."""
 
     name: str
     size: int
     kind: NormKind = "rms"
     groups: int = 1
     each: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,10 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
 
 
 def norm(t: Tape, n: Norm, x: Value) -> Value:
+    weights = n.size * n.groups if n.own else n.size
     if n.kind.startswith("rms"):
-        return t.rms_norm(x, n.size, n.groups, n.kind)
-    return t.layer_norm(x, n.size, n.groups, n.kind)
+        return t.rms_norm(x, weights, n.groups, n.kind)
+    return t.layer_norm(x, weights, n.groups, n.kind)
 
 
 def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Value:

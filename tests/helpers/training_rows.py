@@ -75,6 +75,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "apertus": _GROUPED,
     "bitnet": _GROUPED,
     "cohere": {**_GROUPED, **_IDS},
+    "cohere-normed": {**_GROUPED, **_IDS, "use_qk_norm": True},
     "cohere2": {**_PLAIN, **_IDS, **_MIXED},
     "diffllama": _GROUPED,
     "doge": _GROUPED,

@@ -67,6 +67,16 @@ def test_full_training(family, precision, attention, saved):
         assert found * ESTIMATE_LOW <= measured <= found * ESTIMATE_HIGH
 
 
+@pytest.mark.parametrize("row", models.ROWS)
+def test_the_parameters_are_those_of_the_real_model(row):
+    def counted() -> int:
+        return sum(parameter.numel() for parameter in models.real_model(row).parameters())
+
+    tensors = models.training_model(row).architecture.tensors
+    planned = sum(t.elements for t in tensors if t.role != "buffer" and t.tied_to is None)
+    assert planned == ORACLE.says(f"parameters of {row}", models.config_of(row), counted)
+
+
 def test_most_types_are_exact():
     """Types whose rows are all exact, as benchmarks/training_accuracy.py --activations lists them."""
     types = {True: set(), False: set()}
