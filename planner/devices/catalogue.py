@@ -119,6 +119,7 @@ def _by_name() -> dict[str, Gpu]:
     return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}
 
 
+@cache  # a sweep asks for each GPU a hundred times
 def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
