@@ -44,6 +44,7 @@ _COUNTERS = (
 class SupervisedEngine(Engine):
     """Engine protocol over the engines that ``make`` gives, one after the other.
 
+    A restart for which ``make`` raises, as when the model's files are gone, has failed and is tried again.
     ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour.
     """
 
@@ -141,17 +142,18 @@ class SupervisedEngine(Engine):
             await self._give_up()
         pause = self._back_off[min(attempt, len(self._back_off) - 1)]
         log.error("the engine is gone; starting another in %g s", pause)
-        self._before = self.stats()
         with contextlib.suppress(Exception):  # whatever is left of it; the next one is what counts
             await asyncio.wait_for(self._engine.stop(), _STOP_SECONDS)
         await asyncio.sleep(pause)
         self._restarted.append(now)
         self._restarts += 1
-        self._engine = self._make()
         try:
-            await self._engine.start()
+            engine = self._make()
+            # With the engine they are of: counted before it is replaced, they would be counted twice.
+            self._before, self._engine = self.stats(), engine
+            await engine.start()
         except Exception as error:
-            log.error("the engine did not start: %s", error)
+            log.error("the engine did not start: %s: %s", type(error).__name__, error)
             return False
         self._between = False
         log.warning("the engine runs again (restart %d)", self._restarts)

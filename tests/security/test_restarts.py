@@ -1,0 +1,85 @@
+"""A factory of engines that raises, as when the model's files are gone: tried again, or given up aloud."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.supervisor import SupervisedEngine
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=512, max_num_seqs=8))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def generate(engine: SupervisedEngine) -> None:
+    params = SamplingParams(max_tokens=3)
+    async for _ in engine.generate(GenerationRequest("one", (1, 2, 3), params)):
+        pass
+
+
+async def test_a_restart_whose_factory_raises_is_tried_again(plan: Plan) -> None:
+    made = 0
+
+    def make() -> FakeEngine:
+        nonlocal made
+        made += 1
+        if made in (2, 3):
+            raise FileNotFoundError("config.json")
+        return FakeEngine(plan)
+
+    engine = SupervisedEngine(make, back_off=(0.05,))
+    await engine.start()
+    await generate(engine)
+    before = engine.stats()
+    assert before.generation_tokens == 3
+    engine.engine.die()  # type: ignore[attr-defined]
+    seen: set[int] = set()
+
+    def again() -> bool:
+        seen.add(engine.stats().generation_tokens)
+        return engine.ready
+
+    await until(again)
+    assert made == 4
+    assert engine.stats().restarts == 3
+    # A counter of Prometheus neither falls back nor counts an engine twice, also between two of them.
+    assert seen == {3}
+    await generate(engine)
+    assert engine.stats().generation_tokens == 6
+    await engine.stop()
+
+
+async def test_a_factory_that_always_raises_ends_the_server_with_the_reason(plan: Plan) -> None:
+    made = 0
+
+    def make() -> FakeEngine:
+        nonlocal made
+        made += 1
+        if made > 1:
+            raise RuntimeError("no luck")
+        return FakeEngine(plan)
+
+    told: list[Exception] = []
+    engine = SupervisedEngine(make, max_restarts=2, back_off=(0.01,), on_give_up=told.append)
+    await engine.start()
+    engine.engine.die()  # type: ignore[attr-defined]
+    await until(lambda: bool(told))
+    assert "after 2 restarts" in str(told[0])
+    assert made == 3
+    assert not engine.ready
+    await engine.stop()
