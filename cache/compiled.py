@@ -5,12 +5,14 @@ plain loops over arrays of ints and compiled; the same source runs uncompiled wi
 tests hold the two against each other. The kernels of the server's engine use the same `Compiler`.
 
 Compiling takes some seconds once per machine and version. The result is kept in the user's cache folder
-(XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written, it is compiled at every
-start. Only what imports the manager pays for the import; `tonnage plan` does not.
+(XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written (no home, no permission,
+no space), it is compiled at every start. Only what imports the manager pays for the import; `tonnage plan` does
+not.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,9 @@ from typing import Any, TypeVar, cast
 
 import numba
 import xxhash
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
+
+log = logging.getLogger("tonnage.cache")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,7 +32,8 @@ class Compiler:
 
     ``folder`` holds their machine code and is named by a digest of all these modules: numba itself asks only
     whether a function's own file has changed, and not those of the functions and constants compiled into it.
-    None: nothing is kept (no folder that can be written, or NUMBA_DISABLE_JIT).
+    None: nothing is kept (no folder that can be written, or NUMBA_DISABLE_JIT). ``kept``: so far everything
+    compiled is in it.
     """
 
     def __init__(self, sources: Path) -> None:
@@ -36,23 +42,75 @@ class Compiler:
         digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
         for path in (Path(__file__), *sorted(sources.rglob("*.py"))):
             digest.update(path.read_bytes())
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tonnage"
-        folder = Path(numba.config.CACHE_DIR or cache) / f"compiled-{digest.hexdigest()}"
+        cache = _cache_folder()
+        folder = None if cache is None else cache / f"compiled-{digest.hexdigest()}"
         self.folder = folder if not numba.config.DISABLE_JIT and _writable(folder) else None
+        self.kept = self.folder is not None
 
     def __call__(self, function: Function, **options: Any) -> Function:
         """``function`` compiled at its first call, with numba's options."""
-        if self.folder is None:
-            return cast(Function, numba.njit(**options)(function))
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(self.folder)  # read when the function is decorated
+        dispatcher = numba.njit(**options)(function)
+        if self.folder is not None:
+            before = numba.config.CACHE_DIR
+            numba.config.CACHE_DIR = str(self.folder)  # read when the cache is made
+            try:
+                dispatcher._cache = _Kept(function, self)  # as cache=True does (core/dispatcher.py, 0.65)
+            except RuntimeError as error:  # numba finds no place that it can write to
+                self.lost(error)
+            finally:
+                numba.config.CACHE_DIR = before
+        return cast(Function, dispatcher)
+
+    def lost(self, error: Exception) -> None:
+        """Something compiled could not be kept, which is said once and hinders nobody."""
+        if self.kept:
+            log.warning("compiled code is not kept in %s (%s): each start compiles again", self.folder, error)
+        self.kept = False
+
+
+class _InFolder(CompileResultCacheImpl):  # type: ignore[misc]
+    """Nowhere else: numba would go on to __pycache__, which no digest of all the modules names."""
+
+    _locator_classes = (UserProvidedCacheLocator,)
+
+
+class _Kept(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one function, whose errors of the disk (full, gone, not ours) cost time only."""
+
+    _impl_class = _InFolder
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
+        super().__init__(function)
+        self._compiler = compiler
+
+    def load_overload(self, *arguments: Any) -> Any:
         try:
-            return cast(Function, numba.njit(cache=True, **options)(function))
-        finally:
-            numba.config.CACHE_DIR = before
+            return super().load_overload(*arguments)
+        except OSError:  # not to be read: it is compiled
+            return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        try:
+            super().save_overload(*arguments)
+        except OSError as error:
+            self._compiler.lost(error)
 
 
-def _writable(folder: Path) -> bool:
+def _cache_folder() -> Path | None:
+    """Where users keep what can be made again; None: this one has no home."""
+    if own := numba.config.CACHE_DIR:
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tonnage"
+    try:
+        return Path.home() / ".cache" / "tonnage"
+    except RuntimeError:  # no HOME, and nobody of that number in passwd: a container under any user id
+        return None
+
+
+def _writable(folder: Path | None) -> bool:
+    if folder is None:
+        return False
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

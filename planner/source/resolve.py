@@ -35,12 +35,20 @@ class ModelSource:
 
 
 def cache_folder() -> Path:
-    """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``."""
+    """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``.
+
+    Raises ModelNotFound where this user has no home.
+    """
     if own := os.environ.get("TONNAGE_CACHE"):
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tonnage"
-    return Path.home() / ".cache" / "tonnage"
+    try:
+        return Path.home() / ".cache" / "tonnage"
+    except RuntimeError:  # no HOME, and nobody of that number in passwd: a container under any user id
+        raise ModelNotFound(
+            "this user has no home for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
+        ) from None
 
 
 def demo_folder() -> Path:

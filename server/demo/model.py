@@ -61,11 +61,11 @@ def ensure_demo() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        with _locked(folder):
+            if not _complete(folder):
+                _make(folder)
+    except OSError as error:  # also of the lock and of the folder to work in, on a disk without a free inode
         raise _unwritable(folder.parent, error) from None
-    with _locked(folder):
-        if not _complete(folder):
-            _make(folder)
     return folder
 
 

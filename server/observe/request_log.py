@@ -7,6 +7,7 @@ number says when a block was first seen and nothing of its tokens.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from array import array
 from collections import OrderedDict
@@ -17,6 +18,8 @@ from tonnage.cache.replay.trace import TraceRequest, log_line
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.requests.accounts import Ticket
 
+log = logging.getLogger("tonnage.server")
+
 _IDS = 2**30  # trace readers take whole numbers below (cache/replay/trace.py)
 _REMEMBERED = 2**20  # blocks; about 150 MiB at the most. One that was forgotten gets a new number.
 
@@ -24,14 +27,19 @@ _REMEMBERED = 2**20  # blocks; about 150 MiB at the most. One that was forgotten
 class RequestLog:
     """Appends to ``path``, a line for each sequence that produced tokens.
 
-    ``block_size``: tokens of a hashed block. Raises DeploymentError when the file cannot be written.
+    ``block_size``: tokens of a hashed block. Raises DeploymentError when the file cannot be opened. What cannot
+    be written later, as on a full disk, is ``lost`` (lines) and said in the log: no answer depends on it.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
         try:
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            # Unbuffered: a buffer would keep what was refused, and write it into a later line.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise DeploymentError(f"cannot write {path}: {error.strerror}", field="request_log") from None
+        self.lost = 0
+        self._failing = False
+        self._torn = False  # the file ends in the middle of a line
         self._block = block_size
         # A server that appends to an older file must not give its numbers new meanings.
         self._next = secrets.randbelow(_IDS)
@@ -57,7 +65,23 @@ class RequestLog:
                         tenant=ticket.tenant.name,
                         priority=submission.priority or ticket.tenant.priority,
                     )
-                    self._file.write(log_line(request) + "\n")
+                    self._append(log_line(request))
+
+    def _append(self, line: str) -> None:
+        data = f"\n{line}\n".encode() if self._torn else f"{line}\n".encode()
+        try:
+            while data:  # the last bytes of a disk take a part; why there are no more, the next call says
+                data = data[self._file.write(data) :]
+                self._torn = bool(data)
+        except OSError as error:
+            self.lost += 1
+            if not self._failing:
+                log.error("cannot write the request log: %s; requests are answered without it", error.strerror)
+            self._failing = True
+            return
+        if self._failing:
+            log.warning("the request log is written again; lines lost so far: %d", self.lost)
+        self._failing = False
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:
         """A number for each block of ``prompt`` (the last may be partly filled), of all tokens to its end."""

@@ -20,7 +20,7 @@ def model_files(path: str) -> Path:
     """The folder with tokenizer.json and its configs: a model's own, or for a .gguf file the one it lies in,
     else one below the cache folder that is made on first use.
 
-    Raises CheckpointError when transformers cannot read the file's tokenizer.
+    Raises CheckpointError when transformers cannot read the file's tokenizer, or the cache cannot be written.
     """
     given = Path(path)
     if given.suffix.lower() != ".gguf":
@@ -32,6 +32,17 @@ def model_files(path: str) -> Path:
     made = cache_folder() / "tokenizers" / f"{given.stem}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     if (made / "tokenizer.json").is_file():
         return made
+    try:
+        _make(given, made)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot keep the tokenizer of {given.name} in {made.parent}: {error.strerror or error}",
+            hint="set TONNAGE_CACHE to another folder, or put the model's tokenizer.json beside the file",
+        ) from None
+    return made
+
+
+def _make(given: Path, made: Path) -> None:
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent, prefix=".partial-") as work:
         command = [sys.executable, "-m", "tonnage.server.text.gguf_tokenizer", str(given), f"{work}/made"]
@@ -49,7 +60,6 @@ def model_files(path: str) -> Path:
         except OSError:  # another process was faster
             if not (made / "tokenizer.json").is_file():
                 raise
-    return made
 
 
 def main(gguf: Path, folder: Path) -> None:

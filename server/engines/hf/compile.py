@@ -27,7 +27,7 @@ def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
     if not all(note.exists() for note in notes):
         print("compiling for this machine (once, about 30 s)", file=sys.stderr, flush=True)
         process = multiprocessing.get_context("spawn").Process(
-            target=load, args=(layout, policy, kernels), daemon=True
+            target=_compile, args=(layout, policy, kernels), daemon=True
         )
         process.start()
         process.join()
@@ -36,6 +36,13 @@ def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
                 with contextlib.suppress(OSError):  # not to be written: it compiles at every start
                     note.touch()
     load(layout, policy, kernels)
+
+
+def _compile(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
+    """The process that compiles; it fails where the next one would not find all on disk."""
+    load(layout, policy, kernels)
+    if not (COMPILER.kept and (KERNELS.kept or not kernels)):
+        sys.exit(1)
 
 
 def load(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:

@@ -1,0 +1,181 @@
+"""A disk that is full, or a folder that cannot be written, costs time or a line of a log, and no answer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numba
+import pytest
+from serving import PATIENCE
+
+from tonnage.cache.compiled import Compiler
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.planner.source.resolve import demo_folder
+from tonnage.server.app import create_app
+from tonnage.server.demo.model import DemoModelError, ensure_demo
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.settings import Settings
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """``said(about)``: what the log says of it."""
+    monkeypatch.setattr(logging.getLogger("tonnage"), "propagate", True)  # a test before may have set it up
+    caplog.set_level(logging.WARNING)
+    return lambda about: [message for message in caplog.messages if about in message]
+
+
+async def test_a_full_disk_under_the_request_log_costs_no_answer(said: Callable[[str], list[str]]) -> None:
+    ensure_demo()
+    plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=512, max_num_seqs=8))
+    app = create_app(Settings(model="demo", request_log=Path("/dev/full")), FakeEngine(plan))
+    state = app.state.tonnage
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as http,
+    ):
+        await state._loading
+        body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
+        for _ in range(3):
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 3
+        streamed = await http.post("/v1/completions", json=body | {"stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert "error" not in streamed.text
+        state.accounts.check()
+        assert state.accounts.outcomes["length"] == 4
+    assert said("request log") == [
+        f"cannot write the request log: {os.strerror(errno.ENOSPC)}; requests are answered without it"
+    ]
+
+
+FULL_FOR_A_WHILE = """
+import resource, sys
+from pathlib import Path
+from tonnage.server.observe.request_log import RequestLog
+path = Path(sys.argv[1])
+log = RequestLog(path, 16)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+log._append('{"number": 1}')
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+log._append('{"number": 2}')
+log._append('{"number": 3}')
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+log._append('{"number": 4}')
+log._append('{"number": 5}')
+log.close()
+print(log.lost)
+"""
+
+
+def test_a_disk_that_fills_within_a_line_and_has_room_again(tmp_path: Path) -> None:
+    """The half of a line stays alone, what comes after it is whole."""
+    path = tmp_path / "requests.jsonl"
+    done = run(FULL_FOR_A_WHILE, str(path))
+    assert done.stdout == "2\n", done.stderr
+    assert done.stderr.splitlines() == [
+        f"cannot write the request log: {os.strerror(errno.EFBIG)}; requests are answered without it",
+        "the request log is written again; lines lost so far: 2",
+    ]
+    first, torn, *rest = path.read_text().splitlines()
+    assert json.loads(first) == {"number": 1}
+    assert torn == '{"num'
+    assert [json.loads(line)["number"] for line in rest] == [4, 5]
+
+
+def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``script`` in a process of its own, with none of the tests' folders unless given."""
+    unset = ("HOME", "XDG_CACHE_HOME", "TONNAGE_CACHE", "NUMBA_CACHE_DIR")
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=kept | environment)
+
+
+def add(value: int) -> int:
+    return value + 1
+
+
+def add_more(value: int) -> int:
+    return value + 2
+
+
+def test_a_cache_that_takes_no_folder_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[str], list[str]]
+) -> None:
+    """What the folder itself allows may be refused below it: no inode left, another user's."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiler = Compiler(tmp_path)
+    assert compiler.folder is not None
+    below = Path(compiler(add)._cache.cache_path)  # type: ignore[attr-defined]
+    assert compiler.folder in below.parents
+    below.rmdir()
+    below.touch()
+    assert compiler(add_more)(1) == 3
+    assert not compiler.kept
+    assert compiler(add)(1) == 2
+    assert len(said("each start compiles again")) == 1
+
+
+WITHOUT_SPACE = """
+import resource, sys
+from pathlib import Path
+from tonnage.cache.compiled import Compiler
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+module = Path(sys.argv[1]) / "module.py"
+scope = {}
+exec(compile(module.read_text(), str(module), "exec"), scope)
+compiler = Compiler(Path(sys.argv[1]))
+assert compiler.folder is not None
+one, two = compiler(scope["one"]), compiler(scope["two"])
+print(one(1), two(1), compiler.kept)
+"""
+
+
+def test_code_for_which_there_is_no_space_runs(tmp_path: Path) -> None:
+    """No byte fits: a process whose files may not grow stands for a full disk."""
+    (tmp_path / "module.py").write_text("def one(x):\n    return x + 1\n\ndef two(x):\n    return x + 2\n")
+    done = run(WITHOUT_SPACE, str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kept"))
+    assert done.stdout == "2 3 False\n", done.stderr
+    assert done.stderr.count("each start compiles again") == 1
+    assert "Traceback" not in done.stderr
+
+
+NO_HOME = """
+import pwd
+def nobody(number):
+    raise KeyError(number)
+pwd.getpwuid = nobody
+from tonnage.cache.compiled import COMPILER
+assert COMPILER.folder is None
+from tonnage.server.cli import main
+raise SystemExit(main(["plan", "demo", "--gpu", "h100-80g"]))
+"""
+
+
+def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
+    """As in a container that runs under a user id of its own choice."""
+    done = run(NO_HOME)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "this user has no home for the cache (set TONNAGE_CACHE to a folder)" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = run(NO_HOME, TONNAGE_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model's folder is there and takes no file."""
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+    folder = demo_folder()
+    (folder.parent / f".{folder.name}.lock").mkdir(parents=True)
+    with pytest.raises(DemoModelError, match=r"cannot write the demo model to .*TONNAGE_CACHE"):
+        ensure_demo()
