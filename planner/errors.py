@@ -5,6 +5,20 @@ The command line prints ``str(error)`` and exits with 2; the server renders it a
 
 from __future__ import annotations
 
+# Names in messages come from files and may be a megabyte long; the longest sentence of our own has 700
+# characters.
+LONGEST_TEXT = 4_000
+
+
+def printable(text: str) -> str:
+    """``text`` on one line: what a terminal or a log would act on (escape sequences, line ends, marks of the
+    direction of writing) is written as Python writes it, and what is longer than `LONGEST_TEXT` is cut."""
+    if len(text) > LONGEST_TEXT:
+        text = text[: LONGEST_TEXT - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
 
 class TonnageError(Exception):
     """Base of every error shown to a user; never a traceback.
@@ -16,10 +30,10 @@ class TonnageError(Exception):
     code: str = "invalid_request"
 
     def __init__(self, message: str, *, field: str | None = None, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.hint = hint
+        self.message = printable(message)
+        self.field = None if field is None else printable(field)
+        self.hint = None if hint is None else printable(hint)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         where = f"{self.field}: " if self.field else ""

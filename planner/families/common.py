@@ -15,6 +15,11 @@ from tonnage.planner.records import replace
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
 
+# More than any model has at the limits of planner/model/fields.py but for absurd ones: DeepSeek-V3 has 1,500,
+# 2,000 layers of 40 tensors and a tower as deep 160,000. Beyond it, numbers multiply (adapters of every layer
+# in every layer), and each TensorSpec is an object of 300 bytes.
+MAX_TENSORS = 200_000
+
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
 
 
@@ -44,6 +49,10 @@ class Tensors:
         stored: str | None = None,
     ) -> None:
         """One tensor. ``kv``: (rows of KV heads, number of KV heads) along the divided dimension."""
+        if len(self.specs) >= MAX_TENSORS:
+            raise UnsupportedArchitecture(
+                f"the sizes give a model of more than {MAX_TENSORS:,} tensors", field=name
+            )
         if self.role is not None and role != "buffer":
             role = self.role
         self.specs.append(
@@ -78,6 +87,8 @@ class Tensors:
         stored: str | None = None,
     ) -> None:
         """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
+        if out < 1 or into < 1:  # a quotient of two sizes, rounded down
+            raise ConfigError(f"the sizes give it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim
@@ -414,19 +425,25 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
     share = fields.number("partial_rotary_factor", default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):
-        inner = parameters.get("partial_rotary_factor", share)
-        if isinstance(inner, bool) or not isinstance(inner, int | float):
-            raise ConfigError(f"{shown(inner)} is not a number", field="rope_parameters.partial_rotary_factor")
-        share = float(inner)
+        share = parameters.get("partial_rotary_factor", share)
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise ConfigError(f"{shown(share)} is not a number", field="rope_parameters.partial_rotary_factor")
     if not 0 < share <= 1:
         raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
-    return share
+    return float(share)
 
 
 def number(fields: Fields, field: str, default: float) -> float:
     """A switch of training that no weight depends on (a dropout): what is not a number is not read."""
     value = fields.config.get(field)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:
+        return default
+    return float(value)
+
+
+def numbers_in(listed: Any) -> frozenset[int]:
+    """The integers of a list: a file may give millions, and each layer asks whether it is among them."""
+    return frozenset(item for item in listed or () if type(item) is int)
 
 
 def act_of(fields: Fields, default: str, *names: str) -> str:

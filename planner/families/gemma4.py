@@ -110,7 +110,7 @@ def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, 
     wanted = {i for i, kind in enumerate(kinds) if kind == "full_attention"}
     found = list(stated.values())
     if (
-        {int(key) for key in stated if key.isdecimal()} != wanted
+        {int(key) for key in stated if key.isdecimal() and len(key) < 5} != wanted
         or len(stated) != len(wanted)
         or any(value != found[0] for value in found)
         or not isinstance(found[0], dict)

@@ -138,13 +138,13 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     out: list[str] = []
     try:
         for kinds, times in value or [[["global", "local"], layers // 2]]:
-            if type(times) is not int or not 0 <= times <= layers:
+            if type(times) is not int or not 0 <= times <= layers or len(out) + times * len(kinds) > layers:
                 raise TypeError
             out += list(kinds) * times
     except (TypeError, ValueError):
         raise ConfigError(f"{shown(value)} is not a list of [kinds, times]", field="attention_types") from None
     names = {"global": "full_attention", "local": "sliding_attention"}
-    if len(out) != layers or not all(kind in names for kind in out):
+    if len(out) != layers or not all(isinstance(kind, str) and kind in names for kind in out):
         raise ConfigError(
             f"{shown(value)} does not name {layers} layers global or local", field="attention_types"
         )

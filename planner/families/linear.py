@@ -156,12 +156,13 @@ class _QwenExperts:
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list):
             raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
+        plain = common.numbers_in(dense)
         return cls(
             fields.integer("num_experts", limit="width"),
             fields.integer("num_experts_per_tok", limit="width"),
             fields.integer("moe_intermediate_size", limit="width"),
             fields.integer("shared_expert_intermediate_size", limit="width"),
-            tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+            tuple(i not in plain and (i + 1) % step == 0 for i in range(layers)),
         )
 
     @property
@@ -280,11 +281,12 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
         raise ConfigError(
             f"{shown(full)} is not a list of layers from 1", field="linear_attn_config.full_attn_layers"
         )
+    attending = common.numbers_in(full)
     return (
         inner.integer("num_heads", limit="heads"),
         inner.integer("head_dim", limit="width"),
         inner.integer("short_conv_kernel_size", 4, limit="width"),
-        tuple(i + 1 in full for i in range(layers)),
+        tuple(i + 1 in attending for i in range(layers)),
     )
 
 
@@ -402,7 +404,8 @@ def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
     listed = fields.listed("layer_types", layers, {"conv": False, "full_attention": True})
     indices = fields.raw("full_attn_idxs")
     if listed is None and isinstance(indices, list):
-        return tuple(i in indices for i in range(layers))
+        attending = common.numbers_in(indices)
+        return tuple(i in attending for i in range(layers))
     return listed or (True,) * layers  # the config class's default: no convolution
 
 
@@ -414,8 +417,7 @@ def _lfm2_inner(fields: Fields) -> int:
     if not fields.boolean("block_auto_adjust_ff_dim", True):
         return width
     multiple = fields.integer("block_multiple_of", 256, limit="width")
-    factor = fields.number("block_ffn_dim_multiplier", 1.0)
-    width = int(factor * int(2 * width / 3))
+    width = fields.share("block_ffn_dim_multiplier", 1.0, int(2 * width / 3))
     return multiple * -(-width // multiple)
 
 

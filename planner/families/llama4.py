@@ -28,6 +28,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         listed = list(range(step - 1, layers, step))
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
         raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
+    routes = common.numbers_in(listed)
     kinds, chunk = _chunked(fields, layers)
     fields.ignore("use_qk_norm", "for_llm_compressor")  # a norm without weights
     t = Tensors()
@@ -36,7 +37,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
         t.layer_norms(at, dims.hidden)
         mlp = f"{at}.feed_forward"
-        if i not in listed:
+        if i not in routes:
             t.gated_mlp(mlp, dims.hidden, dense)
             continue
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
@@ -68,8 +69,8 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     listed = fields.raw("layer_types")
     if listed is None:
         listed = ["chunked_attention" if flag else "full_attention" for flag in rope]
-    known = {"chunked_attention", "full_attention"}
-    if not isinstance(listed, list) or len(listed) != layers or not set(listed) <= known:
+    known = ("chunked_attention", "full_attention")
+    if not isinstance(listed, list) or len(listed) != layers or not all(kind in known for kind in listed):
         raise ConfigError(f"{shown(listed)} does not name {layers} layers chunked or full", field="layer_types")
     if chunk is None:
         listed = ["full_attention"] * layers

@@ -11,7 +11,7 @@ from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.records import replace
 
@@ -91,7 +91,8 @@ def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
     indices = fields.raw("attn_layer_indices")
     if listed is None and indices is not None and not isinstance(indices, list):
         raise ConfigError(f"{shown(indices)} is not a list of layers", field="attn_layer_indices")
-    return listed or tuple(i in (indices or ()) for i in range(layers))
+    attending = common.numbers_in(indices)
+    return listed or tuple(i in attending for i in range(layers))
 
 
 def falcon_h1(fields: Fields, model_type: str) -> Architecture:
@@ -260,12 +261,17 @@ def _nemotron_kinds(fields: Fields) -> str:
             "moe": "E",
         }  # fmt: skip
         listed = fields.raw("layers_block_type")
-        if not isinstance(listed, list) or not listed or not all(kind in letters for kind in listed):
+        known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
+        if not known or not listed:
             raise ConfigError(f"{shown(listed)} does not name the layers", field="layers_block_type")
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
         raise ConfigError(f"{shown(pattern)} is not made of M, *, - and E", field="hybrid_override_pattern")
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
+    if len(pattern) > LIMITS["layers"]:
+        raise ConfigError(
+            f"{len(pattern):,} layers are more than {LIMITS['layers']:,}", field="num_hidden_layers"
+        )
     if stated not in (None, len(pattern)):
         raise ConfigError(f"{stated} contradicts a pattern of {len(pattern)} layers", field="num_hidden_layers")
     return pattern

@@ -224,7 +224,8 @@ def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, .
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(type(i) is int for i in dense):
             raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
-        return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+        plain = common.numbers_in(dense)
+        return tuple(i not in plain and (i + 1) % step == 0 for i in range(layers))
     return (True,) * layers
 
 

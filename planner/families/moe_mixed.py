@@ -427,7 +427,10 @@ def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -
     for kind in dict.fromkeys(kinds):
         own = parameters.get(kind) if isinstance(parameters, dict) else None
         share = own.get("partial_rotary_factor") if isinstance(own, dict) else None
-        out[kind] = float(share) if isinstance(share, int | float) else base
+        share = share if isinstance(share, int | float) else base
+        if not 0 < share <= 1:
+            raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
+        out[kind] = float(share)
     return out
 
 

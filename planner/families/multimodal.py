@@ -228,12 +228,13 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
         crossed = [3, 8, 13, 18, 23, 28, 33, 38]
     if not isinstance(crossed, list) or not all(type(i) is int and 0 <= i < layers for i in crossed):
         raise ConfigError(f"{shown(crossed)} is not a list of layers", field="cross_attention_layers")
+    crossing = common.numbers_in(crossed)
     fields.ignore("dropout")
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)  # the eight image tokens have no head
     cache = []
     for i, at in t.layers(layers, "model.layers"):
-        if i in crossed:
+        if i in crossing:
             t.attention(f"{at}.cross_attn", dims, qk_norm="head")
             t.add(f"{at}.cross_attn_attn_gate", (1,), "attention", "CrossAttentionDecoderLayer")
             t.add(f"{at}.cross_attn_mlp_gate", (1,), "attention", "CrossAttentionDecoderLayer")

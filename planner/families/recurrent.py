@@ -25,7 +25,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)
     pattern = fields.raw("block_types") or ["recurrent", "recurrent", "attention"]
-    if not isinstance(pattern, list) or not set(pattern) <= {"recurrent", "attention"}:
+    if not isinstance(pattern, list) or not all(kind in ("recurrent", "attention") for kind in pattern):
         raise ConfigError(f"{shown(pattern)} is not made of recurrent and attention", field="block_types")
     fields.ignore("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale", "_block_types")
     blocks = dims.heads
@@ -116,10 +116,10 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     vocab = fields.integer("vocab_size", limit="vocab")
     heads = fields.integer("num_heads", 8, limit="heads")
     bias = fields.boolean("use_bias", False)
-    qk = int(hidden * fields.number("qk_dim_factor", 0.5))
-    value = int(hidden * fields.number("v_dim_factor", 1.0))
+    qk = fields.share("qk_dim_factor", 0.5, hidden)
+    value = fields.share("v_dim_factor", 1.0, hidden)
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, limit="width")
-    inner = multiple * -(-int(hidden * fields.number("ffn_proj_factor", 2.667)) // multiple)
+    inner = multiple * -(-fields.share("ffn_proj_factor", 2.667, hidden) // multiple)
     if fields.raw("weight_mode") not in (None, "single"):
         raise UnsupportedArchitecture("only single is planned", field="weight_mode")
     for size in (qk, value):

@@ -246,6 +246,8 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
         attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
         where = f"block_configs[{i}]"
         for part, name in ((attention, "attention"), (ffn, "ffn")):
+            if not isinstance(part, dict):
+                raise ConfigError(f"{shown(part)} is not an object", field=f"{where}.{name}")
             if part.get("replace_with_linear") or part.get("sparsify") or part.get("window_length"):
                 raise UnsupportedArchitecture(
                     "linear, sparse or windowed blocks are not planned", field=f"{where}.{name}"

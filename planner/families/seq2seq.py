@@ -41,7 +41,7 @@ def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, K
     names = fields.raw("architectures")
     if not names:
         return default, known[default]
-    if isinstance(names, list) and len(names) == 1 and names[0] in known:
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in known:
         return names[0], known[names[0]]
     raise UnsupportedArchitecture(
         f"{shown(names)} is not planned", field="architectures", hint="known: " + ", ".join(known)

@@ -21,7 +21,7 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
 
@@ -136,7 +136,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> Non
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
             listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
-        if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(f"{shown(listed)} is not a list of layers", field="deepstack_visual_indexes")
         mergers = [(f"{at}.merger", hidden)]
         if not model_type.startswith("qwen3_5"):
@@ -349,7 +349,7 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
-    inner = int(hidden * f.number("mlp_ratio", 8960 / 1536))  # intermediate_size is not read
+    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # intermediate_size is not read
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)

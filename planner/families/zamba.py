@@ -91,7 +91,8 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     if listed is None:
         raise ConfigError("missing", field="layers_block_type", hint="which layers are hybrid")
     names = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
-    if not isinstance(listed, list) or len(listed) != layers or not all(kind in names for kind in listed):
+    known = isinstance(listed, list) and all(isinstance(kind, str) and kind in names for kind in listed)
+    if not known or len(listed) != layers:
         raise ConfigError(f"{shown(listed)} does not name {layers} layers", field="layers_block_type")
     return tuple(names[kind] for kind in listed)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.ggml_types import GGML_TYPES
+from tonnage.planner.headers.safetensors import MAX_TENSORS
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
 
@@ -24,9 +25,10 @@ _SCALARS = {
     12: "<d",
 }
 _KEPT_ITEMS = 4096  # arrays above this (vocabularies) are skipped; per-layer arrays are far below
-_MAX_TENSORS = 1_000_000
+_MAX_TENSORS = MAX_TENSORS
+_MAX_HEADER = 100_000_000  # bytes; vocabularies and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
-_MAX_METADATA = 1_000_000
+_MAX_METADATA = 10_000  # entries; published files have some 50
 _MAX_DEPTH = 8
 
 
@@ -68,6 +70,8 @@ class _Cursor:
         start = self.at
         if length < 0 or start + length > len(self.data):
             raise self.fail(f"the header is truncated: {length:,} bytes are claimed")
+        if start + length > _MAX_HEADER:
+            raise self.fail(f"the header is longer than {_MAX_HEADER:,} bytes")
         self.at = start + length
         return start
 
@@ -112,7 +116,8 @@ class _Cursor:
 
     def skip_strings(self, count: int) -> None:
         """A vocabulary: hundreds of thousands of strings, so no function call for each."""
-        unpack, data, at, end = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data)
+        unpack, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
+        end = min(len(data), _MAX_HEADER)
         for _ in range(count):
             if at + 8 > end:
                 break

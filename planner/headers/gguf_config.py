@@ -9,6 +9,7 @@ from tonnage.planner.errors import CheckpointError, UnsupportedArchitecture
 from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.headers.gguf import GGUFHeader
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import shown
 from tonnage.planner.model.tensor import HeaderTensor
 
 _KEYS = {
@@ -55,12 +56,12 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 
     for key in _REFUSED:
         if get(key):
-            raise UnsupportedArchitecture(f"{get(key)!r} is not planned yet", field=f"{name}.{key}")
+            raise UnsupportedArchitecture(f"{shown(get(key))} is not planned yet", field=f"{name}.{key}")
     config: dict[str, Any] = {"model_type": model_type, "architectures": [known.class_name]}
     for key, field in _KEYS.items():
         value = get(key)
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(item != value[0] for item in value):
                 raise UnsupportedArchitecture("differs between layers", field=f"{name}.{key}")
             value = value[0]
         if value is None and key != "attention.head_count_kv":

@@ -81,8 +81,8 @@ class Remote:
         length = int.from_bytes(data[:8], "little")
         if length > MAX_HEADER_BYTES or 8 + length > size:
             raise CheckpointError(
-                f"claims a header of {length:,} bytes; the file has {size:,}, the format allows "
-                f"{MAX_HEADER_BYTES:,}",
+                f"claims a header of {length:,} bytes; the file has {size:,}, and {MAX_HEADER_BYTES:,} are "
+                "read at most",
                 field=name,
             )
         if 8 + length > len(data):

@@ -14,9 +14,16 @@ from typing import Any, TypeGuard
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.model.dtypes import SAFETENSORS_BITS
 from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.units import ceil_div
 
-MAX_HEADER_BYTES = 100_000_000
-MAX_INDEX_BYTES = 100_000_000
+# Below the format's own 100,000,000: JSON takes up to 24 times its text in memory (a list of empty lists),
+# and a header as long as that half a minute. The whole of DeepSeek-V3 in one file (58 layers of 256 experts,
+# three matrices, weight and scale: 90,000 tensors) would take 11 MB.
+MAX_HEADER_BYTES = 20_000_000
+# One file, and all shards of a model: Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three
+# tensors each) has 207,000 in 62 shards. A tensor's line in an index takes 120 bytes.
+MAX_TENSORS, MAX_TENSORS_OF_MODEL = 131_072, 524_288
+MAX_INDEX_BYTES = 64_000_000
 _MAX_SHARDS = 10_000
 _MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is no tensor but an attack
 
@@ -35,7 +42,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
             length = int.from_bytes(prefix, "little")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
-                    f"claims a header of {length:,} bytes; the format allows {MAX_HEADER_BYTES:,}", field=where
+                    f"claims a header of {length:,} bytes; {MAX_HEADER_BYTES:,} are read at most", field=where
                 )
             if 8 + length > size:
                 raise CheckpointError(
@@ -50,6 +57,8 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
     """The JSON of a header in front of ``data_bytes`` of tensors. Raises CheckpointError when it lies."""
+    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before any of them is an object
+        raise CheckpointError(f"describes {count:,} tensors; {MAX_TENSORS:,} are read at most", field=where)
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
@@ -96,7 +105,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
     bits = prod(shape) * SAFETENSORS_BITS[dtype]
     nbytes = offsets[1] - offsets[0]
     if bits != 8 * nbytes:
-        raise wrong(f"{dtype}{shape} takes {bits / 8:,.0f} bytes, its data_offsets span {nbytes:,}")
+        raise wrong(f"{dtype}{shape} takes {ceil_div(bits, 8):,} bytes, its data_offsets span {nbytes:,}")
     return offsets[0], offsets[1], HeaderTensor(name, dtype, tuple(shape), nbytes)
 
 
@@ -116,9 +125,13 @@ def read_folder(folder: Path) -> tuple[HeaderTensor, ...] | None:
         return None
     where = index.name
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError("is too large for an index", field=where)
-        content = json.loads(index.read_bytes())
+        if not index.is_file():  # a pipe would be waited for, a device never ends
+            raise CheckpointError("is not a regular file", field=where)
+        with index.open("rb") as file:
+            text = file.read(MAX_INDEX_BYTES + 1)
+        if len(text) > MAX_INDEX_BYTES:
+            raise CheckpointError(f"is too large for an index: {MAX_INDEX_BYTES:,} bytes at most", field=where)
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
     except (ValueError, RecursionError):
@@ -136,6 +149,10 @@ def shard_names(weight_map: object, where: str) -> list[str]:
     """Files an index names, sorted. Raises CheckpointError for a map that is none, or a name with a path."""
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError("has no weight_map of tensor name to file name", field=where)
+    if len(weight_map) > MAX_TENSORS_OF_MODEL:
+        raise CheckpointError(
+            f"names {len(weight_map):,} tensors; {MAX_TENSORS_OF_MODEL:,} are read at most", field=where
+        )
     shards = sorted(set(weight_map.values()))
     if len(shards) > _MAX_SHARDS:
         raise CheckpointError(f"names {len(shards):,} shards", field=where)

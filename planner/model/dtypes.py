@@ -58,4 +58,4 @@ def config_dtype(name: object) -> str | None:
         short = {"half": "float16", "float": "float32"}.get(short, short)
         if short in DTYPE_BYTES:
             return short
-    raise ConfigError(f"{name!r} is not float32, float16 or bfloat16", field="dtype")
+    raise ConfigError(f"{name!r:.60} is not float32, float16 or bfloat16", field="dtype")

@@ -10,7 +10,10 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 
-MAX_CONFIG_BYTES = 16 << 20  # the largest real config.json seen is 0.1 MiB (id2label tables included)
+# The largest real config.json seen is 0.1 MiB (id2label tables included); the list of quantized modules of
+# the largest model (ModelOpt, Kimi-K2's experts one by one) would be 5. As Python objects JSON takes up to 24
+# times its text (a list of empty lists), a plan of a file as large as this up to 250 MiB.
+MAX_CONFIG_BYTES = 8 << 20
 MAX_NESTING = 32  # real configs nest three deep
 
 # Limits far above any published model (Llama-3.1-405B: 126 layers, hidden 16,384; Gemma: vocabulary 262,208).
@@ -52,7 +55,9 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in pairs:
             if key in out and out[key] != value:
-                raise ConfigError(f"given twice with different values: {out[key]!r} and {value!r}", field=key)
+                raise ConfigError(
+                    f"given twice with different values: {shown(out[key])} and {shown(value)}", field=key
+                )
             out[key] = value
         return out
 
@@ -70,22 +75,26 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(str(error).partition(";")[0], field=where) from None
     if not isinstance(config, dict):
         raise ConfigError(f"must be a JSON object, not {type(config).__name__}", field=where)
-    _check_finite(config, "", 0)
+    _check_finite(config, ())
     return config
 
 
-def _check_finite(value: object, path: str, depth: int) -> None:
-    if depth > MAX_NESTING:
-        raise ConfigError(f"nested more than {MAX_NESTING} deep", field=path[:80])
+def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
+    """``path``: keys and indices that lead to ``value``; written out where it is needed alone, because a key
+    may be a megabyte and hold a million items."""
+    if len(path) > MAX_NESTING:
+        raise ConfigError(f"nested more than {MAX_NESTING} deep", field=_written(path)[:80])
     # Mamba's limits on the time step: (0, Infinity) in published files, and no shape
-    if isinstance(value, float) and not math.isfinite(value) and "time_step_limit" not in path:
-        raise ConfigError(f"{value} is not a finite number", field=path)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_finite(item, f"{path}.{key}" if path else key, depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_finite(item, f"{path}[{index}]", depth + 1)
+    if isinstance(value, float) and not math.isfinite(value) and "time_step_limit" not in _written(path):
+        raise ConfigError(f"{value} is not a finite number", field=_written(path))
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if isinstance(item, float | list | dict):
+            _check_finite(item, (*path, key))
+
+
+def _written(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
 
 
 def shown(value: object) -> str:
@@ -162,7 +171,20 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{shown(value)} is not a number", field=self.name(field))
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{shown(value)} is too large a number", field=self.name(field)) from None
+
+    def share(self, field: str, default: float, of: int) -> int:
+        """A width that is the number ``field`` times ``of``, rounded down."""
+        width = of * self.number(field, default)
+        if not 1 <= width <= LIMITS["width"]:
+            raise ConfigError(
+                f"{shown(self.raw(field))} times {of} is not between 1 and {LIMITS['width']}",
+                field=self.name(field),
+            )
+        return int(width)
 
     def mapping(self, field: str) -> dict[str, Any] | None:
         value = self.raw(field)

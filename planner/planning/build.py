@@ -11,6 +11,7 @@ except ImportError:
     from hashlib import sha256
 
 from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import printable
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
@@ -112,7 +113,7 @@ def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     if architecture.unread:
-        names = ", ".join(architecture.unread)
+        names = printable(", ".join(architecture.unread))
         return (
             f"{names}: not known for {architecture.model_type}; the interval of the weights has room for "
             "biases and norms in every layer",

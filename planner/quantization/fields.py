@@ -27,6 +27,14 @@ def group_of(found: dict[str, Any], default: int) -> int:
     return group
 
 
+def size_of(found: dict[str, Any], name: str, default: int | None, where: str = AT) -> int:
+    """A number of values that share something."""
+    size = found.get(name, default)
+    if type(size) is not int or not 0 < size <= 1 << 20:
+        raise ConfigError(f"{shown(size)} is not a positive integer", field=f"{where}.{name}")
+    return size
+
+
 def flag(found: dict[str, Any], name: str, default: bool) -> bool:
     value = found.get(name)
     if value is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.model.fields import shown
-from tonnage.planner.quantization.fields import AT, skipped
+from tonnage.planner.quantization.fields import AT, size_of, skipped
 from tonnage.planner.quantization.formats.fp8 import FP8, bytes_and_scales
 from tonnage.planner.quantization.formats.microscaling import MXFP4
 from tonnage.planner.quantization.formats.modelopt import NVFP4
@@ -90,18 +90,22 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
     bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
     inputs = group.get("input_activations")
     static = isinstance(inputs, dict) and inputs.get("dynamic") is False
-    group_size = weights.get("group_size") or -1
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise ConfigError(f"{shown(bits)} is not an integer", field=f"{where}.weights.num_bits")
     if kind == "float" and bits == 8:
         return "fp8", LinearFormat(FP8, block=_strategy(weights, where), scale_bytes=width, input_scale=static)
     if kind == "float" and bits == 4 and stored == "mxfp4-pack-quantized":
         return "mxfp4", LinearFormat(MXFP4)
-    if kind == "float" and bits == 4 and group_size == 16:
+    if kind == "float" and bits == 4 and weights.get("group_size") == 16:
         # a global scale of the inputs is stored with dynamic activations too ("local")
         return "nvfp4", LinearFormat(NVFP4, input_scale=inputs is not None)
     if kind == "int" and stored == "pack-quantized" and bits in (4, 8):
         act_order = weights.get("actorder") in ("group", "dynamic", True)
+        group_size = -1
+        if strategy == "group" and weights.get("group_size") not in (None, 0, -1):
+            group_size = size_of(weights, "group_size", None, f"{where}.weights")
         return f"w{bits}a16", LinearFormat(
-            PACKED, bits, group_size if strategy == "group" else -1, scale_bytes=width,
+            PACKED, bits, group_size, scale_bytes=width,
             zero_points=weights.get("symmetric") is False, act_order=act_order,
         )  # fmt: skip
     if kind == "int" and bits == 8:
@@ -128,7 +132,7 @@ def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
         strategy == "block"
         and isinstance(block, list)
         and len(block) == 2
-        and all(type(b) is int for b in block)
+        and all(type(b) is int and b > 0 for b in block)
     ):
         return (block[0], block[1])
     raise UnsupportedArchitecture(f"{shown(strategy)} is not planned yet", field=f"{where}.weights.strategy")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.quantization.fields import AT, bits_of, group_of, skipped
+from tonnage.planner.quantization.fields import AT, bits_of, size_of, skipped
 from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
@@ -30,7 +30,9 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     if bits == 3:
         raise UnsupportedArchitecture("3 bits are not planned yet", field=f"{AT}.quant_config.nbits")
     skip = skipped(found, "skip_modules")
-    return Quantization("hqq", skip, AT, LinearFormat(HQQ, bits, group_of(weights, 64)), method="hqq")
+    return Quantization(
+        "hqq", skip, AT, LinearFormat(HQQ, bits, size_of(weights, "group_size", 64)), method="hqq"
+    )
 
 
 READERS = {"hqq": _read}

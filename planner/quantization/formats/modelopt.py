@@ -58,7 +58,7 @@ def _layers(layers: object) -> dict[str, LinearFormat]:
     out = {}
     for name, entry in layers.items():
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
-        if algorithm not in _ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
             raise UnsupportedArchitecture(
                 f"{shown(algorithm)} is not planned yet", field=f"{AT}.quantized_layers.{name[:80]}"
             )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.model.fields import shown
-from tonnage.planner.quantization.fields import AT, skipped
+from tonnage.planner.quantization.fields import AT, size_of, skipped
 from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
@@ -35,9 +35,11 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
         arguments = inner.get("_data", {}) if isinstance(inner, dict) else {}
     else:
         arguments = found.get("quant_type_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{shown(arguments)} is not an object", field=f"{AT}.quant_type")
     skip = skipped(found, "modules_to_not_convert")
     if kind in ("int4_weight_only", "Int4WeightOnlyConfig"):
-        made = LinearFormat(INT4, group_size=arguments.get("group_size", 128))
+        made = LinearFormat(INT4, group_size=size_of(arguments, "group_size", 128))
         return Quantization("torchao-int4", skip, AT, made, method="torchao")
     if kind in ("int8_weight_only", "Int8WeightOnlyConfig"):
         return Quantization("torchao-int8", skip, AT, FLAGS["torchao-int8"], method="torchao")

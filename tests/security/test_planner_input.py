@@ -1,0 +1,243 @@
+"""What a model's files can do to the planner: it plans them or refuses them by name, within its share of time
+and memory. ``python tests/helpers/mutated_models.py`` does the same at random, 100,000 times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mutated_models
+import pytest
+
+from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, TonnageError
+from tonnage.planner.headers import safetensors
+from tonnage.planner.headers.gguf import read_gguf
+from tonnage.planner.headers.safetensors import MAX_TENSORS, MAX_TENSORS_OF_MODEL, read_folder, read_header
+from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
+from tonnage.planner.planning.build import make_plan, plan_source
+from tonnage.planner.plans import Deployment
+from tonnage.planner.source.resolve import ModelSource
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+FLAGS = Deployment(device_memory=1 << 36)
+HUGE = 10**400  # JSON has no largest integer, a float has
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+def planned(config: dict[str, Any], flags: Deployment = FLAGS):
+    return plan_source(ModelSource("m", "m", config, "folder"), flags)
+
+
+def changed(name: str, path: str, value: Any) -> dict[str, Any]:
+    config = config_of(name)
+    *inner, last = path.split(".")
+    place = config
+    for key in inner:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[int(last) if isinstance(place, list) else last] = value
+    return config
+
+
+TINY = mutated_models.TINY
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "field"),
+    [
+        ("transformers-default__xlstm", "qk_dim_factor", HUGE, "qk_dim_factor"),
+        ("transformers-default__xlstm", "v_dim_factor", 1e308, "v_dim_factor"),
+        ("transformers-default__xlstm", "qk_dim_factor", -0.5, "qk_dim_factor"),
+        ("01-ai__Yi-1.5-6B-Chat", "rope_parameters", {"partial_rotary_factor": HUGE}, "partial_rotary_factor"),
+        ("transformers-default__zamba", "layers_block_type.0", [], "layers_block_type"),
+        ("transformers-default__recurrent_gemma", "block_types", [["attention"]], "block_types"),
+        ("transformers-default__gpt_neo", "attention_types", [[[["global"]], 24]], "attention_types"),
+        ("meta-llama__Llama-4-Scout-17B-16E-Instruct", "text_config.layer_types", [[]] * 48, "layer_types"),
+        ("transformers-default__bart", "architectures", [["BartModel"]], "architectures"),
+        ("nvidia__Llama-3_3-Nemotron-Super-49B-v1", "block_configs.3.attention", [1], "[3].attention"),
+        (
+            "meta-llama__Llama-3.2-11B-Vision-Instruct", "vision_config.num_global_layers", 1 << 22,
+            "num_global_layers",
+        ),
+        ("transformers-default__musicgen_decoder", "num_codebooks", 1 << 22, "embed_tokens"),
+        (
+            "poolside__Laguna-XS.2-FP8", "rope_parameters.full_attention.partial_rotary_factor", 1e308,
+            "partial_rotary_factor",
+        ),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named(name, path, value, field):
+    with pytest.raises(TonnageError) as caught:
+        planned(changed(name, path, value))
+    assert field in str(caught.value)
+
+
+def test_a_head_size_that_rounds_to_nothing_is_refused():
+    config = changed("THUDM__chatglm3-6b", "num_attention_heads", 8192) | {"kv_channels": None}
+    with pytest.raises(ConfigError, match=r"weight: the sizes give it the shape \[0, 4096\]"):
+        planned(config | {"multi_query_group_num": 8192})
+
+
+def test_layers_named_by_a_list_are_words():
+    config = config_of("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    config.pop("hybrid_override_pattern")
+    with pytest.raises(ConfigError, match="layers_block_type"):
+        planned(config | {"layers_block_type": [["mamba"]]})
+
+
+def test_a_dropout_too_large_for_a_number_is_not_read():
+    planned(TINY | {"attention_dropout": HUGE})
+
+
+@pytest.mark.parametrize(
+    ("stored", "field"),
+    [
+        ({"quant_method": "modelopt", "quantized_layers": {"a": {"quant_algo": []}}}, "quantized_layers.a"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": []}}},
+         "quant_type"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only",
+          "quant_type_kwargs": {"group_size": "x"}}, "group_size"),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": -1}}},
+         "group_size"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": {
+            "num_bits": 4, "strategy": "group", "group_size": [128]}}}}, "group_size"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": {
+            "num_bits": 4.0, "strategy": "channel"}}}}, "num_bits"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {
+            "num_bits": 8, "strategy": "block", "block_structure": [0, 0]}}}}, "strategy"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value,
+)  # fmt: skip
+def test_a_broken_quantization_config_is_named(stored, field):
+    with pytest.raises(TonnageError) as caught:
+        planned(TINY | {"quantization_config": stored})
+    assert field in str(caught.value)
+
+
+def test_a_list_of_a_million_layers_is_looked_through_once():
+    config = config_of("meta-llama__Llama-4-Scout-17B-16E-Instruct")
+    text = config["text_config"]
+    few, many = (config | {"text_config": text | {"moe_layers": [1] * n}} for n in (1, 1_000_000))
+    flags = Deployment(engine="vllm", gpu="h100-80g")
+    assert planned(many, flags).ranks == planned(few, flags).ranks
+
+
+def test_a_long_key_of_many_items_is_read_in_linear_time():
+    key = "k" * (1 << 20)
+    assert len(parse_config(json.dumps({key: [0.5] * 200_000}).encode(), "config.json")[key]) == 200_000
+
+
+def test_a_config_beyond_its_limit_is_not_read(tmp_path):
+    (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ConfigError, match="is no config"):
+        make_plan(str(tmp_path), FLAGS)
+
+
+@pytest.mark.timeout(60)  # a pipe would be waited for
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_what_is_no_regular_file_is_not_read(kind, name, tmp_path):
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name}: is not a regular file"):
+        read_folder(tmp_path)
+
+
+def test_more_tensors_than_any_model_has_are_not_parsed(tmp_path, monkeypatch):
+    entry = b'"%d":{"dtype":"U8","shape":[],"data_offsets":[0,1]},'
+    text = b"{" + b"".join(entry % i for i in range(MAX_TENSORS + 1))[:-1] + b"}"
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    monkeypatch.setattr(safetensors.json, "loads", lambda text: pytest.fail("is parsed"))
+    with pytest.raises(CheckpointError, match="describes 131,073 tensors"):
+        read_header(path)
+
+
+def test_an_index_of_more_tensors_than_any_model_has(tmp_path):
+    names = {str(i): "a.safetensors" for i in range(MAX_TENSORS_OF_MODEL + 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match="names 524,289 tensors"):
+        read_folder(tmp_path)
+
+
+def test_a_shape_beyond_any_float_is_refused(tmp_path):
+    header = {"a": {"dtype": "F32", "shape": [1 << 62] * 64, "data_offsets": [0, 4]}}
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(mutated_models.packed(header) + bytes(4))
+    with pytest.raises(CheckpointError, match="a: F32"):
+        read_header(path)
+
+
+@pytest.mark.timeout(60)
+def test_a_gguf_header_without_end(tmp_path):
+    """Ten gigabytes of empty strings, none of which is stored."""
+    path = tmp_path / "model.gguf"
+    start = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    entry = (1).to_bytes(8, "little") + b"a" + (9).to_bytes(4, "little") + (8).to_bytes(4, "little")
+    path.write_bytes(start + entry + (10**9).to_bytes(8, "little"))
+    os.truncate(path, 10 << 30)
+    with pytest.raises(CheckpointError, match="inside an array"):
+        read_gguf(path)
+
+
+NASTY = "\x1b[2J\x1b]0;owned\x07\nred\u202e" + "n" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY | {NASTY + "_size": 1},
+        TINY | {"model_type": NASTY},
+        TINY | {"architectures": [NASTY]},
+        TINY | {"quantization_config": {"quant_method": "modelopt", "quantized_layers": {NASTY: {}}}},
+        TINY | {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {NASTY: []}}},
+    ],
+    ids=["field", "model_type", "architectures", "quantized_layers", "config_groups"],
+)
+def test_names_from_a_config_are_printed_plain_and_short(config):
+    with pytest.raises(TonnageError) as caught:
+        planned(config)
+    said = str(caught.value)
+    assert said.isprintable()
+    assert len(said) <= 3 * LONGEST_TEXT + 10
+
+
+def test_names_from_a_header_are_printed_plain_and_short(tmp_path):
+    header = {NASTY: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}
+    (tmp_path / "model.safetensors").write_bytes(mutated_models.packed(header) + bytes(8))
+    with pytest.raises(CheckpointError) as caught:
+        read_folder(tmp_path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 3 * LONGEST_TEXT + 10
+
+
+def test_names_in_notes_are_plain_and_short():
+    plan = planned(TINY | {NASTY + "bias": True})
+    assert any("bias" in note or "red" in note for note in plan.notes)
+    assert all(note.isprintable() and len(note) <= 2 * LONGEST_TEXT for note in plan.notes)
+
+
+@pytest.mark.timeout(600)
+def test_a_share_of_the_mutations():
+    """The limit of time is one for a busy machine; the whole run's is two seconds."""
+    program = [
+        sys.executable,
+        mutated_models.__file__,
+        "--configs",
+        "200",
+        "--headers",
+        "100",
+        "--seconds",
+        "60",
+    ]
+    run = subprocess.run([*program, "--json"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout)["found"] == []
