@@ -49,7 +49,16 @@ async def read_body(request: Request, limit: int, seconds: float | None = None) 
 
     Raises ApiError (wrong media type, too large, too slow), ClientDisconnected.
     """
-    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    media = request.headers.get("content-type")
+    if media is None and "origin" in request.headers:
+        # A page of any site may send such a body without asking first (a preflight, Fetch standard), so it could
+        # use a server without keys on its reader's machine. Browsers always add Origin to a POST; others may
+        # leave the type out.
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_MEDIA_TYPE,
+            "a web page (the request has an Origin) must send the header content-type: application/json",
+        )
+    media = (media or "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,

@@ -22,6 +22,10 @@ _INT31 = 2**31
 
 # Token ids are checked against the vocabulary later; here only against sizes that fit into any tensor.
 TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
+# Whether so many tokens fit is checked against the context later; Python prints no integer of 4,301 digits, which a
+# sum with one of 4,300 has (sys.int_info.default_max_str_digits).
+TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
+AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 StopString = Annotated[str, Field(min_length=1)]
 STOP_EXPECTED = "a string or a list of at most 4 strings"
 
@@ -99,7 +103,7 @@ class SamplingFields(EngineBody):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: TokenCount | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     structured_outputs: StructuredOutputs | None = None
 

@@ -106,7 +106,9 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+        ) as error:  # fmt: skip
             raise TemplateRefused(
                 f"the model's chat template does not take these messages: {str(error)[:200]}", field="messages"
             ) from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pydantic_core
 
 from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
@@ -12,8 +13,8 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import ChatTemplate
 
-# What a request may not set in the template: the messages themselves and the model's special tokens.
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+# What a request may not set in the template: the messages themselves, and Jinja's own name for the template.
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
 
 
 async def chat_prompt(
@@ -116,14 +117,16 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
 def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves (transformers' guide to chat templates), so they get
     them as an object, not as OpenAI's string."""
+    why = ""
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
-        arguments = None
+        # The reader of the bodies, with its limit of depth: templates go through the arguments by recursion.
+        arguments = pydantic_core.from_json(call.function.arguments or "{}")
+    except ValueError as error:
+        arguments, why = None, f": {str(error)[:200]}"
     if not isinstance(arguments, dict):
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"messages.{at}.tool_calls: the arguments of {call.function.name[:64]} are not a JSON object",
+            f"messages.{at}.tool_calls: the arguments of {call.function.name[:64]} are not a JSON object{why}",
             param=f"messages.{at}.tool_calls",
         )
     function = {"name": call.function.name, "arguments": arguments}

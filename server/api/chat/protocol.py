@@ -13,6 +13,7 @@ from tonnage.server.api.sampling import (
     MAX_TOP_LOGPROBS,
     STOP_EXPECTED,
     STRICT,
+    AtLeastOne,
     ResponseFormat,
     SamplingFields,
     grammar_of,
@@ -110,8 +111,8 @@ class ChatRequest(SamplingFields):
     """POST /v1/chat/completions. Ranges as in OpenAI's API reference."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
-    max_tokens: int | None = Field(None, ge=1, description="deprecated by OpenAI: max_completion_tokens")
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: AtLeastOne | None = Field(None, description="deprecated by OpenAI: max_completion_tokens")
+    max_completion_tokens: AtLeastOne | None = None
     n: int | None = Field(None, ge=1, le=128)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -13,6 +13,7 @@ from tonnage.server.api.sampling import (
     STOP_EXPECTED,
     ResponseFormat,
     SamplingFields,
+    TokenCount,
     TokenId,
     grammar_of,
 )
@@ -28,7 +29,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: str | Texts | TokenIds | TokenIdLists
     suffix: str | None = Field(None, description="what comes after the answer, for models that fill in")
-    max_tokens: int | None = Field(None, ge=0, description="0 only with echo: the prompt's own logprobs")
+    max_tokens: TokenCount | None = Field(None, description="0 only with echo: the prompt's own logprobs")
     n: int | None = Field(None, ge=1, le=128)
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = None

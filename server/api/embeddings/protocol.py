@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.fields import EMBEDDING
-from tonnage.server.api.sampling import EngineBody, TokenId
+from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
 
 MAX_INPUTS = 2048  # OpenAI's limit (its API reference, "input")
 
@@ -23,7 +23,7 @@ class EmbeddingRequest(EngineBody):
 
     input: Text | Texts | TokenIds | Lists
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: AtLeastOne | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
         """The four forms of ``input`` as a list of texts or of token id lists."""

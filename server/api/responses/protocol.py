@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FunctionName
 from tonnage.server.api.fields import RESPONSES
-from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, SamplingFields
+from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
 from tonnage.server.text.grammar import Grammar
 
 
@@ -110,7 +110,7 @@ class ResponseRequest(SamplingFields):
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=10_000)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: AtLeastOne | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
