@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,15 @@ Model = TypeVar("Model", bound=BaseModel)
 # A body over the limit is read to its end and thrown away up to this many times the limit: a client that is
 # still sending does not read the answer.
 _DISCARD_FACTOR = 8
+
+# What a body may hold, before anything is built of it. A conversation has at most MAX_ITEMS messages, each with
+# a few objects in it (parts, tool calls): ten for each is more than any needs.
+MAX_ITEMS = 10_000
+_MAX_CONTAINERS = 10 * MAX_ITEMS
+# JSON schemas have the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
+_MAX_KEYS = 10_000
+# Unknown names inside of known fields that a lenient server leaves out; each may cost a validation.
+_MAX_UNKNOWN = 20
 
 _short = reprlib.Repr()  # an answer never grows with the body that caused it
 _short.maxstring = _short.maxother = 60
@@ -51,9 +60,9 @@ async def read_body(request: Request, limit: int, seconds: float | None = None) 
     """
     media = request.headers.get("content-type")
     if media is None and "origin" in request.headers:
-        # A page of any site may send such a body without asking first (a preflight, Fetch standard), so it could
-        # use a server without keys on its reader's machine. Browsers always add Origin to a POST; others may
-        # leave the type out.
+        # A page of any site may send such a body without asking first (a preflight, Fetch standard), so it
+        # could use a server without keys on its reader's machine. Browsers always add Origin to a POST; others
+        # may leave the type out.
         raise ApiError(
             ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             "a web page (the request has an Origin) must send the header content-type: application/json",
@@ -103,6 +112,7 @@ def parse_body(
     ``honours``: what the engine acts on. Raises ApiError naming the field and what is right.
     """
     document = _json_object(body)
+    _check_size(document)
     ignored = _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
         if isinstance(document.get(name), dict):
@@ -112,13 +122,16 @@ def parse_body(
                 if rule.startswith(f"{name}.")
             }
             ignored += _apply(document[name], inside, honours, lenient, f"{name}.")
+    unknown = _MAX_UNKNOWN if lenient else 0
     while True:
         try:
             return fields.model.model_validate(document), tuple(ignored)
         except ValidationError as error:
-            if not (lenient and (dropped := _drop_unknown(error, document))):
+            dropped = _drop_unknown(error, document, unknown)
+            if not dropped:
                 raise _refusal(error, document, fields) from None
-            ignored += dropped
+            ignored += (name for names in dropped for name in names)
+            unknown -= len(dropped)
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -138,6 +151,46 @@ def _json_object(body: bytes) -> dict[str, Any]:
             ErrorCode.INVALID_TYPE, f"the request body must be a JSON object, not {_json_type(document)}"
         )
     return document
+
+
+def _check_size(document: dict[str, Any]) -> None:
+    """Raises ApiError for more objects and lists, or a larger object, than any request needs: pydantic keeps a
+    record of a kilobyte for each wrong one.
+
+    A list whose first item is a scalar is not looked through. The models read it with ``fail_fast``, to its
+    first wrong item.
+    """
+    _check_keys(document, None)
+    count = 0
+    for name, field_value in document.items():
+        waiting = [field_value]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                _check_keys(value, name[:60])
+                inside: Iterable[Any] = value.values()
+            elif isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+                inside = value
+            else:
+                continue
+            found = [item for item in inside if isinstance(item, (dict, list))]
+            count += len(found)
+            if count > _MAX_CONTAINERS:
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE,
+                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists",
+                    param=name[:60],
+                )
+            waiting += found
+
+
+def _check_keys(value: dict[str, Any], param: str | None) -> None:
+    if len(value) > _MAX_KEYS:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"{param or 'the request'}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
+            param=param,
+        )
 
 
 def _apply(
@@ -182,21 +235,39 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
     )
 
 
-def _drop_unknown(error: ValidationError, document: dict[str, Any]) -> list[str]:
-    """Delete the unknown fields inside of known ones; what was deleted, dotted."""
-    dropped = []
+def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -> list[list[str]]:
+    """Delete at most ``most`` unknown fields inside of known ones; the places of each, dotted.
+
+    In a list a field is deleted from every item, because the models tell of the first wrong one only.
+    """
+    dropped: list[list[str]] = []
     for found in error.errors(include_url=False, include_context=False, include_input=False):
+        if len(dropped) == most:
+            break
         if found["type"] != "extra_forbidden":
             continue
-        where: Any = document
-        try:
-            for part in found["loc"][:-1]:
-                where = where[part]
-            del where[found["loc"][-1]]
-        except (KeyError, IndexError, TypeError):  # a member of a union: its tag is in the location
-            continue
-        dropped.append(".".join(str(part)[:60] for part in found["loc"]))
+        *path, last = found["loc"]
+        names = []
+        for place, where in _places(document, path):  # none in a member of a union: its tag is in the path
+            if isinstance(where, dict) and last in where:
+                del where[last]
+                names.append(".".join(str(part)[:60] for part in (*place, last)))
+        if names:
+            dropped.append(names)
     return dropped
+
+
+def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """Where ``path`` leads in ``value``, in every item of the lists on the way."""
+    if not path:
+        yield (), value
+    elif isinstance(value, list) and isinstance(path[0], int):
+        for at, item in enumerate(value):
+            for place, where in _places(item, path[1:]):
+                yield (at, *place), where
+    elif isinstance(value, dict) and path[0] in value:
+        for place, where in _places(value[path[0]], path[1:]):
+            yield (path[0], *place), where
 
 
 def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Model]) -> ApiError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,8 +24,8 @@ from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStrings, detokenizer
 
-# Encoding takes about a microsecond a character; longer texts go to a thread (tokenizers releases the GIL) so
-# that the event loop is not held for more than about ten milliseconds.
+# Encoding takes about a microsecond a character; more of them go to a thread, a slice of about as many at a
+# time, so that the event loop is not held for more than about ten milliseconds and a hang-up ends it.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
 Finish = Literal["stop", "length"]
@@ -72,10 +72,33 @@ class Generator:
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt."""
+        (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
+        return ids
+
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each prompt of a request."""
         tokenizer = self._state.tokenizer
-        if len(text) > _ENCODE_INLINE_CHARACTERS:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
-        return tuple(tokenizer.encode(text, add_special_tokens))
+        if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
+            return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
+        found: list[tuple[int, ...]] = []
+        for part in _slices(texts):
+            found += map(tuple, await asyncio.to_thread(tokenizer.encode_all, part, add_special_tokens))
+        return tuple(found)
+
+    async def token_ids(
+        self, items: list[str] | list[list[int]], *, add_special_tokens: bool, param: str
+    ) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each prompt, be it text or ids. Raises ApiError as :meth:`check_token_ids`."""
+        texts = [item for item in items if isinstance(item, str)]
+        prompts = (
+            await self.encode_all(texts, add_special_tokens=add_special_tokens)
+            if texts
+            else tuple(tuple(item) for item in items if not isinstance(item, str))
+        )
+        self.check_token_ids(prompts, param)
+        return prompts
 
     def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
         """Raises ApiError for an empty prompt and for ids outside the vocabulary."""
@@ -113,27 +136,34 @@ class Generator:
             )
         return tokens
 
-    def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
-        """Take the request's place in the queue. Raises ApiError: never (it is larger than the queue or the
-        batch) or not now; and for this caller's own quota."""
+    def check_sequences(self, prompts: int, n: int, *, param: str = "prompt") -> None:
+        """Raises ApiError for a request that is larger than the queue or the batch: no retry helps. Asked
+        before its prompts are encoded, which may be millions."""
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
-        wanted = submission.sequences
+        wanted = prompts * n
         batch = self._state.plan.deployment.max_num_seqs
-        if batch is not None and submission.n > batch:
+        if batch is not None and n > batch:
             accounts.refused["never", "sequences"] += 1
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"n = {submission.n}, but the server runs at most {batch} sequences at once (max_num_seqs)",
+                f"n = {n}, but the server runs at most {batch} sequences at once (max_num_seqs)",
                 param="n",
             )
         if wanted > limit:
             accounts.refused["never", "max_num_queued_reqs"] += 1
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"{len(submission.prompts)} prompts with n = {submission.n} make {wanted} sequences; "
+                f"{prompts} prompts with n = {n} make {wanted} sequences; "
                 f"the server's queue holds at most {limit} (max_num_queued_reqs): send fewer prompts at once",
-                param="prompt" if len(submission.prompts) > 1 else "n",
+                param=param if prompts > 1 else "n",
             )
+
+    def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
+        """Take the request's place in the queue. Raises ApiError: never (it is larger than the queue or the
+        batch) or not now; and for this caller's own quota."""
+        accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
+        wanted = submission.sequences
+        self.check_sequences(len(submission.prompts), submission.n)
         drain = accounts.retry_after()
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
@@ -230,6 +260,20 @@ class Generator:
             )
             for prompt in submission.prompts
         ]
+
+
+def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
+    """``texts`` in order, as many at a time as are encoded in ten milliseconds, or one longer one."""
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        if part and size + len(text) > _ENCODE_INLINE_CHARACTERS:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
 
 
 def _chunks(engine: Engine, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Chunk, None]:

@@ -22,8 +22,8 @@ _INT31 = 2**31
 
 # Token ids are checked against the vocabulary later; here only against sizes that fit into any tensor.
 TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
-# Whether so many tokens fit is checked against the context later; Python prints no integer of 4,301 digits, which a
-# sum with one of 4,300 has (sys.int_info.default_max_str_digits).
+# Whether so many tokens fit is checked against the context later; Python prints no integer of 4,301 digits,
+# which a sum with one of 4,300 has (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 StopString = Annotated[str, Field(min_length=1)]

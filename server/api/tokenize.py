@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+import asyncio
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
 from tonnage.server.api.chat.prompt import chat_prompt
-from tonnage.server.api.chat.protocol import Message
+from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import STRICT, TokenId
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
+
+# A million ids: longer than any context served here, see Settings.max_request_body_bytes.
+MAX_TOKENS = 2**20
 
 
 class _Named(BaseModel):
@@ -27,14 +32,14 @@ class TokenizeRequest(_Named):
     """A text, or a conversation as the chat template writes it."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(_Named):
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(max_length=MAX_TOKENS, fail_fast=True)
 
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
@@ -74,8 +79,8 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
             state.check_model(body.model)
         return body
 
-    @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model_exclude_none=True)
-    async def tokenize(request: Request) -> Tokens:
+    @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model=Tokens)
+    async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation, as the generating endpoints would see them."""
         body = await parse(request, _TOKENIZE)
         if (body.prompt is None) == (body.messages is None):
@@ -92,8 +97,10 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
             ids = await generator.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        texts = [state.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
-        return Tokens(count=len(ids), max_model_len=state.max_model_len, tokens=list(ids), token_strs=texts)
+        texts = await asyncio.to_thread(state.tokenizer.token_texts, ids) if body.return_token_strs else None
+        answer = Tokens(count=len(ids), max_model_len=state.max_model_len, tokens=list(ids), token_strs=texts)
+        # Written here: FastAPI would go through a million tokens by hand.
+        return Response(answer.model_dump_json(exclude_none=True), media_type="application/json")
 
     @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
@@ -101,6 +108,6 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
         body = await parse(request, _DETOKENIZE)
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")
-        return Text(prompt=state.tokenizer.decode(body.tokens))
+        return Text(prompt=await asyncio.to_thread(state.tokenizer.decode_apart, body.tokens))
 
     return router

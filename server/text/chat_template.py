@@ -24,6 +24,12 @@ from tonnage.planner.errors import ConfigError, TonnageError
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+# What a template raises over messages and arguments that it was not written for.
+_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
 class TemplateRefused(TonnageError):
     """The template itself says no to these messages (roles that do not alternate, a system message ...)."""
 
@@ -106,9 +112,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (
-            jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
-        ) as error:  # fmt: skip
+        except _FAULTS as error:
             raise TemplateRefused(
                 f"the model's chat template does not take these messages: {str(error)[:200]}", field="messages"
             ) from None

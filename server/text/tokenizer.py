@@ -69,6 +69,12 @@ class Tokenizer:
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As :meth:`encode`, for a thread beside the event loop: other threads run meanwhile (tokenizers 0.23
+        keeps the GIL in ``encode`` and ``decode``, not in their batches)."""
+        found = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
     def between(self, prompt: str, suffix: str) -> str | None:
         """The text that asks a model for what stands between the two; None: this one has no tokens for it."""
         for before, after, middle in _FIM_TOKENS:
@@ -80,6 +86,11 @@ class Tokenizer:
         """Text of ``token_ids`` without special tokens; unfinished UTF-8 shows as U+FFFD."""
         text: str = self._rust.decode(list(token_ids))
         return text
+
+    def decode_apart(self, token_ids: Sequence[int]) -> str:
+        """As :meth:`decode`, for a thread beside the event loop."""
+        (text,) = self._rust.decode_batch([list(token_ids)])
+        return str(text)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """As :meth:`decode`, with the special tokens."""
@@ -98,6 +109,11 @@ class Tokenizer:
         """One token alone, special tokens too; part of a character shows as U+FFFD."""
         text: str = self._rust.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """:meth:`token_text` of each, for a thread beside the event loop."""
+        texts: list[str] = self._rust.decode_batch([[token] for token in token_ids], skip_special_tokens=False)
+        return texts
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, also when they are only part of a character."""

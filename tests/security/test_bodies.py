@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from tonnage.server.engines.fake import FakeEngine
-from tonnage.server.errors import ErrorCode
+from tonnage.server.api.body import MAX_ITEMS, Fields, parse_body
+from tonnage.server.api.chat import protocol as chat
+from tonnage.server.api.completions import protocol as completions
+from tonnage.server.api.embeddings import protocol as embeddings
+from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS
+from tonnage.server.api.responses import protocol as responses
+from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_TOKENS
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 HELLO = {"role": "user", "content": "hello"}
@@ -29,7 +38,6 @@ def called(arguments: str) -> list[dict[str, Any]]:
     ("path", "field", "more"),
     [
         (COMPLETIONS, "max_tokens", {"prompt": "a"}),
-        (COMPLETIONS, "min_tokens", {"prompt": "a"}),
         (CHAT, "max_tokens", {"messages": [HELLO]}),
         (CHAT, "max_completion_tokens", {"messages": [HELLO]}),
         (RESPONSES, "max_output_tokens", {"input": "a"}),
@@ -71,3 +79,122 @@ async def test_a_web_page_cannot_leave_the_content_type_out(server, checked) -> 
             assert "content-type: application/json" in error.message
     assert server.state.accounts.outcomes["stop"] + server.state.accounts.outcomes["length"] == 0
     assert (await server.http.post(COMPLETIONS, content=body)).status_code == 200  # curl, a script
+
+
+MANY = 100_000
+WRONG: dict[str, tuple[Fields[Any], dict[str, Any], str]] = {
+    "messages": (chat.FIELDS, {"messages": [{}] * (MANY - 1)}, "messages.0.role"),
+    "scalars for messages": (chat.FIELDS, {"messages": [0] * MANY}, "messages.0"),
+    "parts": (chat.FIELDS, {"messages": [HELLO | {"content": [0] * MANY}]}, "messages.0.content"),
+    "calls": (chat.FIELDS, {"messages": [HELLO | {"tool_calls": [0] * MANY}]}, "messages.0.tool_calls.0"),
+    "unknown names": (chat.FIELDS, {"messages": [HELLO | {f"a{at}": 0 for at in range(MANY)}]}, "messages"),
+    "names of tools": (
+        chat.FIELDS,
+        {"messages": [HELLO], "tools": [{f"a{at}": 0 for at in range(2000)}] * 50},
+        "tools.0.type",
+    ),
+    "lists in lists": (chat.FIELDS, {"messages": [HELLO | {"content": [[]] * 1000}] * 101}, "messages"),
+    "biases": (
+        completions.FIELDS, {"prompt": "a", "logit_bias": {str(at): "" for at in range(MANY)}}, "logit_bias",
+    ),
+    "items": (responses.FIELDS, {"input": [{}] * (MANY - 1)}, "input"),
+    "texts": (responses.FIELDS, {"input": [{"role": "user", "content": [0] * MANY}]}, "input"),
+    "inputs": (embeddings.FIELDS, {"input": ["a"] * MANY}, "input"),
+    "conversation": (_TOKENIZE, {"messages": [0] * MANY}, "messages.0"),
+    "tokens": (_DETOKENIZE, {"tokens": ["a"] * MANY}, "tokens.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_hundred_thousand_faults_cost_as_much_as_one(case: str, lenient: bool) -> None:
+    """What the body takes as Python objects is all; it was kilobytes for each wrong item."""
+    fields, more, param = WRONG[case]
+    body = json.dumps({"model": "demo"} | more).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as caught:
+            parse_body(body, fields, lenient=lenient)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * 2**20
+    assert caught.value.param == param
+    assert len(caught.value.message) < 1000
+
+
+def test_a_lenient_server_leaves_out_what_it_does_not_know_in_every_message() -> None:
+    body = {"model": "demo", "messages": [HELLO | {"foo": 1}] * 3}
+    _, ignored = parse_body(json.dumps(body).encode(), chat.FIELDS, lenient=True)
+    assert ignored == ("messages.0.foo", "messages.1.foo", "messages.2.foo")
+    different = {"model": "demo", "messages": [HELLO | {f"foo{at}": 1} for at in range(1000)]}
+    with pytest.raises(ApiError, match=r"unknown field: messages\.20\.foo20"):
+        parse_body(json.dumps(different).encode(), chat.FIELDS, lenient=True)
+
+
+def test_the_longest_conversation_is_read() -> None:
+    parts = HELLO | {"content": [{"type": "text", "text": "a"}]}
+    body, _ = parse_body(json.dumps({"model": "demo", "messages": [parts] * MAX_ITEMS}).encode(), chat.FIELDS)
+    assert len(body.messages) == MAX_ITEMS
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Of each call of the tokenizer: whether it held the event loop, and its characters."""
+    calls: list[tuple[bool, int]] = []
+    inline, apart = Tokenizer.encode, Tokenizer.encode_all
+
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        calls.append((threading.current_thread() is threading.main_thread(), len(text)))
+        return inline(self, text, add_special_tokens)
+
+    def encode_all(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        calls.append((threading.current_thread() is threading.main_thread(), sum(map(len, texts))))
+        return apart(self, texts, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(Tokenizer, "encode_all", encode_all)
+    return calls
+
+
+async def test_more_prompts_than_the_queue_holds_are_not_encoded(server, checked, encoded) -> None:
+    body = {"model": "demo", "prompt": ["a"] * 200_000}
+    error = checked(await server.http.post(COMPLETIONS, json=body))
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "prompt")
+    assert "at most 512" in error.message
+    assert not encoded
+
+
+async def test_long_prompts_are_encoded_in_slices_beside_the_loop(server, checked, encoded) -> None:
+    prompts = ["one two " * 500, "three " * 3000, "", *["four " * 1000] * 9]
+    body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
+    error = checked(await server.http.post(COMPLETIONS, json=body))  # the second is too long for the model
+    assert error.code == ErrorCode.INVALID_VALUE  # and the third has no tokens
+    assert encoded
+    assert not any(in_loop for in_loop, _ in encoded)
+    assert sum(size for _, size in encoded) == sum(map(len, prompts))
+    assert max(size for _, size in encoded) == 18_000 > _ENCODE_INLINE_CHARACTERS
+    assert len(encoded) < len(prompts)
+
+
+def test_a_batch_is_encoded_and_decoded_as_each_alone(tokenizer: Tokenizer) -> None:
+    texts = ["", "hello", " hello\n", "<|im_start|>user\nça va? \U0001f600<|im_end|>", "a" * 5000]
+    for special in (True, False):
+        assert tokenizer.encode_all(texts, special) == [tokenizer.encode(text, special) for text in texts]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode_apart(ids) == tokenizer.decode(ids)
+        assert tokenizer.token_texts(ids) == [tokenizer.token_text(token) for token in ids]
+
+
+async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
+    text = "one two three " * 5000
+    answer = (await server.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert "".join(answer["token_strs"]) == text
+    assert encoded == [(False, len(text))]
+    answer = (await server.http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
+    assert answer == {"prompt": text}
+    error = checked(await server.http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}))
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tokens")
+    assert str(MAX_TOKENS) in error.message

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tonnage.server.api.body import Fields
+from tonnage.server.api.body import MAX_ITEMS, Fields
 from tonnage.server.api.completions.protocol import Usage
 from tonnage.server.api.fields import CHAT
 from tonnage.server.api.sampling import (
@@ -56,10 +56,12 @@ class Message(BaseModel):
     model_config = STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: (
+        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)] | None
+    ) = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def text(self) -> str:
@@ -67,6 +69,9 @@ class Message(BaseModel):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class FunctionDefinition(BaseModel):
@@ -110,7 +115,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions. Ranges as in OpenAI's API reference."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Messages
     max_tokens: AtLeastOne | None = Field(None, description="deprecated by OpenAI: max_completion_tokens")
     max_completion_tokens: AtLeastOne | None = None
     n: int | None = Field(None, ge=1, le=128)
@@ -120,7 +125,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 

@@ -165,7 +165,7 @@ class CompletionService(OpenAIEvents):
             raise ApiError(
                 ErrorCode.INVALID_VALUE, "suffix cannot be used with echo and logprobs", param="suffix"
             )
-        prompts = await self._tokens(request)
+        prompts = await self._tokens(request, ran)
         max_tokens = generator.max_tokens(
             1 if scoring else request.max_tokens,
             max(map(len, prompts)),
@@ -204,18 +204,12 @@ class CompletionService(OpenAIEvents):
             )
         return best_of
 
-    async def _tokens(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
+    async def _tokens(self, request: CompletionRequest, ran: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
-        prompts = tuple(
-            [
-                await self._generator.encode(item, add_special_tokens=special)
-                if isinstance(item, str)
-                else tuple(item)
-                for item in self._filled_in(request)
-            ]
+        self._generator.check_sequences(len(_as_list(request.prompt)), ran)
+        return await self._generator.token_ids(
+            self._filled_in(request), add_special_tokens=special, param="prompt"
         )
-        self._generator.check_token_ids(prompts, "prompt")
-        return prompts
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """The prompts, with the suffix as the model wants to see it."""

@@ -13,9 +13,9 @@ from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
 MAX_INPUTS = 2048  # OpenAI's limit (its API reference, "input")
 
 Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
-Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
 class EmbeddingRequest(EngineBody):

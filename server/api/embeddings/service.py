@@ -62,15 +62,9 @@ class EmbeddingService(OpenAIEvents):
         state.check_task(embeds=True)
         state.check_ready()
         special = request.add_special_tokens is not False
-        prompts = tuple(
-            [
-                await generator.encode(item, add_special_tokens=special)
-                if isinstance(item, str)
-                else tuple(item)
-                for item in request.inputs()
-            ]
-        )
-        generator.check_token_ids(prompts, "input")
+        items = request.inputs()
+        generator.check_sequences(len(items), 1, param="input")
+        prompts = await generator.token_ids(items, add_special_tokens=special, param="input")
         longest, limit = max(map(len, prompts)), state.max_model_len
         if longest > limit:
             state.accounts.refused["never", "max_model_len"] += 1

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tonnage.server.api.body import Fields
+from tonnage.server.api.body import MAX_ITEMS, Fields
 from tonnage.server.api.chat.protocol import FunctionName
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
@@ -23,6 +23,9 @@ class InputText(BaseModel):
     logprobs: list[Any] | None = None
 
 
+InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+
+
 class InputMessage(BaseModel):
     """A message of the conversation; an output message of an earlier response may be sent back as it came."""
 
@@ -30,7 +33,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(min_length=1)]
+    content: str | InputTexts
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -55,7 +58,7 @@ class FunctionCallOutput(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(min_length=1)]
+    output: str | InputTexts
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -108,12 +111,12 @@ InputItem = InputMessage | FunctionCallItem | FunctionCallOutput
 class ResponseRequest(SamplingFields):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=10_000)]
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     text: TextOptions | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tools: list[FunctionTool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
