@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import queue
 import signal
@@ -27,6 +28,7 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.hf import stillness
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
@@ -35,6 +37,8 @@ from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
+
+log = logging.getLogger("tonnage.server")
 
 # Environment of the engine process; what the user has set wins.
 # OpenMP threads that spin without end while they wait take a core from whoever they wait for: with another
@@ -107,6 +111,10 @@ class HFEngine(Engine):
         self._limits = limits_of(plan)
         self._capabilities = capabilities()
         self._live: dict[str, asyncio.Queue[Chunk | TonnageError]] = {}
+        # Sequences that the engine has not ended yet, by request; a client that does not read is not its fault.
+        self._owed: dict[str, int] = {}
+        self._heard = 0  # messages of the engine process
+        self._watch: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -160,6 +168,7 @@ class HFEngine(Engine):
         threading.Thread(target=self._read, args=(loop, started), name="hf-reader", daemon=True).start()
         threading.Thread(target=self._write, name="hf-writer", daemon=True).start()
         self._outbox.put(Load(self._plan, self._policy, self._sharing))
+        self._watch = asyncio.create_task(self._watch_stillness(self._process, started), name="hf watch")
         try:
             self._ready = await started
         except BaseException:
@@ -186,6 +195,7 @@ class HFEngine(Engine):
         try:
             while True:
                 message = self._connection.recv()
+                self._heard += 1
                 loop.call_soon_threadsafe(self._receive, message, started)
         except (EOFError, OSError, RuntimeError):  # RuntimeError: the loop is closed
             pass
@@ -199,6 +209,31 @@ class HFEngine(Engine):
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._die, dead, started)
 
+    async def _watch_stillness(
+        self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]
+    ) -> None:
+        """End an engine process that has work and does nothing; whoever waits for it is told."""
+        still, heard = stillness.Stillness(process.pid), -1
+        while self._dead is None:
+            await asyncio.sleep(stillness.LOOK_SECONDS)
+            loading = self._ready is None
+            if heard != self._heard or not (loading or self._owed):
+                heard = self._heard
+                still.moved()
+                continue
+            looks = await asyncio.to_thread(still.look, heard)  # reads /proc
+            limit = stillness.STILL_LOOKS_LOADING if loading else stillness.STILL_LOOKS
+            if looks >= limit and heard == self._heard:
+                did = "loaded nothing" if loading else "answered nothing"
+                error = EngineDead(
+                    f"the engine process {did} and used no processor time for "
+                    f"{looks * stillness.LOOK_SECONDS:g} s: it was stopped or hangs, and was killed",
+                    hint="see its output and the kernel's log",
+                )
+                log.error("%s", error)
+                self._die(error, started)
+                process.kill()
+
     def _killed(self) -> bool:
         try:
             return self._process is not None and self._process.wait(1.0) == -signal.SIGKILL
@@ -209,6 +244,8 @@ class HFEngine(Engine):
         if isinstance(message, Step):
             self._stats = message.stats
             for chunk in message.chunks:
+                if chunk.finish_reason is not None:
+                    self._ended(chunk.request_id)
                 if chunk.request_id in self._live:
                     self._live[chunk.request_id].put_nowait(chunk)
         elif isinstance(message, Failed) and self._ready is not None:
@@ -228,10 +265,17 @@ class HFEngine(Engine):
         for waiting in self._live.values():
             waiting.put_nowait(error)
 
+    def _ended(self, request_id: str) -> None:
+        """A sequence of that request is through."""
+        owed = self._owed.pop(request_id, 0)
+        if owed > 1:
+            self._owed[request_id] = owed - 1
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse(request)
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox
+        self._owed[request.request_id] = request.n
         self._idle.clear()
         self._outbox.put(Generate(request))
         remaining = request.n
@@ -245,6 +289,7 @@ class HFEngine(Engine):
                 yield chunk
         finally:
             del self._live[request.request_id]
+            self._owed.pop(request.request_id, None)
             if remaining:
                 self._outbox.put(Abort(request.request_id))
             if not self._live:
@@ -315,6 +360,8 @@ class HFEngine(Engine):
     async def stop(self) -> None:
         self._draining = True
         self._sampler.stop()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._process is None:
             return
         self._outbox.put(Stop())
