@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
@@ -38,6 +39,8 @@ from tonnage.server.text.chat_template import ChatTemplate
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import ToolParser
+
+log = logging.getLogger("tonnage.server")
 
 
 def create_app(
@@ -87,6 +90,12 @@ def create_app(
     )
     app.state.tonnage = state
     keys = load_keys(settings.api_key, settings.api_key_file)
+    state.quotas.tenants = len(keys)
+    if outside := [token for token in state.tokenizer.eos_token_ids if token >= state.plan.model.vocab_size]:
+        log.warning(
+            "eos_token_id %s of %s is outside the vocabulary of %d tokens: no answer ends with it",
+            outside, files.name, state.plan.model.vocab_size,
+        )  # fmt: skip
     errors.install(app)
     generator = Generator(state)
     app.include_router(engine_router(state, generator))

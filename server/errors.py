@@ -46,6 +46,7 @@ class ErrorCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
     INVALID_API_KEY = "invalid_api_key"
+    PERMISSION_DENIED = "permission_denied"
     RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
     INSUFFICIENT_QUOTA = "insufficient_quota"
     UNSUPPORTED_ENDPOINT = "unsupported_endpoint"
@@ -90,6 +91,7 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400),
     ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
     ErrorCode.INVALID_API_KEY: _Rule(401),
+    ErrorCode.PERMISSION_DENIED: _Rule(403),
     # 429: this caller has used its own quota up; others are served.
     ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, again=True),
     ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),

@@ -164,7 +164,8 @@ class Generator:
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = submission.sequences
         self.check_sequences(len(submission.prompts), submission.n)
-        drain = accounts.retry_after()
+        tenant, drain = ticket.tenant, accounts.retry_after()
+        tenant.priority_of(submission.priority)  # refused before anything is taken
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
             raise ApiError(
@@ -172,7 +173,8 @@ class Generator:
                 f"the queue is full: {self._sequences} of {limit} sequences waiting or running",
                 retry_after_seconds=drain,
             )
-        self._state.quotas.enter(ticket.tenant, wanted, submission.most_tokens, drain)
+        self._state.quotas.check_share(tenant, wanted, self._sequences, limit, drain)
+        self._state.quotas.enter(tenant, wanted, submission.most_tokens, drain)
         self._sequences += wanted
 
     async def run(
@@ -244,9 +246,7 @@ class Generator:
     def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
         """One for each prompt."""
         tenant = ticket.tenant
-        salt = submission.cache_salt
-        if tenant.cache_salt:  # also with a salt of the request: tenants never share
-            salt = f"{tenant.cache_salt}/{salt}"
+        salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         return [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
@@ -255,7 +255,7 @@ class Generator:
                 n=submission.n,
                 tenant=tenant.name,
                 cache_salt=salt,
-                priority=tenant.priority if submission.priority is None else submission.priority,
+                priority=priority,
                 lora=submission.lora,
             )
             for prompt in submission.prompts

@@ -152,8 +152,11 @@ class SamplingFields(EngineBody):
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Raises ApiError for a combination that makes no sense or a token id outside the vocabulary."""
-        eos = () if self.ignore_eos else eos_token_ids
+        """Raises ApiError for a combination that makes no sense or a token id outside the vocabulary.
+
+        ``eos_token_ids`` outside it are left out: no engine can draw one, and one would look for its logit.
+        """
+        eos = () if self.ignore_eos else tuple(token for token in eos_token_ids if token < vocab_size)
         if self.min_tokens is not None and self.min_tokens > max_tokens:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.settings import PLANNED, Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
+
+_SECRETS = ("TONNAGE_API_KEY",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,9 +71,16 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
-    """Settings of the flags given, of the environment and of the file. Raises DeploymentError."""
+    """Settings of the flags given, of the environment and of the file. Raises DeploymentError.
+
+    Keys are taken out of the environment: an engine, a process of its own that runs a model's code, inherits it
+    and needs none.
+    """
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
-    return load_settings(arguments.config, **given)
+    settings = load_settings(arguments.config, **given)
+    for name in [name for name in os.environ if name.upper() in _SECRETS]:  # pydantic reads it in any case
+        del os.environ[name]
+    return settings
 
 
 def resolved(settings: Settings, file: TextIO) -> Settings:

@@ -50,7 +50,7 @@ class RequestLog:
         submission, counts = ticket.submission, ticket.counts
         if submission is None or counts is None:
             return  # refused before it went to the engine
-        salt = f"{ticket.tenant.cache_salt}/{submission.cache_salt}".encode()
+        salt = ticket.tenant.salt(submission.cache_salt).encode()
         for number, prompt in enumerate(submission.prompts):
             ids = self.block_ids(prompt, salt)
             for tokens in counts.choices[number * submission.n : (number + 1) * submission.n]:
@@ -63,7 +63,7 @@ class RequestLog:
                         hash_ids=ids,
                         hash_block=self._block,
                         tenant=ticket.tenant.name,
-                        priority=submission.priority or ticket.tenant.priority,
+                        priority=ticket.tenant.priority_of(submission.priority),
                     )
                     self._append(log_line(request))
 

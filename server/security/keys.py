@@ -25,7 +25,7 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    # No slash: the name and a request's own salt are joined by one (generation.py).
+    # No slash: the name and a request's own salt are joined by one (tenants.py).
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     key: Annotated[str, Field(min_length=_MIN_KEY_LENGTH, max_length=1024)] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
@@ -33,6 +33,7 @@ class _Entry(BaseModel):
     max_num_seqs: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     share_prefixes: bool = False
+    metrics: bool = False
 
 
 class KeyRing:
@@ -44,9 +45,10 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def tenant(self, key: str) -> Tenant | None:
-        """Whose key it is. Every key is compared, so the time says nothing about which came close."""
-        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    def tenant(self, key: bytes) -> Tenant | None:
+        """Whose key it is, by the bytes of the header: a key that is not ASCII comes as UTF-8. Every key is
+        compared, so the time says nothing about which came close."""
+        digest = hashlib.sha256(key).digest()
         found = None
         for known, tenant in self._tenants:
             if hmac.compare_digest(known, digest):
@@ -107,9 +109,11 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
         cache_salt="" if parsed.share_prefixes else parsed.name,
         max_num_seqs=parsed.max_num_seqs,
         tokens_per_minute=parsed.tokens_per_minute,
+        metrics=parsed.metrics,
     )
     return digest, tenant
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    # surrogateescape: bytes of the environment that are no UTF-8 are compared as they are
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

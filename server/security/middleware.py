@@ -16,6 +16,8 @@ from tonnage.server.security.keys import KeyRing
 
 # Open without a key: an orchestrator's probes have none.
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
+# What they show is of all tenants.
+METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -46,7 +48,10 @@ class RequestId:
 
 
 class Authentication:
-    """``Authorization: Bearer KEY`` on every route but the public ones; its tenant goes into the scope."""
+    """``Authorization: Bearer KEY`` on every route but the public ones; its tenant goes into the scope.
+
+    Where there are several keys, the metrics are for those marked ``metrics = true`` in the key file.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
         self._app = app
@@ -58,10 +63,20 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        tenant = self._keys.tenant(key.strip()) if scheme.lower() == "bearer" and key.strip() else None
+        # Starlette reads a header as Latin-1, so this is what was sent. Only blanks: U+00A0 and U+0085 are
+        # white space in Latin-1 and parts of characters in UTF-8.
+        sent = key.strip(" \t").encode("latin-1")
+        tenant = self._keys.tenant(sent) if scheme.lower() == "bearer" and sent else None
         if tenant is None:
             message = "incorrect API key" if scheme else "you did not provide an API key"
             error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
+            await render(error)(scope, receive, send)
+            return
+        if scope["path"] in METRICS_PATHS and len(self._keys) > 1 and not tenant.metrics:
+            error = ApiError(
+                ErrorCode.PERMISSION_DENIED,
+                f"{scope['path']} shows the counts of all tenants: it takes a key of metrics = true",
+            )
             await render(error)(scope, receive, send)
             return
         scope["tonnage.tenant"] = tenant

@@ -1,0 +1,174 @@
+"""What the key of one tenant may not do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tonnage.server.engines.base import Capabilities
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.errors import ApiError
+from tonnage.server.security.keys import load_keys
+from tonnage.server.security.tenants import Quotas, Tenant
+
+ALICE, BOB, WATCH = "key-of-alice-in-the-tests", "key-of-bob-in-the-tests", "key-that-watches-the-tests"
+
+
+def key_file(folder: Path, *keys: dict[str, Any]) -> Path:
+    path = folder / "keys.toml"
+    lines = [
+        "\n".join(["[[key]]", *(f"{name} = {json.dumps(value)}" for name, value in key.items())])
+        for key in keys
+    ]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+def bearer(key: str | bytes) -> dict[bytes, bytes]:
+    return {b"authorization": b"Bearer " + (key if isinstance(key, bytes) else key.encode())}
+
+
+class Asked:
+    """A reply of one token a sequence, and the requests it was asked for."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    def __call__(self, request: GenerationRequest, index: int) -> Iterator[int]:
+        self.requests.append(request)
+        return iter((7,) * 100)
+
+
+class Ordered(FakeEngine):
+    """It lets clients name a priority, as hf and vLLM do."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(honours=BASIC_PARAMS | {"priority"})
+
+
+async def test_no_salt_of_one_tenant_is_anothers(run_server, small_plan, tmp_path) -> None:
+    """Sharing keys and salted keys, without and with salts of their own that look like another's."""
+    path = key_file(
+        tmp_path,
+        {"name": "alice", "key": ALICE},
+        {"name": "bob", "key": BOB, "share_prefixes": True},
+        {"name": "carol", "key": WATCH, "share_prefixes": True},
+    )
+    async with run_server(FakeEngine(small_plan(1024)), api_key_file=path) as server:
+
+        async def cached(key: str, **more: Any) -> int:
+            body = {"model": "demo", "prompt": [7] * 64, "max_tokens": 2, **more}
+            answer = await server.http.post("/v1/completions", json=body, headers=bearer(key))
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [await cached(ALICE), await cached(ALICE)] == [0, 48]
+        for salt in ("alice/", "alice", "/alice/", "/"):
+            assert await cached(BOB, cache_salt=salt) == 0, salt
+        assert await cached(ALICE, cache_salt="x") == 0
+        assert await cached(BOB, cache_salt="alice/x") == 0
+        # What sharing keys share is as it was: prompts without a salt, and those of the same salt.
+        assert [await cached(BOB), await cached(WATCH)] == [0, 48]
+        assert [await cached(BOB, cache_salt="y"), await cached(WATCH, cache_salt="y")] == [0, 48]
+
+
+async def test_a_request_goes_no_earlier_than_its_key(run_server, small_plan, tmp_path, checked) -> None:
+    asked = Asked()
+    path = key_file(tmp_path, {"name": "a", "key": ALICE}, {"name": "b", "key": BOB, "priority": -5})
+    async with run_server(Ordered(small_plan(), reply=asked), api_key_file=path) as server:
+
+        async def ask(key: str, **more: Any) -> httpx.Response:
+            body = {"model": "demo", "prompt": "a", "max_tokens": 1} | more
+            return await server.http.post("/v1/completions", json=body, headers=bearer(key))
+
+        for key, priority, lowest in ((ALICE, -1000, 0), (ALICE, -1, 0), (BOB, -6, -5)):
+            error = checked(await ask(key, priority=priority))
+            assert (error.code, error.param) == ("invalid_value", "priority")
+            assert f"{lowest} or more" in error.message
+        assert asked.requests == []
+        for key, more in ((ALICE, {"priority": 3}), (ALICE, {}), (BOB, {"priority": -5}), (BOB, {})):
+            assert (await ask(key, **more)).status_code == 200
+        assert [request.priority for request in asked.requests] == [3, 0, -5, -5]
+
+
+async def test_one_key_leaves_as_much_of_the_queue_as_it_takes(run_server, small_plan, checked) -> None:
+    engine = FakeEngine(small_plan(1024), token_rate=20)
+    async with run_server(engine, api_key=(ALICE, BOB), max_num_queued_reqs=8) as server:
+
+        async def ask(key: str, **more: Any) -> httpx.Response:
+            body = {"model": "demo", "prompt": "a", "max_tokens": 2000, "ignore_eos": True} | more
+            return await server.http.post("/v1/completions", json=body, headers=bearer(key))
+
+        error = checked(await ask(ALICE, n=5))
+        assert (error.code, "may have 4" in error.message) == ("insufficient_quota", True)
+        tasks = [asyncio.create_task(ask(ALICE, n=4))]
+        await server.until(lambda: engine.stats().running == 4)
+        error = checked(await ask(ALICE, max_tokens=1))
+        assert error.code == "rate_limit_exceeded"
+        assert (await ask(BOB, max_tokens=1)).status_code == 200
+        tasks.append(asyncio.create_task(ask(BOB, n=2)))
+        await server.until(lambda: engine.stats().running == 6)
+        assert checked(await ask(BOB, max_tokens=1)).code == "rate_limit_exceeded"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.until(lambda: engine.stats().running == 0 and server.state.accounts.in_flight == 0)
+    async with run_server(FakeEngine(small_plan()), api_key=(ALICE,), max_num_queued_reqs=8) as server:
+        body = {"model": "demo", "prompt": "a", "max_tokens": 1, "n": 8}  # alone it has all of it
+        answer = await server.http.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("queue", [1, 2, 3, 7, 512])
+def test_however_many_tenants_one_more_finds_a_place(queue: int) -> None:
+    """Greedy tenants one after the other: each takes all it gets, and the free places only run out when every
+    place belongs to another tenant."""
+    quotas, queued, takers = Quotas(tenants=1000), 0, 0
+    while queued < queue:
+        tenant, held = Tenant(f"t{takers}"), 0
+        takers += 1
+        while queued < queue:
+            try:
+                quotas.check_share(tenant, 1, queued, queue, 1.0)
+            except ApiError:
+                break
+            quotas.enter(tenant, 1, 1, 1.0)
+            held, queued = held + 1, queued + 1
+        assert held >= 1
+        assert held <= max(1, queue - queued)
+    limited = Tenant("limited", max_num_seqs=queue)  # the operator's own figure stands
+    quotas.check_share(limited, queue, 0, queue, 1.0)
+
+
+async def test_metrics_of_all_tenants_want_a_key_for_them(run_server, small_plan, tmp_path, checked) -> None:
+    path = key_file(tmp_path, {"name": "a", "key": ALICE}, {"name": "watch", "key": WATCH, "metrics": True})
+    async with run_server(FakeEngine(small_plan()), api_key_file=path) as server:
+        for page in ("/metrics", "/metrics/vllm"):
+            error = checked(await server.http.get(page, headers=bearer(ALICE)))
+            assert (error.code, "metrics = true" in error.message) == ("permission_denied", True)
+        assert (await server.http.get("/metrics", headers=bearer(WATCH))).status_code == 200
+        assert (await server.http.get("/v1/models", headers=bearer(ALICE))).status_code == 200
+    async with run_server(FakeEngine(small_plan()), api_key=(ALICE, BOB)) as server:
+        assert checked(await server.http.get("/metrics", headers=bearer(BOB))).code == "permission_denied"
+    async with run_server(FakeEngine(small_plan()), api_key=(ALICE, BOB), metrics_public=True) as server:
+        assert (await server.http.get("/metrics")).status_code == 200
+
+
+async def test_a_key_beyond_ascii_is_known(run_server, small_plan, tmp_path) -> None:
+    # The last character's last byte, A0, is white space in Latin-1, as which headers are read.
+    word = "schlüssel-à"
+    path = key_file(tmp_path, {"name": "a", "key": word})
+    async with run_server(FakeEngine(small_plan()), api_key_file=path) as server:
+        assert (await server.http.get("/v1/models", headers=bearer(word))).status_code == 200
+        for wrong in (word.encode("latin-1"), word[:-1].encode(), b"\xff\xfe"):
+            assert (await server.http.get("/v1/models", headers=bearer(wrong))).status_code == 401
+    odd = b"key-\xff-of-the-shell"  # as the environment hands on what is no UTF-8
+    assert load_keys((os.fsdecode(odd),), None).tenant(odd) is not None
