@@ -9,6 +9,10 @@ from tonnage.cache.blocks.groups import check_groups
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.planner.model.layout import KVLayout
 
+# Seconds of waiting that one step of priority is worth: who asks for 6 more is passed for a minute, and -1000
+# to 1000, what a request may ask for, span five and a half hours.
+AGEING_SECONDS = 10.0
+
 
 class WaitReason(StrEnum):
     """What a request waits for."""

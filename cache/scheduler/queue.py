@@ -13,11 +13,13 @@ nobody.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
+from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
 
 Answer = TypeVar("Answer")
@@ -37,7 +39,7 @@ class WaitingQueue:
     """``ageing``: seconds of waiting that one step of priority is worth. ``lookahead``: how many entries behind
     a waiting head are asked. Raises CacheConfigError for values that cannot work."""
 
-    def __init__(self, *, ageing: float = 10.0, lookahead: int = 8) -> None:
+    def __init__(self, *, ageing: float = AGEING_SECONDS, lookahead: int = 8) -> None:
         if ageing <= 0:
             raise CacheConfigError(f"{ageing} is not positive", field="ageing", hint="seconds, for example 10")
         if lookahead < 0:
@@ -93,16 +95,24 @@ class WaitingQueue:
         a head's start; ``step`` counts engine steps.
         """
         head: Head | None = None
-        for asked, entry in enumerate(self):
+        asked = 0
+        over: Counter[str] = Counter()  # by tenant: entries over its quota, bounded as those behind a head are
+        for entry in self:
             if asked > self.lookahead:
                 return None
+            if over and over[entry.request.tenant] > self.lookahead:
+                continue
             answer = ask(entry, head)
             if not isinstance(answer, Wait):
                 self.remove(entry.id)
                 return entry, answer
             if answer.reason is WaitReason.SEQUENCES:
                 return None
-            if head is None and answer.reason is WaitReason.BLOCKS:
+            if answer.reason is WaitReason.TENANT_QUOTA:
+                over[entry.request.tenant] += 1
+                continue
+            asked += 1
+            if head is None:
                 if self.lookahead == 0:
                     return None
                 head = self._head(entry, start_of, step)

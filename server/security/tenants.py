@@ -36,7 +36,7 @@ class Tenant:
         """The priority of its request that asks for ``asked``.
 
         Raises ApiError for one that would pass others whom the operator has put beside or before this tenant:
-        one step is worth seconds of waiting (`tonnage.cache.scheduler.queue.AGEING_SECONDS`), -1000 hours.
+        one step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), -1000 hours.
         Without keys nobody stands before anybody, and requests order themselves.
         """
         if asked is None:

@@ -8,6 +8,8 @@ handed on, first come first served, so that vLLM never has to preempt.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tonnage.cache.admission import (
@@ -20,13 +22,14 @@ from tonnage.cache.admission import (
     decide,
     largest_prompt,
 )
+from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.server.engines.errors import NeverFits
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     request: AdmissionRequest
-    priority: int
+    place: float
     turn: asyncio.Future[None]
 
 
@@ -35,10 +38,13 @@ class ReservationLedger:
 
     vLLM's n sequences of a request are scheduled in the same step, before the first has cached anything, so
     each computes the prompt for itself: unlike in :mod:`tonnage.cache.admission` nothing is shared by forks.
+
+    The order is that of :mod:`tonnage.cache.scheduler.queue`: arrival plus priority times AGEING_SECONDS, so
+    that an entry is overtaken only by what arrives within a bounded time after it. ``clock``: seconds.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
         self._held: dict[str, tuple[int, int]] = {}  # request id -> reserved blocks, sequences
         self._line: dict[str, _Waiting] = {}  # in the order of arrival
         self._counts: dict[tuple[str, str], int] = {}
@@ -74,7 +80,7 @@ class ReservationLedger:
     async def enter(self, request_id: str, request: AdmissionRequest, priority: int = 0) -> None:
         """Return once the reservation of ``request`` is held; waits in line as long as that takes.
 
-        In line the lowest ``priority`` is first, among equals who came first.
+        In line a lower ``priority`` is first, one step of it worth AGEING_SECONDS; among equals who came first.
 
         Raises NeverFits, with the numbers, before anything changes. Cancelling leaves the line.
         """
@@ -83,8 +89,8 @@ class ReservationLedger:
             self._count("never", answer.reason, answer.needed_blocks - answer.usable_blocks)
             raise NeverFits(str(answer), field="prompt")
         self.idle.clear()
-        first = self._first()
-        if isinstance(answer, Admit) and (first is None or priority < self._line[first].priority):
+        first, place = self._first(), self._clock() + priority * AGEING_SECONDS
+        if isinstance(answer, Admit) and (first is None or place < self._line[first].place):
             self._hold(request_id, request, answer)
             return
         if isinstance(answer, Admit) and first is not None:  # it would fit, but others come first
@@ -92,7 +98,7 @@ class ReservationLedger:
         if isinstance(answer, Wait):
             self._count("wait", answer.reason, answer.blocks_short)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line[request_id] = _Waiting(request, priority, turn)
+        self._line[request_id] = _Waiting(request, place, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -128,7 +134,7 @@ class ReservationLedger:
 
     def _first(self) -> str | None:
         """Whose turn is next; None: nobody waits."""
-        return min(self._line, key=lambda name: self._line[name].priority, default=None)
+        return min(self._line, key=lambda name: self._line[name].place, default=None)
 
     def _hold(self, request_id: str, request: AdmissionRequest, answer: Admit) -> None:
         self._held[request_id] = (answer.blocks, request.n)
