@@ -46,6 +46,11 @@ CUSTOM: dict[str, dict[str, Any]] = {
                         "path": {"const": "/metrics"},
                         "interval": {"type": "string"},
                         "relabelings": {"type": "array"},
+                        "authorization": {
+                            "required": ["credentials"],
+                            "additionalProperties": False,
+                            "properties": {"credentials": {"required": ["name", "key"]}},
+                        },
                     },
                 },
             }
@@ -103,6 +108,11 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"replicas": 2, "podDisruptionBudget": {"minAvailable": 2}}, "would block every drain"),
     ({"settings": {"drain_seconds": 5}}, "drain_seconds"),
     ({"inferencePool": {"enabled": True}}, "the name of the picker's service"),
+    ({"apiKeys": {"secretName": "s"}, "serviceMonitor": {"enabled": True}}, "apiKeys.metricsSecretKey"),
+    (
+        {"apiKeys": {"secretName": "s"}, "inferencePool": {"enabled": True, "endpointPicker": "p"}},
+        "reads /metrics without a key",
+    ),
     ({"backend": "sglang"}, "backend"),
     ({"resources": {"memoryBytes": "2Gi"}}, "memoryBytes"),
     ({"replcias": 2}, "replcias"),

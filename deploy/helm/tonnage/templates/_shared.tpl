@@ -42,6 +42,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if lt (int $v.terminationGracePeriodSeconds) (int $grace) -}}
 {{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSeconds + drainSeconds + 5 = %d: requests would be cut off" (int $v.terminationGracePeriodSeconds) (int $grace)) -}}
 {{- end -}}
+{{- if and $v.apiKeys.secretName (not $v.apiKeys.metricsPublic) -}}
+{{- if and $v.serviceMonitor.enabled (not $v.apiKeys.metricsSecretKey) -}}
+{{- fail "apiKeys.metricsSecretKey: with keys serviceMonitor needs the one that may read /metrics (or apiKeys.metricsPublic)" -}}
+{{- end -}}
+{{- if $v.inferencePool.enabled -}}
+{{- fail "apiKeys.metricsPublic: false, but the endpoint picker of inferencePool reads /metrics without a key" -}}
+{{- end -}}
+{{- end -}}
 {{- if and $v.autoscaling.enabled (gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
 {{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}
 {{- end -}}
