@@ -14,6 +14,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
@@ -40,6 +41,7 @@ class ServerState:
     loras: tuple[LoRAModule, ...] = ()
     tool_parser: ToolParser | None = None
     load_tool_parser: Callable[[], ToolParser] | None = None  # called in a thread, before the engine starts
+    bodies: BodyBytes = field(init=False)
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     started: bool = False
@@ -47,6 +49,9 @@ class ServerState:
     on_startup_error: Callable[[TonnageError], None] | None = None
     _loading_since: float = field(default_factory=time.monotonic)
     _loading: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBytes(self.settings.max_request_body_bytes)
 
     @property
     def plan(self) -> Plan:

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
 from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.disconnect import ClientDisconnected
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -53,10 +54,12 @@ class Fields(Generic[Model]):
     expected: Mapping[str, str] = field(default_factory=dict)
 
 
-async def read_body(request: Request, limit: int, seconds: float | None = None) -> bytes:
-    """The body, at most ``limit`` bytes, sent within ``seconds``.
+async def read_body(
+    request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
+) -> bytes:
+    """The body, at most ``limit`` bytes, sent within ``seconds``; its bytes count in ``bodies`` meanwhile.
 
-    Raises ApiError (wrong media type, too large, too slow), ClientDisconnected.
+    Raises ApiError (wrong media type, too large, too slow, too many at once), ClientDisconnected.
     """
     media = request.headers.get("content-type")
     if media is None and "origin" in request.headers:
@@ -75,28 +78,33 @@ async def read_body(request: Request, limit: int, seconds: float | None = None) 
         )
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit)
+            return await _read(request, limit, bodies or BodyBytes(limit))
     except TimeoutError:
         raise ApiError(
             ErrorCode.REQUEST_TIMEOUT, f"the request body did not arrive within {seconds:g} s (body_timeout)"
         ) from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytes:
     parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        part = message.get("body", b"")
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        else:
-            parts.clear()
-        if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
-            break
+    size = held = 0
+    try:
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= limit:
+                bodies.hold(held, size)
+                held = size
+                parts.append(part)
+            else:
+                parts.clear()
+            if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
+                break
+    finally:
+        bodies.release(held)
     if size > limit:
         raise ApiError(
             ErrorCode.REQUEST_TOO_LARGE, f"the request body is larger than the limit of {limit} bytes"

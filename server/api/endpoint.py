@@ -96,7 +96,7 @@ class Endpoint(Generic[Body]):
     async def _answer(self, request: Request, ticket: Ticket) -> Response:
         state, service = self._state, self._service
         settings = state.settings
-        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout)
+        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         body, ignored = parse_body(raw, service.fields, state.honours, lenient=settings.lenient)
         del raw
         if body.request_id:

@@ -73,7 +73,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
 
     async def parse(request: Request, fields: Fields[Body]) -> Body:
         settings = state.settings
-        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout)
+        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         body, _ = parse_body(raw, fields, lenient=settings.lenient)
         if body.model is not None:
             state.check_model(body.model)

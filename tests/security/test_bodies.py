@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import tracemalloc
@@ -16,7 +17,9 @@ from tonnage.server.api.embeddings import protocol as embeddings
 from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS
 from tonnage.server.api.responses import protocol as responses
 from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_TOKENS
+from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.bodies import FREE_BYTES, LARGEST_AT_ONCE
 from tonnage.server.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -198,3 +201,26 @@ async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
     error = checked(await server.http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tokens")
     assert str(MAX_TOKENS) in error.message
+
+
+async def test_bodies_that_arrive_slowly_hold_no_more_than_their_share(run_server, small_plan) -> None:
+    limit = 1_000_000
+    async with run_server(FakeEngine(small_plan()), max_request_body_bytes=limit) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {limit}\r\n\r\n"
+        bodies = server.state.bodies
+        connections = []
+        for _ in range(LARGEST_AT_ONCE):
+            before = bodies.held
+            connections.append(await asyncio.open_connection(host, int(port)))
+            connections[-1][1].write(head.encode() + b" " * (limit - 1))
+            await server.until(lambda before=before: bodies.held >= before + limit - 1 - FREE_BYTES)
+        large = {"model": "demo", "prompt": "a" * 900_000}
+        response = await server.http.post("/v1/completions", json=large)
+        assert response.json()["error"]["code"] == ErrorCode.SERVER_OVERLOADED
+        assert int(response.headers["retry-after-ms"]) > 0
+        assert (await server.complete(max_tokens=1)).status_code == 200  # a small one has room
+        for _, writer in connections:
+            writer.close()
+        await server.until(lambda: bodies.held == 0)
+        assert (await server.http.post("/v1/completions", json=large)).status_code == 400  # too long, but read
