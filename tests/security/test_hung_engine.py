@@ -42,7 +42,6 @@ async def test_an_engine_that_stops_at_work_is_ended(
 ) -> None:
     async with asyncio.timeout(PATIENCE):
         await engine.start()
-    monkeypatch.setattr(stillness, "STILL_LOOKS", LOOKS)
     assert engine.pid is not None
     process = psutil.Process(engine.pid)
     params = SamplingParams(max_tokens=400, temperature=0.0)
@@ -51,6 +50,7 @@ async def test_an_engine_that_stops_at_work_is_ended(
         await anext(stream)
     process.suspend()
     assert engine.ready
+    monkeypatch.setattr(stillness, "STILL_LOOKS", LOOKS)
 
     async def told(stream) -> bool:
         with pytest.raises(EngineDead, match="used no processor time"):
