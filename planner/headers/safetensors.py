@@ -18,8 +18,8 @@ from tonnage.planner.units import ceil_div
 
 # Below the format's own 100,000,000: JSON takes up to 24 times its text in memory (a list of empty lists),
 # and a header as long as that half a minute. The whole of DeepSeek-V3 in one file (58 layers of 256 experts,
-# three matrices, weight and scale: 90,000 tensors) would take 11 MB.
-MAX_HEADER_BYTES = 20_000_000
+# three matrices, weight and scale: 90,000 tensors) would take 11 MB; a list of empty lists this long 410 MiB.
+MAX_HEADER_BYTES = 16_000_000
 # One file, and all shards of a model: Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three
 # tensors each) has 207,000 in 62 shards. A tensor's line in an index takes 120 bytes.
 MAX_TENSORS, MAX_TENSORS_OF_MODEL = 131_072, 524_288
