@@ -218,8 +218,15 @@ def _apply(
             ignored.append(f"{prefix}{name[:60]}")
         elif rule.standing is Standing.IGNORED:
             del document[name]
-            if value is not None:
-                ignored.append(f"{prefix}{name}")
+            if value is None:
+                continue
+            if rule.takes is not None and not rule.takes.accepts(value):
+                raise ApiError(
+                    ErrorCode.INVALID_TYPE,
+                    f"{prefix}{name} must be {rule.takes.name}; got {_repr(value)}",
+                    param=f"{prefix}{name}",
+                )
+            ignored.append(f"{prefix}{name}")
         elif rule.standing is Standing.REFUSED or (rule.needs and rule.needs not in honours):
             del document[name]
             if value is not None and not any(_same(value, neutral) for neutral in rule.neutral):
@@ -321,7 +328,7 @@ def _json_type(value: Any) -> str:
 def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
     """JSON schema of a body without ``$defs``, for the part of the OpenAPI document FastAPI does not fill.
 
-    Fields that are accepted without effect are in it, with any value.
+    Fields that are accepted without effect are in it, with the values they take.
     """
     schema = fields.model.model_json_schema()
     definitions = schema.pop("$defs", {})
@@ -336,5 +343,6 @@ def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
     resolved: dict[str, Any] = resolve(schema)
     for name, rule in fields.table.items():
         if rule.standing is Standing.IGNORED and "." not in name:
-            resolved["properties"].setdefault(name, {"description": "accepted, without effect"})
+            takes = {} if rule.takes is None else {"anyOf": [dict(rule.takes.schema), {"type": "null"}]}
+            resolved["properties"].setdefault(name, takes | {"description": "accepted, without effect"})
     return resolved

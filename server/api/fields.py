@@ -7,7 +7,7 @@ these tables; the tests hold them against the openai package's parameter types a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,15 +20,25 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ValueType:
+    """What a field without effect takes: in words, as a JSON schema, and as a check of a value (not null)."""
+
+    name: str
+    schema: Mapping[str, Any]
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class FieldRule:
     """``neutral``: values that ask for nothing and pass anywhere (null always does). ``needs``: the field of
     SamplingParams (or ``priority``) an engine must honour, else the field is refused. ``why``: of a refusal;
-    of an honoured field, what it takes."""
+    of an honoured field, what it takes. ``takes``: of an ignored field; None: any value."""
 
     standing: Standing
     neutral: tuple[Any, ...] = ()
     needs: str | None = None
     why: str = ""
+    takes: ValueType | None = None
 
 
 FieldTable = Mapping[str, FieldRule]
@@ -38,8 +48,8 @@ def _honoured(*names: str, why: str = "") -> dict[str, FieldRule]:
     return {name: FieldRule(Standing.HONOURED, why=why) for name in names}
 
 
-def _ignored(*names: str) -> dict[str, FieldRule]:
-    return {name: FieldRule(Standing.IGNORED) for name in names}
+def _ignored(*names: str, takes: ValueType | None = None) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.IGNORED, takes=takes) for name in names}
 
 
 def _refused(why: str = "", **names: tuple[Any, ...]) -> dict[str, FieldRule]:
@@ -48,6 +58,18 @@ def _refused(why: str = "", **names: tuple[Any, ...]) -> dict[str, FieldRule]:
 
 def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
     return {name: FieldRule(Standing.HONOURED, neutral, needs)}
+
+
+# Types as in OpenAI's API reference. Names of tiers and efforts come and go: any string.
+_BOOLEAN = ValueType("a boolean", {"type": "boolean"}, lambda value: isinstance(value, bool))
+_STRING = ValueType("a string", {"type": "string"}, lambda value: isinstance(value, str))
+_METADATA = ValueType(
+    "an object of at most 16 strings",
+    {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": 16},
+    lambda value: (
+        isinstance(value, dict) and len(value) <= 16 and all(isinstance(v, str) for v in value.values())
+    ),
+)
 
 
 # -- fields of completions and chat completions alike ------------------------------------------------------
@@ -125,9 +147,11 @@ CHAT: FieldTable = {
     **_honoured("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
     **_needs("logprobs", "logprobs", False),
     **_needs("top_logprobs", "logprobs", 0),
-    **_ignored("store", "metadata", "service_tier", "safety_identifier", "verbosity"),
+    **_ignored("store", takes=_BOOLEAN),
+    **_ignored("metadata", takes=_METADATA),
+    **_ignored("service_tier", "reasoning_effort", takes=_STRING),
+    **_ignored("safety_identifier", "verbosity", "include_reasoning"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **_ignored("include_reasoning", "reasoning_effort"),
     **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
     **_refused("deprecated by OpenAI: send tools", functions=([],)),
     **_refused("deprecated by OpenAI: send tool_choice", function_call=("none", "auto")),
@@ -145,7 +169,9 @@ RESPONSES: FieldTable = {
     **_honoured("input", "instructions", "max_output_tokens", "metadata", "chat_template_kwargs"),
     **_needs("text", "grammar", {"format": {"type": "text"}}, {}),
     **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
-    **_ignored("store", "service_tier", "safety_identifier", "max_tool_calls"),
+    **_ignored("store", takes=_BOOLEAN),
+    **_ignored("service_tier", takes=_STRING),
+    **_ignored("safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning"),
     **_ignored("include_reasoning"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),

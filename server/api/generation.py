@@ -16,6 +16,7 @@ from typing import Literal
 
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
+from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.errors import ApiError, ErrorCode
@@ -210,6 +211,8 @@ class Generator:
                     sequence = sequences[index]
                     if sequence.finished:
                         continue  # ended by a stop string while its siblings still run
+                    if chunk.refused:
+                        raise Refused(chunk.error or "the engine refused the request")
                     if chunk.finish_reason in ("error", "abort"):
                         raise ApiError(ErrorCode.ENGINE_DEAD, chunk.error or "the engine ended the request")
                     counts.cached[index // n] = chunk.cached_tokens

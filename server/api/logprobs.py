@@ -60,6 +60,8 @@ class CompletionLogprobs:
                 lists["top_logprobs"].append(None)
                 continue
             lists["token_logprobs"].append(_finite(token.logprob))
-            best = {self._tokenizer.token_text(i): _finite(p) for i, p in reversed(token.top[: self._top])}
+            # The token itself always, so that there are up to logprobs + 1 of them, as OpenAI's reference says.
+            told = (*reversed(token.top[: self._top]), (token.token_id, token.logprob))
+            best = {self._tokenizer.token_text(i): _finite(p) for i, p in told}
             lists["top_logprobs"].append(best)
         return lists

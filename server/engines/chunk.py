@@ -36,3 +36,4 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] = ()  # of the prompt, in the one chunk of a request for it
     queued_seconds: float | None = None  # from submit to admission; None: this engine does not say
+    refused: bool = False  # with ``error``: the request is at fault, not the engine

@@ -17,6 +17,12 @@ class NeverFits(TonnageError):
     code = "exceeds_kv_capacity"
 
 
+class Refused(TonnageError):
+    """The request is at fault in what only the engine sees: its grammar, or wishes that exclude each other."""
+
+    code = "invalid_value"
+
+
 class QueueFull(TonnageError):
     """The request would fit, but not now. ``retry_after_seconds`` from the drain estimate."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# What a request is told that leaves no token to draw.
+NO_TOKEN = "grammar, min_tokens, logit_bias and penalties together allow no token"
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

@@ -44,14 +44,16 @@ def strict(text: str) -> SdkCompletion:
     return SdkCompletion.model_validate_json(text, strict=True)
 
 
-def events(text: str) -> list[SdkCompletion]:
-    """The chunks of a stream, each checked strictly; the stream must end with [DONE]."""
+def events(text: str, *, include_usage: bool = False) -> list[SdkCompletion]:
+    """The chunks of a stream, each checked strictly; the stream must end with [DONE]. With
+    ``include_usage`` each has a usage, null before the last."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     chunks = []
     for line in lines[:-1]:
         document = json.loads(line)
-        assert nulls(document) <= {"choices.logprobs", "choices.finish_reason"}
+        assert nulls(document) - {"usage"} <= {"choices.logprobs", "choices.finish_reason"}
+        assert ("usage" in document) == include_usage
         if any(choice["finish_reason"] is None for choice in document["choices"]):
             chunks.append(ChunkCompletion.model_validate_json(line, strict=True))
         else:
@@ -113,7 +115,7 @@ async def test_a_stream_is_the_answer_in_pieces(server, prompt: Any) -> None:
     whole = strict((await server.complete(**body)).text)
     response = await server.complete(**body, stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
-    *chunks, last = events(response.text)
+    *chunks, last = events(response.text, include_usage=True)
     assert len({chunk.id for chunk in chunks}) == 1
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}

@@ -12,6 +12,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ParsedChatCompletionMessage
+from openai.types.responses import ResponseFunctionToolCall
 from serving import PATIENCE
 
 from tonnage.server.engines.fake import FakeEngine
@@ -45,6 +47,31 @@ async def test_openai_sync(server) -> None:
     assert deltas == final == chat.choices[0].message.content
     assert [model.id for model in (await in_thread(client.models.list)).data] == ["demo"]
     assert (await in_thread(client.models.retrieve, "demo")).id == "demo"
+
+
+async def test_openai_sends_answers_back(server) -> None:
+    """As the object it is, and as a dict with all that its types know."""
+    same: dict[str, Any] = {"model": "demo", "temperature": 0}
+    chat = await server.openai.chat.completions.create(messages=MESSAGES, max_tokens=6, **same)
+    message = chat.choices[0].message
+    parsed = ParsedChatCompletionMessage[dict[str, int]](**message.model_dump(), parsed={"a": 1})
+    prompts = set()
+    for back in (message, message.model_dump(), parsed, parsed.model_dump()):
+        again = await server.openai.chat.completions.create(
+            messages=[*MESSAGES, back, *MESSAGES], max_tokens=6, **same
+        )
+        prompts.add(again.usage.prompt_tokens)
+    assert len(prompts) == 1
+    response = await server.openai.responses.create(input="hello", max_output_tokens=6, **same)
+    for item in (response.output[0], response.output[0].model_dump()):
+        again = await server.openai.responses.create(
+            input=[*MESSAGES, item, *MESSAGES], max_output_tokens=6, **same
+        )
+        assert again.output_text
+    call: dict[str, Any] = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    whole = ResponseFunctionToolCall(**call).model_dump()
+    output = {"type": "function_call_output", "call_id": "1", "output": "x"}
+    await server.openai.responses.create(input=[*MESSAGES, whole, output], max_output_tokens=6, **same)
 
 
 async def test_openai_errors_are_typed(server) -> None:
@@ -83,6 +110,7 @@ async def test_langchain(server) -> None:
     )
     whole = await model.ainvoke("hello")
     assert whole.usage_metadata["output_tokens"] == 6
+    assert (await model.ainvoke([("user", "hello"), whole, ("user", "and then?")])).content
     parts = [chunk async for chunk in model.astream("hello")]
     assert "".join(str(part.content) for part in parts) == whole.content
     assert len(parts) > 2
@@ -97,6 +125,10 @@ litellm.suppress_debug_info = True
 same = {"model": "hosted_vllm/demo", "api_base": sys.argv[1], "api_key": "none",
         "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 6}
 whole = litellm.completion(**same)
+said = whole.choices[0].message
+for back in (said, said.model_dump(), said.model_dump() | {"provider_specific_fields": {"refusal": None}}):
+    again = litellm.completion(**same | {"messages": [*same["messages"], back, *same["messages"]]})
+    assert again.usage.completion_tokens == 6
 parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(stream=True, **same)]
 try:
     litellm.completion(**same | {"max_tokens": 10**6})

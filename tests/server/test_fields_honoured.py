@@ -265,6 +265,11 @@ def completion_logprobs(api: Api) -> None:
     for chosen, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True):
         assert len(top) == 2
         assert chosen == max(top.values()) <= 0  # greedy
+    hot = api.ask(logprobs=1, tokens=24, temperature=2, seed=3, ignore_eos=True)  # seldom the likeliest
+    lists = hot.document["choices"][0]["logprobs"]
+    for token, chosen, top in zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True):
+        assert top[token] == chosen
+    assert max(len(top) for top in lists["top_logprobs"]) == 2
 
 
 def best_of(api: Api) -> None:
@@ -442,6 +447,52 @@ def test_honoured(hf: httpx.Client, path: str, field: str) -> None:
 @pytest.mark.parametrize(("path", "field"), ONCE)
 def test_honoured_by_vllm(vllm: httpx.Client, path: str, field: str) -> None:
     CHECKS[path][field](Api(vllm, path))
+
+
+# -- a request at fault in what only the engine can see ------------------------------------------------------
+
+AT_FAULT: dict[str, dict[str, Any]] = {
+    "regex": {"structured_outputs": {"regex": "((("}},
+    "schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}
+    },
+    "impossible schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "string", "minLength": 5, "maxLength": 2}},
+        },
+    },
+    # After yes only an end may come, which min_tokens forbids. vLLM 0.32 lets its sampler draw something else.
+    "no token": {"structured_outputs": {"choice": ["yes"]}, "min_tokens": 10, "max_tokens": 20},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault"), [("hf", fault) for fault in AT_FAULT] + [("vllm", fault) for fault in AT_FAULT][:3]
+)
+def test_a_grammar_at_fault_is_the_clients(engine: str, fault: str, request: pytest.FixtureRequest) -> None:
+    """400 and counted as rejected: no retry helps, and the engine is well."""
+    http: httpx.Client = request.getfixturevalue(engine)
+
+    def rejected() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("tonnage_requests_total{") and 'outcome="rejected"' in line
+        )
+
+    before = rejected()
+    for path in (COMPLETIONS, CHAT):
+        response = Api(http, path).post(**AT_FAULT[fault])
+        assert (response.status_code, response.headers["x-should-retry"]) == (400, "false"), response.text
+        assert response.json()["error"]["code"] == "invalid_value"
+        # Of a stream the first tokens may have gone out: then it is the last event.
+        lines = Api(http, path).post(stream=True, **AT_FAULT[fault]).text.splitlines()
+        (told,) = [line.removeprefix("data: ") for line in lines if '"error"' in line]
+        assert json.loads(told)["error"]["code"] == "invalid_value"
+    assert rejected() == before + 4
+    assert Api(http, COMPLETIONS).ask().text
 
 
 # -- tools ----------------------------------------------------------------------------------

@@ -99,8 +99,27 @@ def render(
     return text[: at + len(last)]
 
 
+def _check(message: Message, at: int) -> None:
+    """Raises ApiError for what OpenAI's reference asks of a role (ChatCompletionMessageParam of openai)."""
+    param = f"messages.{at}.content"
+    # A function's content may be null there; an assistant may have called tools instead.
+    if message.content is None and message.role not in ("assistant", "function"):
+        raise ApiError(
+            ErrorCode.MISSING_PARAMETER,
+            f"you must provide {param}, a string or a list of text parts: the role is {message.role}",
+            param=param,
+        )
+    if message.declines and message.role != "assistant":
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_PARAMETER,
+            f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
+            param=param,
+        )
+
+
 def _for_template(message: Message, at: int) -> dict[str, Any]:
     """The dict templates are written for; ``developer`` is OpenAI's newer name of ``system``."""
+    _check(message, at)
     shown: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text(),

@@ -33,11 +33,26 @@ class TextPart(BaseModel):
     text: str
 
 
+class RefusalPart(BaseModel):
+    """What an assistant declined with, among the parts of its message."""
+
+    model_config = STRICT
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+# What only a client's types know of an answer, and its next request brings back: without effect here, and in
+# nothing that the server writes.
+Unread = Field(None, exclude=True)
+
+
 class FunctionCall(BaseModel):
     model_config = STRICT
 
     name: str
     arguments: str
+    parsed_arguments: Any = Unread  # openai: of parse()
 
 
 class ToolCall(BaseModel):
@@ -51,24 +66,39 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of any role. ``content`` may only be left out by an assistant that called tools."""
+    """One message of any role. ``content`` may only be left out by an assistant: it called tools, or declined.
+
+    An answer may come back as it is in a client's types, with nulls for all that the server did not say.
+    """
 
     model_config = STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
-        str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)] | None
+        str
+        | Annotated[list[TextPart | RefusalPart], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
+        | None
     ) = None
     name: str | None = None
     refusal: str | None = None
+    audio: None = Unread
+    function_call: None = Unread
+    annotations: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = Unread
+    parsed: Any = Unread  # openai: of parse()
+    provider_specific_fields: dict[str, Any] | None = Unread  # litellm
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one text, or what the assistant declined with."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+            return "".join(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
+        return (self.refusal or "") if self.content is None else self.content
+
+    @property
+    def declines(self) -> bool:
+        """Whether a part of the content is a refusal."""
+        return isinstance(self.content, list) and any(isinstance(p, RefusalPart) for p in self.content)
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]

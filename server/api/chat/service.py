@@ -23,7 +23,7 @@ from tonnage.server.api.chat.protocol import (
     ToolCall,
     ToolCallMessage,
 )
-from tonnage.server.api.completions.service import outcome_of_finishes, usage, usage_so_far
+from tonnage.server.api.completions.service import NO_USAGE_YET, outcome_of_finishes, usage, usage_so_far
 from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import chat_logprobs
@@ -94,7 +94,7 @@ class ChatService(OpenAIEvents):
         called: set[int] = set()
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id, request.model)
+        events = _Events(self._state, ticket.request_id, request.model, request.include_usage())
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
         continuous = request.continuous_usage()
@@ -219,12 +219,12 @@ def _shown_finish(finish: Finish, called: bool) -> Finish | Literal["tool_calls"
 class _Events:
     """Chunks of one stream as bytes: everything that does not change is written once."""
 
-    def __init__(self, state: ServerState, request_id: str, model: str) -> None:
+    def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
         head = {"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
-        self.told = b""  # the usage so far, where every chunk tells it
+        self.told = NO_USAGE_YET if include_usage else b""  # or the usage so far, where every chunk tells it
 
     def role(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":"","refusal":null}')

@@ -108,7 +108,7 @@ class CompletionService(OpenAIEvents):
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
         finishes: dict[int, Finish] = {}
-        events = _Events(self._state, ticket.request_id, request.model)
+        events = _Events(self._state, ticket.request_id, request.model, request.include_usage())
         logprobs = (
             [CompletionLogprobs(self._state.tokenizer, request.logprobs) for _ in echo]
             if request.logprobs is not None
@@ -128,7 +128,9 @@ class CompletionService(OpenAIEvents):
                     prompt = submission.prompts[index // submission.n]
                     tokens = (*delta.prompt_logprobs, *delta.logprobs)
                     lists = json.dumps(logprobs[index].take(tokens, prompt)).encode()
-                yield events.delta(delta, lists, counts if continuous else None)
+                if continuous:
+                    events.told = usage_so_far(counts)
+                yield events.delta(delta, lists)
         ticket.finish(outcome_of_finishes(list(finishes.values())))
         if request.include_usage():
             yield events.usage(counts)
@@ -246,14 +248,14 @@ class CompletionService(OpenAIEvents):
 class _Events:
     """Chunks of one stream as bytes: everything that does not change is written once."""
 
-    def __init__(self, state: ServerState, request_id: str, model: str) -> None:
+    def __init__(self, state: ServerState, request_id: str, model: str, include_usage: bool) -> None:
         head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
         start = json.dumps(head, separators=(",", ":"))[:-1]
         self._head = f'data: {start},"model":{json.dumps(model)},"choices":['.encode()
         self._tail = f'],"system_fingerprint":{json.dumps(state.fingerprint)}'.encode()
+        self.told = NO_USAGE_YET if include_usage else b""
 
-    def delta(self, delta: Delta, logprobs: bytes, counts: TokenCounts | None = None) -> bytes:
-        """``counts``: the usage so far, to be told too."""
+    def delta(self, delta: Delta, logprobs: bytes) -> bytes:
         finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
             self._head,
@@ -262,7 +264,7 @@ class _Events:
             logprobs,
             finish,
             self._tail,
-            usage_so_far(counts) if counts else b"",
+            self.told,
         )
 
     def usage(self, counts: TokenCounts) -> bytes:
@@ -292,6 +294,10 @@ def usage(counts: TokenCounts, *, scoring: bool = False) -> Usage:
         total_tokens=counts.prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached_total),
     )
+
+
+# With include_usage every chunk has the member, null before the last (openai's ChatCompletionChunk.usage).
+NO_USAGE_YET = b',"usage":null'
 
 
 def usage_so_far(counts: TokenCounts) -> bytes:

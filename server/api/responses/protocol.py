@@ -21,6 +21,7 @@ class InputText(BaseModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None  # openai: of parse()
 
 
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -36,6 +37,7 @@ class InputMessage(BaseModel):
     content: str | InputTexts
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
 
 
 class FunctionCallItem(BaseModel):
@@ -47,6 +49,8 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
+    caller: None = None
+    namespace: None = None
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 

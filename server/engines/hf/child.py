@@ -23,7 +23,7 @@ from tonnage.cache.errors import InvariantViolation
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.errors import EngineDead, Refused
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
@@ -35,13 +35,12 @@ from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.text.gguf_tokenizer import model_files
+from tonnage.server.text.grammar import NO_TOKEN
 
 # Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
 # waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
 # tokens a second (benchmarks/metrics_scrape.py).
 BEHIND_THE_API = 5
-
-NO_TOKEN = "grammar, min_tokens, logit_bias and penalties together allow no token"
 
 
 def main(descriptor: int, threads: int) -> None:
@@ -180,7 +179,7 @@ class EngineLoop:
         adjusted = adjust(logits, drawing)
         if adjusted is not logits and not all(possible := adjusted.amax(dim=-1).isfinite().tolist()):
             stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
-            chunks += self.scheduler.fail(stuck, NO_TOKEN)
+            chunks += self.scheduler.fail(stuck, NO_TOKEN, refused=True)
             drawing = [sequence for sequence, good in zip(drawing, possible, strict=True) if good]
             logits, adjusted = logits[torch.tensor(possible)], adjusted[torch.tensor(possible)]
         if drawing:
@@ -200,8 +199,10 @@ class EngineLoop:
         try:
             self.scheduler.add(request)
         except TonnageError as error:
+            at_fault = isinstance(error, Refused)
             return [
-                Chunk(request.request_id, index, (), "error", error=str(error)) for index in range(request.n)
+                Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)
+                for index in range(request.n)
             ]
         return []
 

@@ -209,9 +209,7 @@ class HFEngine(Engine):
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._die, dead, started)
 
-    async def _watch_stillness(
-        self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]
-    ) -> None:
+    async def _watch_stillness(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
         """End an engine process that has work and does nothing; whoever waits for it is told."""
         still, heard = stillness.Stillness(process.pid), -1
         while self._dead is None:

@@ -193,13 +193,13 @@ class Scheduler:
             self.core.append(going, [s.tokens[-1] for s in going])
         return chunks
 
-    def fail(self, picked: list[Sequence], error: str) -> list[Chunk]:
-        """End these sequences with an error; the others go on."""
+    def fail(self, picked: list[Sequence], error: str, *, refused: bool = False) -> list[Chunk]:
+        """End these sequences with an error, their own (``refused``) or the engine's; the others go on."""
         chunks = []
         for sequence in picked:
             self.core.drop(sequence)
             chunks += [
-                Chunk(sequence.request.request_id, index, (), "error", sequence.cached, error)
+                Chunk(sequence.request.request_id, index, (), "error", sequence.cached, error, refused=refused)
                 for index in sequence.indices
             ]
         return chunks

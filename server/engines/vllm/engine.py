@@ -23,7 +23,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
-from tonnage.server.engines.errors import EngineDead, QueueFull
+from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
@@ -45,12 +45,6 @@ ENVIRONMENT = {
     # halves the compute. Here every core computes.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
-
-
-class RefusedByVLLM(TonnageError):
-    """vLLM's own validation said no to a request that passed ours."""
-
-    code = "invalid_value"
 
 
 class VLLMEngine(Engine):
@@ -300,7 +294,7 @@ class VLLMEngine(Engine):
             assert self._dead is not None
             raise self._dead from None
         except (VLLMClientError, ValueError) as error:  # its input processor raises plain ValueErrors too
-            raise RefusedByVLLM(f"vLLM refuses this request: {_first_line(error)}") from None
+            raise Refused(f"vLLM refuses this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
 

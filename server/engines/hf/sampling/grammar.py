@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.engines.errors import Refused
 from tonnage.server.text.grammar import Grammar
 
 _KEPT_BYTES = 64 << 20  # of compiled grammars; beyond it the least recently used go
 
 
-class GrammarError(TonnageError):
+class GrammarError(Refused):
     """The grammar of a request is not understood."""
-
-    code = "invalid_grammar"
 
 
 class Grammars:
