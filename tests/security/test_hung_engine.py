@@ -37,9 +37,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> HFEngine:
     return HFEngine(make_plan("demo", settings))
 
 
-async def test_an_engine_that_stops_at_work_is_ended(
-    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_stops_at_work_is_ended(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async with asyncio.timeout(PATIENCE):
         await engine.start()
     assert engine.pid is not None
