@@ -33,6 +33,8 @@ LONGEST = (
     "tests/server/test_one_step_loop.py",
     "tests/server/test_supervision.py",
     "tests/server/test_hf_runner.py",
+    "tests/security/test_hung_engine.py",
+    "tests/security/test_planner_input.py",
     "tests/deploy/test_queries_live.py",
     "tests/server/test_hf_adjust.py",
     "tests/server/test_schema_generated.py",
