@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
 from tonnage.planner.flags import flags_of
-from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.build import Sizer, plan_source
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
@@ -42,9 +42,10 @@ def plan(model: str, **fields: Any) -> Plan:
 
 def plan_or_advise(source: ModelSource, deployment: Deployment) -> Plan:
     """The plan; one that does not fit says in ``advice`` which single changes would make it fit."""
-    found = plan_source(source, deployment)
+    sizer = Sizer(source)
+    found = plan_source(source, deployment, sizer)
     if found.fits:
         return found
     from tonnage.planner.planning.advice import advise  # only where it is needed: a plan that fits takes 50 ms
 
-    return replace(found, advice=advise(source, deployment))
+    return replace(found, advice=advise(source, deployment, sizer))

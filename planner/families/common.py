@@ -15,10 +15,10 @@ from tonnage.planner.records import replace
 # transformers 5.19, modeling_rope_utils.py: each of these keeps one table of rotary_dim / 2 frequencies.
 Shard = Literal["column", "row"] | None
 
-# More than any model has at the limits of planner/model/fields.py but for absurd ones: DeepSeek-V3 has 1,500,
-# 2,000 layers of 40 tensors and a tower as deep 160,000. Beyond it, numbers multiply (adapters of every layer
-# in every layer), and each TensorSpec is an object of 300 bytes.
-MAX_TENSORS = 200_000
+# Far more than any published model has: DeepSeek-V4-Pro, with 2,201, has the most, and as many in each of the
+# 1,000 layers that planner/model/fields.py allows would be 36,000. Beyond it, numbers multiply (adapters of
+# every layer in every layer); each TensorSpec is an object of 300 bytes and costs a plan 10 us.
+MAX_TENSORS = 60_000
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
 

@@ -18,7 +18,7 @@ MAX_NESTING = 32  # real configs nest three deep
 
 # Limits far above any published model (Llama-3.1-405B: 126 layers, hidden 16,384; Gemma: vocabulary 262,208).
 # Beyond them the value is a broken file, and building a million TensorSpecs would hang the planner.
-LIMITS = {"layers": 2_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
+LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
 # Words of field names that mean a shape or a cache rule. A field with such a name that no adapter read
 # and whose value is not neutral changes the model in a way the planner does not know.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.build import Size, Sizer
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
@@ -14,39 +14,44 @@ from tonnage.planner.units import gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
+# Another format or division sums the weights again, 10 us a tensor. The most tensors of a published model are
+# 2,201 (DeepSeek-V4-Pro); of a file with many times as many only that is tried what leaves the weights alone.
+_MOST_TENSORS = 10_000
 
 
-def advise(source: ModelSource, deployment: Deployment) -> tuple[str, ...]:
-    """Single changes that make it fit, smallest first: flags, then formats, then more memory."""
-    out = []
-    for words, changed in _candidates(source, deployment):
+def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
+    """Single changes that make it fit, smallest first: flags, then formats, then more memory. ``sizer``: that
+    of its plan, where there is one."""
+    sizer = sizer or Sizer(source)
+    out: list[str] = []
+    try:
+        now = sizer.size(deployment)
+    except TonnageError:
+        return ()
+    for words, changed in _candidates(now, deployment):
         try:
-            plan = plan_source(source, changed)
+            size = sizer.size(changed)
         except TonnageError:
             continue
-        if plan.fits:
-            out.append(f"{words}: {plan.kv_cache.max_concurrency:.1f} sequences of "
-                       f"{plan.deployment.max_model_len:,} tokens")  # fmt: skip
+        if not size.reasons:
+            out.append(f"{words}: {size.held.max_concurrency:.1f} sequences of "
+                       f"{size.chosen.max_model_len:,} tokens")  # fmt: skip
         if len(out) == _MOST_CHANGES:
             break
     return tuple(out)
 
 
-def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
-    try:
-        now = plan_source(source, flags)
-    except TonnageError:
-        return
-    chosen = now.deployment
+def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
+    chosen, rank = now.chosen.flags, now.worst.rank
     engine = engine_of(chosen.engine)
-    longest = now.kv_cache.longest or 0
+    longest = now.longest
     if longest and chosen.max_model_len and longest < chosen.max_model_len:
         yield f"--max-model-len {longest}", replace(flags, max_model_len=longest)
     if flags.kv_cache_memory_bytes:
-        room = now.rank.total_bytes - (now.rank.used_bytes - now.rank.kv_pool_bytes)
+        room = rank.total_bytes - (rank.used_bytes - rank.kv_pool_bytes)
         if 0 < room < flags.kv_cache_memory_bytes:
             yield f"--kv-cache-memory-bytes {room}", replace(flags, kv_cache_memory_bytes=room)
-        need = now.kv_cache.bytes_per_sequence + now.kv_cache.layout.bytes_per_block
+        need = now.bytes_per_sequence + now.pool.layout.bytes_per_block
         if need > flags.kv_cache_memory_bytes:
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
@@ -63,17 +68,18 @@ def _candidates(source: ModelSource, flags: Deployment) -> Iterator[tuple[str, D
         yield "--gpu-memory-utilization 0.95", replace(flags, gpu_memory_utilization=0.95)
     if engine.fp8_kv_cache and flags.kv_cache_dtype == "auto":
         yield "--kv-cache-dtype fp8", replace(flags, kv_cache_dtype="fp8")
-    if chosen.quantization is None:
+    small = len(now.architecture.tensors) <= _MOST_TENSORS
+    if small and chosen.quantization is None:
         for scheme in ("int8", "nf4"):
             yield f"--quantization {scheme}", replace(flags, quantization=scheme)
-    if engine.divides:
+    if small and engine.divides:
         ranks = chosen.tensor_parallel_size * 2
         while ranks <= _MOST_RANKS:
             yield f"--tensor-parallel-size {ranks}", replace(flags, tensor_parallel_size=ranks)
             ranks *= 2
-    without_pool = now.rank.used_bytes - now.rank.kv_pool_bytes + now.kv_cache.bytes_per_sequence
+    without_pool = rank.used_bytes - rank.kv_pool_bytes + now.bytes_per_sequence
     share = 1.0 if flags.kv_cache_memory_bytes else used
-    memory = int((without_pool + now.kv_cache.layout.bytes_per_block * 2) / share) + (1 << 20)
+    memory = int((without_pool + now.pool.layout.bytes_per_block * 2) / share) + (1 << 20)
     yield f"a device of {gib(memory)}", replace(flags, gpu=None, device=chosen.device, device_memory=memory)
 
 

@@ -10,6 +10,7 @@ try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan m
 except ImportError:
     from hashlib import sha256
 
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
 from tonnage.planner.families.registry import architecture_of
@@ -18,7 +19,7 @@ from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.deployment import complete, version_notes
 from tonnage.planner.planning.fit import judge
-from tonnage.planner.planning.stages import Added, Stage, build_stages
+from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
 from tonnage.planner.planning.terms import (
     environment_notes,
     kv_terms,
@@ -27,9 +28,10 @@ from tonnage.planner.planning.terms import (
     quantization_notes,
     quantized_terms,
 )
-from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan
+from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization
-from tonnage.planner.records import asdict, replace
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.records import asdict, dataclass, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"
@@ -46,69 +48,140 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
     return plan_source(resolve_model(model), deployment)
 
 
-def plan_source(source: ModelSource, deployment: Deployment) -> Plan:
-    """The same for a model that was already found."""
-    architecture = architecture_of(source.config)
-    quantization = read_quantization(source.config, deployment.quantization)
-    check_quantization(architecture, quantization, deployment.engine)
-    copies = _check_checkpoint(source, architecture)
-    chosen = complete(deployment, architecture, auto_dtype(source))
-    if quantization.scheme != "none":
-        chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
-    flags = chosen.flags
-    engine = engine_of(flags.engine)
-    pooled, draft_weights, draft_notes = with_draft(architecture, flags)
-    pool = engine.build_pool(pooled, chosen)
-    flags = engine.shown_flags(flags, pool)
-    added = Added(lora_bytes(architecture, flags), draft_weights)
-    stages = build_stages(architecture, quantization, chosen, pool, added, copies)
-    num_blocks = min(
-        engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
-        for stage in stages
-    )
-    stages = [stage.with_blocks(num_blocks) for stage in stages]
-    place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
-    held = engine.capacity(pool, chosen, num_blocks)
-    reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
+def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
+    """The same for a model that was already found. ``sizer``: of ``source``, for several plans of it."""
+    size = (sizer or Sizer(source)).size(deployment)
+    architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
+    flags, held = chosen.flags, size.held
     terms = (
         *worst.weights.loaded.terms,
         *worst.runtime_terms(),
         *other_terms(worst.rank, flags),
-        *quantized_terms(architecture, quantization, source.config, flags),
+        *quantized_terms(architecture, size.quantization, source.config, flags),
         *worst.weights.added_terms(),
-        *kv_terms(pool, num_blocks, chosen),
+        *kv_terms(pool, held.num_blocks, chosen),
     )
     return Plan(
-        engine_name=engine.shown_name(flags),
+        engine_name=engine_of(flags.engine).shown_name(flags),
         plan_id=_plan_id(source, flags),
         revision=0,
         model=_model_info(source, architecture, flags),
         deployment=flags,
-        ranks=_every_rank(stages, flags),
-        worst_rank=place * flags.tensor_parallel_size,
+        ranks=_every_rank(size.stages, flags),
+        worst_rank=size.place * flags.tensor_parallel_size,
         kv_cache=KVCachePlan(
             layout=pool.layout,
-            num_blocks=num_blocks,
+            num_blocks=held.num_blocks,
             usable_blocks=held.usable_blocks,
             tokens=held.tokens,
             max_concurrency=held.max_concurrency,
-            bytes_per_sequence=held.blocks_per_sequence * pool.layout.bytes_per_block,
-            longest=pool.longest(held.usable_blocks, architecture.max_model_len),
+            bytes_per_sequence=size.bytes_per_sequence,
+            longest=size.longest,
         ),
-        fits=not reasons,
-        reasons=reasons,
+        fits=not size.reasons,
+        reasons=size.reasons,
         intervals=worst.intervals(),
         terms=terms,
         weight_formats=worst.weights.loaded.formats,
         notes=(
             *_family_notes(architecture),
             *pool.notes,
-            *draft_notes,
+            *size.draft_notes,
             *version_notes(deployment, chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model under complete flags in numbers. ``place``: of the stage that decides; ``reasons``: why it does
+    not fit."""
+
+    architecture: Architecture
+    quantization: Quantization
+    chosen: Resolved
+    pool: PoolSpec
+    stages: list[Stage]
+    place: int
+    held: PoolCapacity
+    reasons: tuple[str, ...]
+    draft_notes: tuple[str, ...]
+
+    @property
+    def worst(self) -> Stage:
+        return self.stages[self.place]
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Of the pool, for one of max_model_len tokens."""
+        return self.held.blocks_per_sequence * self.pool.layout.bytes_per_block
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the pool holds, in tokens, at most as long as the model allows."""
+        return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
+
+
+# Flags that change neither a tensor nor how it is held: advice tries a dozen of them.
+_WEIGHTLESS = (
+    "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
+)  # fmt: skip
+
+
+class Sizer:
+    """Sizes one model under several flags: its checkpoint is checked and its weights are summed once."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._formats: dict[tuple[str | None, str], Quantization] = {}
+        self._copies: tuple[TensorSpec, ...] | None = None
+        self._parts: dict[tuple[object, ...], list[Part]] = {}
+
+    def size(self, deployment: Deployment) -> Size:
+        """Raises as :func:`make_plan`."""
+        source = self._source
+        architecture = architecture_of(source.config)
+        quantization = self._format(architecture, deployment)
+        if self._copies is None:
+            self._copies = _check_checkpoint(source, architecture)
+        chosen = complete(deployment, architecture, auto_dtype(source))
+        if quantization.scheme != "none":
+            chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
+        flags = chosen.flags
+        engine = engine_of(flags.engine)
+        pooled, draft_weights, draft_notes = with_draft(architecture, flags)
+        pool = engine.build_pool(pooled, chosen)
+        flags = engine.shown_flags(flags, pool)
+        added = Added(lora_bytes(architecture, flags), draft_weights)
+        parts = self._held(architecture, quantization, chosen.flags)
+        stages = build_stages(architecture, parts, chosen, pool, added)
+        num_blocks = min(
+            engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
+            for stage in stages
+        )
+        stages = [stage.with_blocks(num_blocks) for stage in stages]
+        place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
+        held = engine.capacity(pool, chosen, num_blocks)
+        reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
+        chosen = replace(chosen, flags=flags)
+        return Size(architecture, quantization, chosen, pool, stages, place, held, reasons, draft_notes)
+
+    def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
+        key = flags.quantization, flags.engine
+        if key not in self._formats:
+            quantization = read_quantization(self._source.config, flags.quantization)
+            check_quantization(architecture, quantization, flags.engine)
+            self._formats[key] = quantization
+        return self._formats[key]
+
+    def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
+        key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
+        if key not in self._parts:
+            self._parts[key] = held_parts(architecture, quantization, flags, self._copies or ())
+        return self._parts[key]
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:

@@ -13,6 +13,9 @@ from tonnage.planner.plans import Deployment, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 
+Part = tuple[Architecture, HeldWeights]
+"""A rank's share of the model, and its weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Added:
@@ -95,20 +98,24 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
     return parallel.rank_architecture(architecture, sizes, stage)
 
 
-def build_stages(
-    architecture: Architecture, quantization: Quantization, chosen: Resolved, pool: PoolSpec, added: Added,
+def held_parts(
+    architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
-) -> list[Stage]:  # fmt: skip
-    """Every stage of ``chosen``. Raises DeploymentError and UnsupportedArchitecture for a model that cannot be
-    divided so. ``stored_copies``: as for :func:`tonnage.planner.planning.weights.sum_weights`."""
-    flags = chosen.flags
-    engine = engine_of(flags.engine)
-    held = []
-    for stage in range(flags.pipeline_parallel_size):
-        part = rank_architecture(architecture, flags, stage)
-        weights = hold_weights(part, quantization, flags, stored_copies)
-        held.append((weights, engine.runtime_terms(part, chosen)))
-    sizes = _block_bytes(pool, architecture, flags)
+) -> list[Part]:  # fmt: skip
+    """What a rank of each pipeline stage holds. Raises DeploymentError and UnsupportedArchitecture for a model
+    that cannot be divided so. ``stored_copies``: as for :func:`.weights.sum_weights`."""
+    parts = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
+    return [(part, hold_weights(part, quantization, flags, stored_copies)) for part in parts]
+
+
+def build_stages(
+    architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
+) -> list[Stage]:
+    """Every stage of ``chosen``, whose ranks hold ``parts``. Raises UnsupportedArchitecture for a stage
+    without a cache."""
+    engine = engine_of(chosen.flags.engine)
+    held = [(weights, engine.runtime_terms(part, chosen)) for part, weights in parts]
+    sizes = _block_bytes(pool, architecture, chosen.flags)
     return [
         Stage(_rank(weights, runtime, chosen, added), weights, runtime, size)
         for (weights, runtime), size in zip(held, sizes, strict=True)

@@ -13,11 +13,13 @@ from typing import Any
 import mutated_models
 import pytest
 
+from tonnage.planner.api import plan_or_advise
 from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, TonnageError
 from tonnage.planner.headers import safetensors
 from tonnage.planner.headers.gguf import read_gguf
 from tonnage.planner.headers.safetensors import MAX_TENSORS, MAX_TENSORS_OF_MODEL, read_folder, read_header
-from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
+from tonnage.planner.model.fields import LIMITS, MAX_CONFIG_BYTES, parse_config
+from tonnage.planner.planning import stages
 from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
@@ -223,6 +225,43 @@ def test_names_in_notes_are_plain_and_short():
     plan = planned(TINY | {NASTY + "bias": True})
     assert any("bias" in note or "red" in note for note in plan.notes)
     assert all(note.isprintable() and len(note) <= 2 * LONGEST_TEXT for note in plan.notes)
+
+
+@pytest.fixture
+def summed(monkeypatch) -> list[tuple[str, int, str | None]]:
+    """Format, ranks and GPU of each sum over a model's tensors."""
+    found = []
+    hold = stages.hold_weights
+
+    def held(part, quantization, flags, *copies):
+        found.append((quantization.scheme, flags.tensor_parallel_size, flags.gpu))
+        return hold(part, quantization, flags, *copies)
+
+    monkeypatch.setattr(stages, "hold_weights", held)
+    return found
+
+
+DEEP = "deepseek-ai__DeepSeek-V3"
+
+
+def test_advice_sums_the_same_weights_once(summed):
+    plan = plan_or_advise(ModelSource("m", "m", config_of(DEEP), "folder"), Deployment(device_memory=1 << 30))
+    assert any(words.startswith("a device of") for words in plan.advice)
+    assert len(summed) == 1  # --max-num-seqs, --max-num-batched-tokens, a device of: none changes a weight
+    summed.clear()
+    flags = Deployment(engine="vllm", gpu="h100-80g")
+    plan_or_advise(ModelSource("m", "m", config_of(DEEP), "folder"), flags)
+    once = [*(("fp8-block", ranks, "h100-80g") for ranks in (1, 2, 4, 8, 16)), ("fp8-block", 1, None)]
+    assert summed == once
+
+
+def test_a_model_too_deep_to_be_one_is_not_divided_for_advice(summed):
+    config = config_of(DEEP) | {"num_hidden_layers": LIMITS["layers"]}
+    plan = plan_or_advise(ModelSource("m", "m", config, "folder"), Deployment(engine="vllm", gpu="h100-80g"))
+    assert not plan.fits
+    assert len(summed) <= 2  # on its GPU, and on one of another size
+    with pytest.raises(ConfigError, match="num_hidden_layers: 1001 is not between 1 and 1000"):
+        planned(config | {"num_hidden_layers": 1001})
 
 
 @pytest.mark.timeout(600)
