@@ -28,7 +28,7 @@ help:
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
-	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit, image: built and started (as root)"
+	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
 	@echo "make test-equality  prompts of 1 to 3,000 tokens in one batch against generate (5 minutes)"
 	@echo "make lint       only the first three"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
@@ -135,11 +135,12 @@ dashboard-types: $(NPM)/uplot
 $(NPM)/uplot:
 	npm install --silent --no-save --prefix .venv-deploy/npm uplot@1.6.32 @grafana/schema@13.2.3 typescript@7.0.2
 
-# Tools that read the deployment files, apart from everything else; the image needs root, buildah and debootstrap.
+# Tools that read the deployment files, apart from everything else. The unit is started with what is in $(VENV), by a
+# systemd in namespaces, which needs root; the image needs root, buildah and debootstrap.
 .PHONY: deploy-check
-deploy-check: .venv-deploy/.ready
+deploy-check: .venv-deploy/.ready $(VENV)/.demo
 	bash .ci/deploy
-	.venv-deploy/bin/python deploy/check.py $(DEPLOY_CHECK)
+	PYTHON=$(BIN)/python .venv-deploy/bin/python deploy/check.py $(DEPLOY_CHECK)
 
 .venv-deploy/.ready: deploy/check-requirements.txt
 	$(PYTHON) -m venv .venv-deploy

@@ -1,8 +1,9 @@
 """``make deploy-check``: every deployment file held against the tool that reads it.
 
 Dockerfile by Hadolint, compose.yaml by Compose, the chart by Helm's own code and what it renders by the schemas
-of Kubernetes, the unit by systemd-analyze, YAML and shell by their linters, and the image built and started. No
-cluster, no container engine. A check whose tool is missing fails; ``--without image`` leaves one out.
+of Kubernetes, the unit by systemd-analyze, YAML and shell by their linters; the unit started by a systemd, the
+image built and started. No cluster, no container engine. A check whose tool is missing fails;
+``--without image`` leaves one out.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CHART = DEPLOY / "helm" / "tonnage"
 BIN = Path(sys.executable).parent
 # The unit's exposure on systemd-analyze's scale, 0 to 10.
 MAX_EXPOSURE = 3.0
+
+# What every service of compose.yaml runs with.
+CONFINED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 
 # What the objects of controllers must at least look like; their own schemas are not shipped with Kubernetes'.
 CUSTOM: dict[str, dict[str, Any]] = {
@@ -142,8 +146,14 @@ def dockerfile() -> str:
 
 
 def compose() -> str:
-    run(BIN / "docker-compose", "-f", DEPLOY / "compose.yaml", "config", "-q")
-    return "compose config -q: ok"
+    services = json.loads(
+        run(BIN / "docker-compose", "-f", DEPLOY / "compose.yaml", "config", "--format", "json")
+    )["services"]
+    for name, service in services.items():
+        for key, value in CONFINED.items():
+            if service.get(key) != value:
+                raise Failed(f"{name}: {key} is {service.get(key)}, not {value}")
+    return f"compose config: ok, {len(services)} services without a writable root or a capability"
 
 
 @contextmanager
@@ -230,7 +240,8 @@ def unit() -> str:
     exposure = float(re.search(r"exposure level for \S+: ([\d.]+)", report)[1])  # type: ignore[index]
     if exposure > MAX_EXPOSURE:
         raise Failed(f"exposure {exposure}, at most {MAX_EXPOSURE}\n{report}")
-    return f"verify: ok, exposure {exposure}"
+    started = run("bash", DEPLOY / "unit_check.sh").strip().splitlines()[-1]
+    return f"verify: ok, exposure {exposure}; {started}"
 
 
 def lint() -> str:

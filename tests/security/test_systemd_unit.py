@@ -1,0 +1,75 @@
+"""What the systemd unit forbids must leave a server that starts, answers and stops.
+
+Its filter of system calls is tried here, without root and systemd; ``make deploy-check`` starts the whole unit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import PATIENCE
+from unit_filter import allowed, groups, settings
+
+from tonnage.server.demo.model import ensure_demo
+
+UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "tonnage.service"
+FILTERED = Path(__file__).resolve().parents[1] / "helpers" / "unit_filter.py"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None,
+    reason="systemd-analyze is not installed (apt-get install systemd): the unit's filter was NOT tried",
+)
+
+
+def test_the_home_is_the_cache_which_can_be_written() -> None:
+    environment = dict(word.split("=") for line in settings(UNIT, "Environment") for word in line.split())
+    (cache,) = settings(UNIT, "CacheDirectory")
+    assert environment["HOME"] == environment["TONNAGE_CACHE"] == f"/var/cache/{cache}"
+
+
+def test_what_needs_a_privilege_stays_forbidden() -> None:
+    calls = allowed(UNIT, groups())
+    assert {"execve", "futex", "mbind", "sched_setaffinity", "setpriority"} <= calls
+    forbidden = {"mount", "ptrace", "bpf", "kexec_load", "init_module", "chroot", "setuid", "reboot", "swapon"}
+    assert not forbidden & calls
+
+
+def test_the_server_and_its_engine_work_under_the_units_filter() -> None:
+    ensure_demo()
+    flags = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--max-num-seqs", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "tonnage.server.cli",
+        "serve",
+        "demo",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        *flags,
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(FILTERED), str(UNIT), *command], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
+        assert url is not None, f"the server ended: {process.wait(PATIENCE)}"
+        state = Path(f"/proc/{process.pid}/status").read_text()
+        assert "Seccomp:\t2\n" in state  # SECCOMP_MODE_FILTER
+        body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False)
+        assert answer.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == os.EX_OK
+    finally:
+        process.kill()
+        process.communicate()
