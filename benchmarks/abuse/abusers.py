@@ -1,0 +1,244 @@
+"""What a client with a key does, and what somebody on the machine does to the engine.
+
+Each is a coroutine that takes the server and says what the abuser was answered, and how often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+
+from abuse.served import ABUSER, Served
+from abuse.wire import COMPLETIONS, HOST, MODEL, answer, ask, connection, request
+
+Answers = Counter[str]
+Abuser = Callable[[Served], Awaitable[Answers]]
+Body = bytes | dict[str, Any]
+
+
+def bodies(*asked: tuple[str, Callable[[], Body]]) -> Abuser:
+    """One after the other, each made and sent when the one before was answered."""
+
+    async def run(server: Served) -> Answers:
+        return Counter([await ask(server.port, path, ABUSER, body()) for path, body in asked])
+
+    return run
+
+
+def listed(field: str, item: str, count: int) -> Callable[[], Body]:
+    """``{"model": "demo", FIELD: [ITEM, ...]}``."""
+    return lambda: f'{{"model":"{MODEL}","{field}":[{",".join([item] * count)}]}}'.encode()
+
+
+def text(size: int, **more: Any) -> Callable[[], Body]:
+    """A prompt of ``size`` characters."""
+    return lambda: {"prompt": "lorem ipsu" * (size // 10)} | more
+
+
+def matching(kind: str, value: Any, **more: Any) -> Callable[[], Body]:
+    """An answer that has to match a grammar."""
+    body = {"prompt": "Answer:", "max_tokens": 200, "stream": True, "structured_outputs": {kind: value}}
+    return lambda: body | more
+
+
+async def uploads(server: Served) -> Answers:
+    """All but the last byte of 32 bodies of 8 MB, held for five seconds."""
+    size = 8_000_000
+
+    async def one() -> str:
+        async with connection(server.port) as (reader, writer):
+            whole = request(COMPLETIONS, ABUSER, listed("prompt", '"a"', size // 4)())
+            writer.write(whole[:-1])
+            try:
+                async with asyncio.timeout(5):
+                    return await answer(reader)
+            except TimeoutError:
+                return "held"
+
+    return Counter(await asyncio.gather(*(one() for _ in range(32))))
+
+
+def hanging_up(body: Callable[[], Body], after: float) -> Abuser:
+    async def run(server: Served) -> Answers:
+        async with connection(server.port) as (reader, writer):
+            writer.write(request(COMPLETIONS, ABUSER, body()))
+            try:
+                async with asyncio.timeout(after):
+                    return Counter([await answer(reader)])
+            except TimeoutError:
+                return Counter(["hung up"])
+
+    return run
+
+
+async def deaf(server: Served) -> Answers:
+    """Eight streams of 16 sequences each that nobody reads, until nothing of them is unfinished."""
+    body = {"prompt": ["a"] * 16, "max_tokens": 1200, "ignore_eos": True, "stream": True}
+    if server.engine != "fake":  # large events, which fill every buffer on the way
+        body |= {"max_tokens": 300, "logprobs": 5}
+    else:
+        body |= {"request_id": "x" * 128}
+    sockets = []
+    try:
+        for _ in range(8):
+            sockets.append(socket.socket())
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.get_running_loop().run_in_executor(None, sockets[-1].connect, (HOST, server.port))
+            sockets[-1].sendall(request(COMPLETIONS, ABUSER, body))
+        since = time.monotonic()
+        await asyncio.sleep(3)
+        answers = Counter(each.recv(12, socket.MSG_PEEK)[9:].decode() for each in sockets)
+        while time.monotonic() < since + 150:
+            load = await server.page("/load")
+            if load is not None and load["sequences"] <= 2:  # the victim's
+                answers[f"released after {time.monotonic() - since:.0f} s"] += 1
+                return answers
+            await asyncio.sleep(0.5)
+        answers["not released after 150 s"] += 1
+        return answers
+    finally:
+        for each in sockets:
+            each.close()
+
+
+async def slow_heads(server: Served) -> Answers:
+    """300 kept connections that were answered once, then a byte of the next head each second."""
+
+    async def one() -> str:
+        async with connection(server.port) as (reader, writer):
+            writer.write(request("/health", ABUSER))
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+            writer.write(b"GET /health HTTP/1.1\r\nX-Slow: ")
+            for _ in range(40):
+                writer.write(b"a")
+                try:
+                    async with asyncio.timeout(1):
+                        await reader.read(1)
+                    return "closed"
+                except TimeoutError:
+                    pass
+        return "still open after 40 s"
+
+    return await counted(one() for _ in range(300))
+
+
+async def trailers(server: Served) -> Answers:
+    """A hundred megabytes of fields behind a chunked body, on two connections."""
+    part = b"".join(f"x-{at:06d}: {'a' * 90}\r\n".encode() for at in range(10_000))
+
+    async def one() -> str:
+        async with connection(server.port) as (reader, writer):
+            writer.write(
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ABUSER}\r\nContent-Type: "
+                "application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n".encode()
+            )
+            said = asyncio.create_task(answer(reader))
+            for _ in range(100):
+                if said.done():
+                    break
+                writer.write(part)
+                await writer.drain()
+            writer.write(b"\r\n")
+            return await said
+
+    return await counted(one() for _ in range(2))
+
+
+async def connections(server: Served) -> Answers:
+    """Four thousand connections that send nothing, or a piece of a head, held for fifteen seconds."""
+    places = asyncio.Semaphore(200)  # that are being opened
+
+    async def one(number: int) -> str:
+        async with places:
+            reader, writer = await asyncio.open_connection(HOST, server.port)
+        try:
+            writer.write(b"GET /he"[: 7 * (number % 2)])
+            async with asyncio.timeout(15):
+                return "closed" if not await reader.read(1 << 16) else "answered"
+        except TimeoutError:
+            return "held"
+        finally:
+            writer.transport.abort()
+
+    return await counted(one(number) for number in range(4000))
+
+
+async def counted(tasks: Any) -> Answers:
+    """What each came to, a lost connection too."""
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException) and not isinstance(each, OSError | asyncio.IncompleteReadError):
+            raise each
+    return Counter("closed" if isinstance(each, BaseException) else each for each in found)
+
+
+async def engine_stopped(server: Served) -> Answers:
+    """SIGSTOP of the process that has the model, until another is ready."""
+    process = server.largest_child()
+    assert process is not None
+    process.suspend()
+    try:
+        return await _back(server, process)
+    finally:
+        _go_on(process)
+
+
+async def load_stopped(server: Served) -> Answers:
+    """Kill -9 of the engine, SIGSTOP of its successor while it loads, until another is ready."""
+    first = server.largest_child()
+    assert first is not None
+    first.kill()
+    while (process := server.largest_child()) is None or process == first:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(1)
+    process.suspend()
+    try:
+        return await _back(server, process)
+    finally:
+        _go_on(process)
+
+
+async def _back(server: Served, stopped: psutil.Process) -> Answers:
+    since = time.monotonic()
+    while not await server.ready() or (stopped.is_running() and stopped.status() == psutil.STATUS_STOPPED):  # noqa: ASYNC110
+        await asyncio.sleep(0.2)
+    return Counter([f"ready again after {time.monotonic() - since:.0f} s"])
+
+
+def _go_on(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+
+
+def flood(clients: int, seconds: float, body: dict[str, Any]) -> Abuser:
+    """One request after the other, whatever was answered; what runs at the end is hung up on."""
+
+    async def run(server: Served) -> Answers:
+        answers: Answers = Counter()
+
+        async def client() -> None:
+            while True:
+                answers[await ask(server.port, COMPLETIONS, ABUSER, body)] += 1
+
+        tasks = [asyncio.create_task(client()) for _ in range(clients)]
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return answers
+
+    return run
+
+
+async def nobody(seconds: float) -> Answers:
+    await asyncio.sleep(seconds)
+    return Counter()

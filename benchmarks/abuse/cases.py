@@ -1,0 +1,93 @@
+"""The table of abuses. Points are those of the issue "Hard to bring down"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from abuse import abusers
+from abuse.abusers import Abuser, bodies, flood, hanging_up, listed, matching, text
+from abuse.served import ENGINES
+from abuse.wire import CHAT, COMPLETIONS, RESPONSES
+
+REAL = ("hf", "vllm")  # engines that have a model
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``seconds``: after which the abuser is made to stop. ``by_client``: what stands still may be held against
+    the server; an engine that somebody has stopped gives no tokens."""
+
+    name: str
+    point: int
+    what: str
+    run: Abuser
+    engines: tuple[str, ...] = ENGINES
+    seconds: float = 60.0
+    by_client: bool = True
+
+
+ANY = {"type": "object"}
+ENUM = {"enum": [f"value {at}" for at in range(50_000)]}
+PROPERTIES = {"type": "object", "properties": {f"name{at}": {"type": "string"} for at in range(3000)}}
+OPTIONAL, NESTED = "a?" * 2000 + "a" * 2000, "(((a{1,50}){1,50}){1,50}){1,50}"
+LONG = "root ::= " + " | ".join(f'"{at:06d}{"ab" * 4} "' for at in range(4500))
+
+MISTAKES = (
+    (CHAT, listed("messages", "{}", 2_000_000)),
+    (RESPONSES, listed("input", "{}", 2_000_000)),
+    (COMPLETIONS, listed("prompt", "{}", 2_000_000)),
+    ("/tokenize", listed("messages", "{}", 2_000_000)),
+    ("/detokenize", listed("tokens", '"a"', 1_500_000)),
+)
+LETTERS = listed("prompt", '"a"', 2_000_000)
+PROMPTS = listed("prompt", '"' + "lorem ipsu" * 1600 + '"', 512)
+
+FIRST = flood(64, 10, {"prompt": "Once", "max_tokens": 64, "priority": -1000})
+MANY = flood(32, 15, {"prompt": ["Once"] * 16, "max_tokens": 100})
+
+
+def _grammar(name: str, what: str, kind: str, value: object, **more: object) -> Case:
+    return Case(name, 2, what, bodies((COMPLETIONS, matching(kind, value, **more))), REAL, 120)
+
+
+def baselines(seconds: float) -> tuple[Case, Case]:
+    """Measured first, so that noise can be told: nobody else, and neighbours who do as they should."""
+    neighbours = flood(8, seconds, {"prompt": "Once", "max_tokens": 32})
+    return (
+        Case("alone", 0, "nobody else", lambda server: abusers.nobody(seconds)),
+        Case("neighbours", 0, "eight clients, one short answer after the other", neighbours),
+    )
+
+
+CASES = (
+    _grammar("first_grammar", "the first grammar of a server's life", "json", ANY, max_tokens=8),
+    Case("mistakes", 1, "lists of up to 2 million wrong items, five endpoints", bodies(*MISTAKES)),
+    Case("letters", 1, "2 million prompts of one character", bodies((COMPLETIONS, LETTERS))),
+    Case("prompts", 1, "512 prompts of 16,000 characters", bodies((COMPLETIONS, PROMPTS))),
+    Case("long_prompt", 1, "one prompt of 8 MB", bodies((COMPLETIONS, text(8_000_000)))),
+    Case(
+        "tokenize", 1, "/tokenize of 8 MB with the tokens' texts",
+        bodies(("/tokenize", text(8_000_000, return_token_strs=True))),
+    ),
+    Case(
+        "detokenize", 1, "/detokenize of a million tokens",
+        bodies(("/detokenize", listed("tokens", "1234", 2**20))),
+    ),
+    Case("uploads", 1, "32 bodies of 8 MB at once, their last byte held back", abusers.uploads),
+    Case(
+        "regex_hang_up", 2, "a regex of 6 KB whose client hangs up after a second",
+        hanging_up(matching("regex", OPTIONAL), 1.0), REAL,
+    ),
+    _grammar("enum", "an enum of 50,000 strings", "json", ENUM),
+    _grammar("properties", "an object of 3,000 properties", "json", PROPERTIES),
+    _grammar("nested", "nested repetitions, n = 16", "regex", NESTED, n=16, temperature=1.0),
+    _grammar("long_grammar", "a grammar of 100 KB", "grammar", LONG),
+    Case("deaf", 3, "eight streams of 16 sequences that nobody reads", abusers.deaf, seconds=180),
+    Case("slow_heads", 4, "300 kept connections, a byte of a head each second", abusers.slow_heads),
+    Case("trailers", 4, "100 MB behind a chunked body, twice", abusers.trailers),
+    Case("connections", 4, "4,000 connections with nothing or a piece of a head", abusers.connections),
+    Case("priority", 8, "64 clients that ask for priority -1000", FIRST),
+    Case("queue", 8, "32 clients that ask for 16 sequences each", MANY),
+    Case("engine_stopped", 5, "SIGSTOP of the engine", abusers.engine_stopped, REAL, 300, by_client=False),
+    Case("load_stopped", 5, "SIGSTOP of one that loads", abusers.load_stopped, REAL, 480, by_client=False),
+)  # fmt: skip

@@ -1,0 +1,152 @@
+"""One case on one server: what others felt, what it took, what was left, and the law."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from abuse.abusers import Answers
+from abuse.cases import Case
+from abuse.served import SLACK, VICTIM, Served, State
+
+# The law: no single request, connection or file takes more than its share of time or memory from others.
+GAP_SECONDS, HEALTH_MS = 1.0, 100.0
+SETTLE_SECONDS = 60.0  # until all has to be as before
+WATCH_START_SECONDS = 60.0
+AFTER_SECONDS = 1.0  # watched on once the abuser has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A case's row. ``seen``: what watch.py says; ``restored_s``: from the abuser's end until all was as before
+    (with the second that is watched on), None: not within a minute; ``broken``: the parts of the law that
+    were."""
+
+    case: Case
+    seen: dict[str, Any]
+    answers: dict[str, int]
+    seconds: float
+    memory: float  # of all processes, times the plan
+    api_beyond: int  # bytes of the API process beyond its planned share
+    restored_s: float | None
+    load: float
+    broken: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case.name,
+            "point": self.case.point,
+            **self.seen,
+            "memory_over_planned": round(self.memory, 4),
+            "api_beyond_plan_bytes": self.api_beyond,
+            "restored_s": self.restored_s,
+            "abuser": self.answers,
+            "seconds": round(self.seconds, 1),
+            "load_average": round(self.load, 2),
+            "broken": self.broken,
+        }
+
+
+@contextlib.asynccontextmanager
+async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process | None]:
+    """watch.py, its victim's stream running; None when it does not come to run."""
+    script = str(Path(__file__).with_name("watch.py"))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, script, str(server.port), VICTIM, str(server.pid)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        try:
+            await asyncio.wait_for(process.stdout.readline(), WATCH_START_SECONDS)
+        except TimeoutError:
+            yield None
+        else:
+            yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def settled(server: Served, before: State) -> bool:
+    """Whether the server holds what it held ``before``, 3 % of its plan more, within a minute."""
+    until = time.monotonic() + SETTLE_SECONDS
+    most = before.bytes + SLACK * server.planned
+    while time.monotonic() < until and server.alive:
+        state = await server.state()
+        if (
+            state is not None
+            and not state.unfinished
+            and state.blocks <= before.blocks
+            and state.bytes <= most
+            and state.files <= before.files + 2  # of whoever asks
+        ):
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+async def measure(server: Served, case: Case) -> Found | None:
+    """None: the server was not fit for it, before anything was done."""
+    before = await server.state()
+    if before is None:
+        return None
+    async with watching(server) as watch:
+        if watch is None:
+            return None
+        since = time.monotonic()
+        answers = await abused(server, case)
+        ended = time.monotonic()
+        await asyncio.sleep(AFTER_SECONDS)
+        out, _ = await watch.communicate(b"")
+    seen = json.loads(out)
+    quiet = await settled(server, before)
+    restored = round(time.monotonic() - ended, 1) if quiet else None
+    memory = seen["all_bytes"] / server.planned
+    beyond = seen["api_bytes"] - server.api_planned
+    found = Found(
+        case, seen, dict(answers.most_common()), ended - since, memory, beyond, restored, os.getloadavg()[0], ()
+    )
+    return judged(found, server)
+
+
+async def abused(server: Served, case: Case) -> Answers:
+    try:
+        async with asyncio.timeout(case.seconds):
+            return await case.run(server)
+    except TimeoutError:
+        return Answers({f"no answer within {case.seconds:.0f} s": 1})
+
+
+def judged(found: Found, server: Served) -> Found:
+    """``found`` with what it breaks of the law, in words."""
+    seen, broken = found.seen, []
+    if found.case.by_client:
+        if seen["gap_s"] > GAP_SECONDS or not seen["went_on"]:
+            broken.append("the victim's stream stood still")
+        if seen["lost"]:
+            broken.append("the victim's stream was lost")
+        if any(not said.startswith("200") for said in seen["answers"]):
+            broken.append("the victim was refused")
+    if seen["health_p99_ms"] > HEALTH_MS:
+        broken.append("/health")
+    if found.memory > 1 + SLACK:
+        broken.append("memory")
+    if found.api_beyond > SLACK * server.planned:
+        broken.append("memory of the API")
+    if not server.alive:
+        broken.append("the server ended")
+    elif found.restored_s is None:
+        broken.append("not as before")
+    return dataclasses.replace(found, broken=tuple(broken))

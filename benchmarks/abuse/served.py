@@ -1,0 +1,144 @@
+"""The server that is abused: ``tonnage serve demo`` with three keys, and what it holds against its plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from abuse.wire import HOST, get
+from tonnage.planner.engines.runtime.hf import API_PROCESS_BYTES
+from tonnage.planner.engines.vllm.cpu import VLLM_API_BYTES
+from tonnage.server.engines.process_memory import process_tree_bytes
+
+ENGINES = ("fake", "hf", "vllm")
+VICTIM, ABUSER, OPERATOR = "key-of-the-victim", "key-of-the-abuser", "key-of-the-operator"
+START_SECONDS, STOP_SECONDS = 300.0, 60.0
+SLACK = 0.03  # of the plan: what a container has beyond it (docs/operations.md)
+FLAGS = ("--max-model-len", "8192", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "512MiB")
+# tonnage serve with a fake engine of a hundred tokens a second: without a rate its streams are over at once.
+PACED = """
+import sys
+from tonnage.server.engines.fake import FakeEngine
+FakeEngine.__init__.__kwdefaults__["token_rate"] = 100.0
+from tonnage.server.cli import main
+sys.exit(main())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a server holds. ``bytes``: of all its processes; ``files``: open in the API process."""
+
+    unfinished: int
+    blocks: int
+    bytes: int
+    files: int
+
+
+class Served:
+    """One server of ``engine``, ready."""
+
+    def __init__(self, engine: str, process: subprocess.Popen[bytes], port: int) -> None:
+        self.engine, self.port = engine, port
+        self._process = process
+        self.pid = process.pid
+        self.planned = 0  # bytes of all processes
+        self.api_planned = 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    async def page(self, path: str, seconds: float = 10) -> Any:
+        return await get(self.port, path, OPERATOR, seconds)
+
+    async def ready(self) -> bool:
+        return await self.page("/ready") is not None
+
+    async def state(self) -> State | None:
+        """None: it does not say."""
+        load, memory = await self.page("/load"), await self.page("/memory")
+        if load is None or memory is None or not memory["ready"]:
+            return None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            files = psutil.Process(self.pid).num_fds()
+            unfinished = load["sequences"] + load["running"] + load["waiting"]
+            return State(unfinished, memory["pool"]["blocks"]["used"], process_tree_bytes(self.pid), files)
+        return None
+
+    def largest_child(self) -> psutil.Process | None:
+        """The process that has the model: it holds the most memory."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.pid).children(recursive=True)
+            return max(children, key=lambda child: child.memory_info().rss, default=None)
+        return None
+
+    async def read_plan(self) -> None:
+        """First of all."""
+        plan = (await self.page("/memory"))["plan"]
+        self.planned = sum(
+            size for name, size in plan["ranks"][0].items() if name not in ("free_bytes", "total_bytes")
+        )
+        if self.engine == "fake":  # it is in the API process, and in no plan
+            self.api_planned = process_tree_bytes(self.pid)
+        else:
+            self.api_planned = VLLM_API_BYTES if self.engine == "vllm" else API_PROCESS_BYTES
+
+
+@contextlib.contextmanager
+def served(engine: str) -> Iterator[Served]:
+    """A server that is ready, and ended at the end, be it stopped, hung or dead. Raises SystemExit for one that
+    does not come up."""
+    start = ["-c", PACED] if engine == "fake" else ["-m", "tonnage.server.cli"]
+    with tempfile.TemporaryDirectory() as scratch:
+        keys, log = Path(scratch, "keys.toml"), Path(scratch, "log")
+        keys.write_text("".join(
+            f'[[key]]\nname = "{name}"\nkey = "{key}"\nmetrics = {str(key == OPERATOR).lower()}\n'
+            for name, key in (("victim", VICTIM), ("abuser", ABUSER), ("operator", OPERATOR))
+        ))  # fmt: skip
+        command = [sys.executable, *start, "serve", "demo", "--backend", engine, "--host", HOST, "--port", "0"]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *FLAGS, "--api-key-file", str(keys)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        try:
+            yield Served(engine, process, _port(process, log))
+        finally:
+            _end(process)
+
+
+def _port(process: subprocess.Popen[bytes], log: Path) -> int:
+    since = time.monotonic()
+    while time.monotonic() < since + START_SECONDS and process.poll() is None:
+        for line in log.read_text(errors="replace").splitlines():
+            if line.startswith("ready on "):
+                return int(line.rpartition(":")[2])
+        time.sleep(0.1)
+    raise SystemExit(f"no server came up: {log.read_text(errors='replace')[-3000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asked to stop, then killed with all its processes; a stopped one can only be killed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        process.kill()
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.wait()

@@ -1,0 +1,83 @@
+"""HTTP over bare sockets: what an abuser sends, nothing of it checked on this side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+HOST = "127.0.0.1"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MODEL = "demo"
+
+_CODE = re.compile(rb'"code": ?"(\w+)"')
+_ERROR = re.compile(rb'^data: \{"(?:error|type": ?"error)"', re.MULTILINE)
+_KEPT = 65_536  # bytes of an answer that are looked at: its beginning, and what came last
+
+
+def request(path: str, key: str, body: bytes | dict[str, Any] | None = None, extra: str = "") -> bytes:
+    """``extra``: lines of the head, each with its end. Without a body a GET, on a connection that is kept."""
+    if isinstance(body, dict):
+        body = json.dumps({"model": MODEL} | body).encode()
+    method = "GET" if body is None else "POST"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nAuthorization: Bearer {key}\r\n{extra}"
+    if body is not None:
+        head += f"Connection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"\r\n" + (body or b"")
+
+
+@contextlib.asynccontextmanager
+async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Reset at the end, whatever is under way."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def answer(reader: asyncio.StreamReader) -> str:
+    """What came, in two words: the status, and the code of an error, also of one in a stream."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = head.split(None, 2)[1].decode()
+        begun = last = b""
+        while part := await reader.read(_KEPT):
+            begun = begun or part
+            last = (last + part)[-_KEPT:]
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return "closed"
+    if status != "200":
+        code = _CODE.search(begun)
+        return f"{status} {code[1].decode()}" if code else status
+    if b"data: " not in begun:
+        return status
+    error = _ERROR.search(last)
+    if error is not None:
+        code = _CODE.search(last, error.start())
+        return f"200, then {code[1].decode() if code else 'an error'}"
+    return status if b"[DONE]" in last or b"response.completed" in last else "200, cut off"
+
+
+async def ask(port: int, path: str, key: str, body: bytes | dict[str, Any]) -> str:
+    """One request on a connection of its own."""
+    try:
+        async with connection(port) as (reader, writer):
+            writer.write(request(path, key, body))  # the rest is sent while the answer is read
+            return await answer(reader)
+    except OSError as error:
+        return type(error).__name__
+
+
+async def get(port: int, path: str, key: str, seconds: float = 10) -> Any:
+    """The JSON of a page, or None: no answer in time, or another status than 200."""
+    try:
+        async with asyncio.timeout(seconds), connection(port) as (reader, writer):
+            writer.write(request(path, key, extra="Connection: close\r\n"))
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+            return json.loads(body) if head.startswith(b"HTTP/1.1 200") else None
+    except (OSError, TimeoutError, ValueError):
+        return None
