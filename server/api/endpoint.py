@@ -43,7 +43,7 @@ class Service(Protocol[Body]):
         """Whole events; closing the iterator aborts the request."""
         ...
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """The event of a failure after the first one."""
         ...
 
@@ -58,7 +58,7 @@ class OpenAIEvents:
 
     last_event = b"data: [DONE]\n\n"
 
-    def error_event(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         return error_event(error)
 
 
@@ -111,7 +111,7 @@ class Endpoint(Generic[Body]):
                 headers=headers,
                 keep_alive=settings.sse_keep_alive,
                 timeout=timeout,
-                on_error=service.error_event,
+                on_error=lambda error: service.error_event(error, ticket),
                 last=service.last_event,
             )
         try:

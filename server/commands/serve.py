@@ -98,6 +98,7 @@ def run(argv: list[str]) -> int:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
+            ws="none",  # no endpoint takes one; uvicorn would hand the connection to a protocol without bounds
             log_config=None,
             access_log=False,
             server_header=False,

@@ -95,6 +95,7 @@ class Ticket:
     """
 
     __slots__ = (
+        "__weakref__",
         "_accounts",
         "_start",
         "arrived",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tonnage.server.text.grammar import Grammar
@@ -65,6 +65,16 @@ class ToolUse:
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
+    """``deltas`` with one piece for each call."""
+    pieces: dict[int, CallDelta] = {}
+    for delta in deltas:
+        if begun := pieces.get(delta.index):
+            delta = replace(begun, arguments=begun.arguments + delta.arguments)
+        pieces[delta.index] = delta
+    return list(pieces.values())
 
 
 def calls_of(deltas: Sequence[CallDelta]) -> list[Call]:

@@ -8,6 +8,21 @@ from typing import Any
 from openai.types.chat import ChatCompletionChunk
 from openai.types.chat.chat_completion_message import ChatCompletionMessage
 
+# Written for these tests: ChatML with Hermes' form of tools, which Qwen and others share; reasoning as Qwen3.
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 
 def function(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     parameters = {

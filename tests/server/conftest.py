@@ -156,7 +156,7 @@ async def _run(
 RunServer = Callable[..., contextlib.AbstractAsyncContextManager[Running]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_server(tokenizer: Tokenizer) -> RunServer:
     """``run_server(engine, tokenizer=demo's, ready=True, grace=None, key=None, served=None, **settings)``: a
     real uvicorn around ``engine``; ``key``: what its clients send; ``served``: what the app gets instead of it.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
-from toolcalls import ASK, CLOCK, WEATHER, joined, told
+from toolcalls import ASK, CLOCK, TEMPLATE, WEATHER, joined, told
 
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.server.api.tools import ForcedReader
@@ -22,22 +22,6 @@ from tonnage.server.text.chat_template import ChatTemplate
 from tonnage.server.text.tool_calls import CallDelta, calls_of
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
-
-# Written for these tests: ChatML with Hermes' form of tools, which Qwen and others share.
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Tools: {% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 
 TEXT = (
     "I look.\n<tool_call>\n"

@@ -99,6 +99,17 @@ def test_n_stop_seed_and_lists(client: openai.OpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
+def test_no_websocket_is_opened(url: str) -> None:
+    """A connection stays with the bounded HTTP protocol: the request is an ordinary GET."""
+    upgrade = {
+        "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }  # fmt: skip
+    refused = httpx.get(f"{url}/v1/responses", headers=upgrade)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert httpx.get(f"{url}/health", headers=upgrade).status_code == 200
+
+
 def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="demo", prompt=[5] * 1000, max_tokens=100)

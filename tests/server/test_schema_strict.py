@@ -7,6 +7,7 @@ import json
 from importlib.util import find_spec
 from typing import Any
 
+import openai
 import pytest
 from openai.types import Completion, CompletionChoice, EmbeddingCreateParams, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -36,6 +37,17 @@ class ChunkChoice(CompletionChoice):
 
 class CompletionChunk(Completion):
     choices: list[ChunkChoice]  # type: ignore[assignment]
+
+
+class OpenResponse(Response):
+    """With what Open Responses asks for, and OpenAI's servers send, beyond openai's type."""
+
+    store: bool
+    presence_penalty: float
+    frequency_penalty: float
+
+
+OPEN_FIELDS = {f".response.{name}" for name in OpenResponse.__annotations__}
 
 
 def strictly(model: type[BaseModel], document: dict[str, Any]) -> None:
@@ -103,14 +115,14 @@ async def test_chat(server, more: dict[str, Any]) -> None:
 async def test_responses(server) -> None:
     body = {"model": "demo", "input": "hello", "max_output_tokens": 8, "instructions": "Be brief."}
     answer = (await server.http.post("/v1/responses", json=body)).json()
-    strictly(Response, answer)
+    strictly(OpenResponse, answer)
     assert answer["usage"]["output_tokens"] == 8
     assert answer["status"] == "incomplete"
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     told = await events(server, "/v1/responses", body)
     for number, event in enumerate(told):
         parsed = adapter.validate_json(json.dumps(event), strict=True)
-        assert unknown(parsed) == set()
+        assert unknown(parsed) == (OPEN_FIELDS if "response" in event else set())
         assert event["sequence_number"] == number
     assert [event["type"] for event in (told[0], told[-1])] == ["response.created", "response.incomplete"]
     text = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
@@ -141,6 +153,41 @@ async def test_error_events_are_errors(run_server, small_plan) -> None:
             assert set(error) == {"error"}
             ErrorObject.model_validate_json(json.dumps(error["error"]), strict=True)
             server.engine._dead = None  # the next path dies again
+
+
+async def test_a_response_that_fails_says_so(run_server, small_plan) -> None:
+    """The ``error`` event is flat, as in OpenAI's reference, and has an ``error``, as OpenAI's servers send it:
+    that is what openai's client raises on. ``response.failed`` follows, as Open Responses asks."""
+    async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
+        body = {"model": "demo", "input": "hello", "max_output_tokens": 500, "stream": True}
+        told: list[dict[str, Any]] = []
+        async with server.http.stream("POST", "/v1/responses", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    told.append(json.loads(line.removeprefix("data: ")))
+                    if len(told) == 6:
+                        server.engine.die()
+        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        error, failed = told[-2:]
+        adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+        parsed = adapter.validate_json(json.dumps(error), strict=True)
+        assert unknown(parsed) == {".error"}
+        nested = ErrorObject.model_validate_json(json.dumps(error["error"]), strict=True)
+        assert parsed.code == nested.code == "engine_dead"
+        assert parsed.message == nested.message
+        parsed = adapter.validate_json(json.dumps(failed), strict=True)
+        assert unknown(parsed) == OPEN_FIELDS
+        assert (failed["type"], parsed.response.status) == ("response.failed", "failed")
+        assert (parsed.response.error.code, parsed.response.error.message) == ("server_error", nested.message)
+        server.engine._dead = None
+        stream = await server.openai.responses.create(**body)
+
+        async def read_on() -> None:
+            async for _ in stream:
+                server.engine.die()
+
+        with pytest.raises(openai.APIError, match="engine process ended"):
+            await read_on()
 
 
 OPENAI = {

@@ -115,6 +115,13 @@ def _check(message: Message, at: int) -> None:
             f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
             param=param,
         )
+    for name in ("reasoning", "reasoning_content"):
+        if getattr(message, name) is not None and message.role != "assistant":
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_PARAMETER,
+                f"messages.{at}.{name}: only an assistant's message has it, the role is {message.role}",
+                param=f"messages.{at}.{name}",
+            )
 
 
 def _for_template(message: Message, at: int) -> dict[str, Any]:
@@ -126,6 +133,9 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
     }
     if message.name is not None:
         shown["name"] = message.name
+    thought = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if thought is not None:  # both names, as vLLM 0.32 gives them (renderers/chat_utils.py)
+        shown["reasoning"] = shown["reasoning_content"] = thought
     if message.tool_calls:
         shown["tool_calls"] = [_call_for_template(call, at) for call in message.tool_calls]
     if message.tool_call_id is not None:

@@ -63,12 +63,14 @@ class ToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Unread  # of a message put together from the deltas of a stream
 
 
 class Message(BaseModel):
     """One message of any role. ``content`` may only be left out by an assistant: it called tools, or declined.
 
     An answer may come back as it is in a client's types, with nulls for all that the server did not say.
+    ``reasoning``: what an assistant thought, by vLLM's name; ``reasoning_content`` by the name before that.
     """
 
     model_config = STRICT
@@ -81,6 +83,8 @@ class Message(BaseModel):
     ) = None
     name: str | None = None
     refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     audio: None = Unread
     function_call: None = Unread
     annotations: Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None = Unread
@@ -193,6 +197,7 @@ class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    annotations: list[Any] = []
 
 
 class ToolCallMessage(BaseModel):
@@ -201,6 +206,7 @@ class ToolCallMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    annotations: list[Any] = []
     tool_calls: list[ToolCall]
 
 

@@ -34,7 +34,7 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
-from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
+from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of, merged
 
 
 class ChatService(OpenAIEvents):
@@ -233,7 +233,10 @@ class _Events:
         return self._choice(index, b'{"content":%b}' % encode_basestring_ascii(text).encode(), logprobs)
 
     def calls(self, index: int, deltas: Sequence[CallDelta]) -> bytes:
-        return self._choice(index, json.dumps({"tool_calls": [_delta(delta) for delta in deltas]}).encode())
+        # One piece a call in each chunk: openai's stream() takes two for two calls.
+        return self._choice(
+            index, json.dumps({"tool_calls": [_delta(delta) for delta in merged(deltas)]}).encode()
+        )
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())

@@ -27,6 +27,20 @@ class InputText(BaseModel):
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
+class InputRefusal(BaseModel):
+    """What an assistant declined with."""
+
+    model_config = STRICT
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+MessageParts = Annotated[
+    list[InputText | InputRefusal], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+]
+
+
 class InputMessage(BaseModel):
     """A message of the conversation; an output message of an earlier response may be sent back as it came."""
 
@@ -34,7 +48,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | InputTexts
+    content: str | MessageParts
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -49,6 +63,7 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Any = None  # openai: of parse()
     caller: None = None
     namespace: None = None
     id: str | None = None
@@ -63,6 +78,30 @@ class FunctionCallOutput(BaseModel):
     type: Literal["function_call_output"]
     call_id: str
     output: str | InputTexts
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class ReasoningText(BaseModel):
+    model_config = STRICT
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
+class ReasoningItem(BaseModel):
+    """What an assistant thought before the message or the call that follows: ``content``. The ``summary`` was
+    written for people, and what is encrypted only its server can read."""
+
+    model_config = STRICT
+
+    type: Literal["reasoning"]
+    summary: ReasoningTexts
+    content: ReasoningTexts | None = None
+    encrypted_content: None = None
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
@@ -109,7 +148,7 @@ class TextOptions(BaseModel):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-InputItem = InputMessage | FunctionCallItem | FunctionCallOutput
+InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
 
 
 class ResponseRequest(SamplingFields):
@@ -138,7 +177,7 @@ FIELDS = Fields(
     model=ResponseRequest,
     table=RESPONSES,
     expected={
-        "input": "a string or a list of messages with text, function calls and their outputs "
+        "input": "a string or a list of messages with text, function calls, their outputs and reasoning "
         "(the model takes no images, sounds or files)",
         "tool_choice": 'none, auto, required or {"type": "function", "name": ...}',
         "stop": STOP_EXPECTED,

@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
@@ -18,16 +19,26 @@ from tonnage.server.api.responses.protocol import (
     FIELDS,
     FunctionCallItem,
     FunctionCallOutput,
+    InputRefusal,
     InputText,
     NamedFunctionTool,
+    ReasoningItem,
     ResponseRequest,
 )
 from tonnage.server.api.tools import tool_use
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """What was told of a response, for the events of its failure."""
+
+    events: output.OutputEvents
+    response: dict[str, Any]
 
 
 class ResponseService:
@@ -39,17 +50,25 @@ class ResponseService:
     def __init__(self, state: ServerState, generator: Generator) -> None:
         self._state = state
         self._generator = generator
+        self._streams: WeakKeyDictionary[Ticket, _Stream] = WeakKeyDictionary()
 
-    def error_event(self, error: ApiError) -> bytes:
-        """OpenAI's ``error`` event. Its number is not known here: events after it there are none."""
-        event = {
-            "type": "error",
-            "sequence_number": 0,
-            "code": error.code.value,
-            "message": error.message,
-            "param": error.param,
-        }
-        return output.event(event)
+    def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
+        """The ``error`` event, and ``response.failed`` if there is a response.
+
+        The event has its fields twice: OpenAI's reference shows them flat, its servers and Open Responses
+        (ErrorStreamingEvent, 2026-04-24) have them under ``error``, where openai's client looks for them.
+        """
+        begun = self._streams.get(ticket)
+        events = begun.events if begun else output.OutputEvents(ticket.request_id)
+        body = envelope(error)["error"]
+        flat = {name: body[name] for name in ("code", "message", "param")}
+        told = events.tell("error", **flat, error=body)
+        if begun is None:
+            return told
+        # OpenAI's list of codes for failed responses has none of ours.
+        failure = {"code": "server_error", "message": body["message"]}
+        response = begun.response | {"status": "failed", "error": failure, "output": events.items}
+        return told + events.tell("response.failed", response=response)
 
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """The whole answer. Cancelling the call aborts the request."""
@@ -78,6 +97,7 @@ class ResponseService:
         finish: Finish = "stop"
         response = self._response(request, ticket, submission)
         events = output.OutputEvents(ticket.request_id)
+        self._streams[ticket] = _Stream(events, response)
         begun = False
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
@@ -159,26 +179,40 @@ class ResponseService:
         )
 
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
-        """The response object before its first token."""
+        """The response object before its first token, with every field of Open Responses' ResponseResource.
+
+        What is accepted without effect (``store``, ``reasoning`` ...) is shown as it was used: not at all.
+        """
         params = submission.params
         return {
             "id": f"resp_{ticket.request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
+            "background": False,
+            "completed_at": None,
             "error": None,
+            "frequency_penalty": params.frequency_penalty,
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
             "metadata": request.metadata or {},
             "model": request.model,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": None,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": None,
+            "service_tier": "default",
+            "store": False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
             "tool_choice": _shown_choice(request),
             "tools": [tool.model_dump() for tool in request.tools or ()],
+            "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -186,32 +220,50 @@ class ResponseService:
 
 
 def _messages(request: ResponseRequest) -> list[Message]:
-    """The conversation as chat messages; the calls of one turn belong to one message."""
+    """The conversation as chat messages; the calls of one turn belong to one message. Raises ApiError."""
     messages = [Message(role="system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
-    for item in request.input:
+    thought: str | None = None  # belongs to what the assistant says next
+    for at, item in enumerate(request.input):
+        if isinstance(item, ReasoningItem):
+            thought = "".join(part.text for part in item.content or ()) or None
+            continue
         if isinstance(item, FunctionCallOutput):
             messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         elif isinstance(item, FunctionCallItem):
             function = FunctionCall(name=item.name, arguments=item.arguments)
             call = ToolCall(id=item.call_id, type="function", function=function)
-            if not messages or messages[-1].role != "assistant":
-                messages.append(Message(role="assistant"))
+            if thought is not None or not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant", reasoning=thought))
             before = messages[-1]
             messages[-1] = before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), call]})
+        elif item.role == "assistant":
+            messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
+        elif any(isinstance(part, InputRefusal) for part in item.content):
+            raise ApiError(
+                ErrorCode.UNSUPPORTED_PARAMETER,
+                f"input.{at}.content: only an assistant's message has refusal parts, the role is {item.role}; "
+                "send text",
+                param=f"input.{at}.content",
+            )
         else:
             messages.append(Message(role=item.role, content=_text(item.content)))
+        thought = None
     return messages
 
 
-def _text(content: str | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, InputRefusal) else part.text for part in content)
 
 
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:
     assert request.text is not None
     shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
+    if shown.get("format", {}).get("type") == "json_schema":  # the answer always matches, asked to or not
+        shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
 
 
@@ -231,6 +283,7 @@ def _finished(
     """``response`` with its output and usage."""
     return response | {
         "status": _status(finish),
+        "completed_at": None if finish == "length" else int(time.time()),
         "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
         "output": found,
         "usage": {
