@@ -50,7 +50,7 @@ def convert(gguf: Path, folder: Path) -> None:
     import torch  # here, so that what is missing becomes the answer
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from tonnage.server.text.gguf_once import parsed_once
+    from tonnage.server.text.gguf_once import parsed_once  # of use with transformers only
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
