@@ -33,6 +33,12 @@ _DISCARD_FACTOR = 8
 # a few objects in it (parts, tool calls): ten for each is more than any needs.
 MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
+# Two million empty objects, 6 MB of text, take 150 MB and half a second to build: the text is looked at first.
+# Strings, names of members included: twenty-five for each message. Other values are token ids in the main: a
+# quarter of a million take 10 MB and 20 ms.
+_MAX_BRACKETS = 2 * _MAX_CONTAINERS
+_MAX_STRINGS = 25 * MAX_ITEMS
+_MAX_VALUES = 2**18
 # JSON schemas have the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
 _MAX_KEYS = 10_000
 # Unknown names inside of known fields that a lenient server leaves out; each may cost a validation.
@@ -56,7 +62,7 @@ class Fields(Generic[Model]):
 
 async def read_body(
     request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
-) -> bytes:
+) -> bytearray:
     """The body, at most ``limit`` bytes, sent within ``seconds``; its bytes count in ``bodies`` meanwhile.
 
     Raises ApiError (wrong media type, too large, too slow, too many at once), ClientDisconnected.
@@ -85,8 +91,8 @@ async def read_body(
         ) from None
 
 
-async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytes:
-    parts: list[bytes] = []
+async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
+    body = bytearray()  # grows in place: joined parts would be there twice
     size = held = 0
     try:
         while True:
@@ -98,9 +104,9 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytes:
             if size <= limit:
                 bodies.hold(held, size)
                 held = size
-                parts.append(part)
+                body += part
             else:
-                parts.clear()
+                body.clear()
             if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
                 break
     finally:
@@ -109,16 +115,28 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytes:
         raise ApiError(
             ErrorCode.REQUEST_TOO_LARGE, f"the request body is larger than the limit of {limit} bytes"
         )
-    return b"".join(parts)
+    return body
+
+
+def most_values(max_model_len: int) -> int:
+    """That a body may hold: two prompts of token ids as long as the context, or many shorter ones."""
+    return max(_MAX_VALUES, 2 * max_model_len)
 
 
 def parse_body(
-    body: bytes, fields: Fields[Model], honours: frozenset[str] = BASIC_PARAMS, *, lenient: bool = False
+    body: bytes | bytearray,
+    fields: Fields[Model],
+    honours: frozenset[str] = BASIC_PARAMS,
+    *,
+    lenient: bool = False,
+    most: int = _MAX_VALUES,
 ) -> tuple[Model, tuple[str, ...]]:
     """A validated instance of ``fields.model``, and the names of the fields that had no effect.
 
-    ``honours``: what the engine acts on. Raises ApiError naming the field and what is right.
+    ``honours``: what the engine acts on; ``most``: values, see :func:`most_values`. Raises ApiError naming the
+    field and what is right.
     """
+    _check_values(body, most)
     document = _json_object(body)
     _check_size(document)
     ignored = _apply(document, fields.table, honours, lenient, "")
@@ -142,23 +160,53 @@ def parse_body(
             unknown -= len(dropped)
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def _check_values(body: bytes | bytearray, most: int) -> None:
+    """Raises ApiError for more objects, lists, strings or other values than any request needs, before one of
+    them is built. Exact for JSON; what is none is found out later."""
+    if len(body) <= 2 * _MAX_BRACKETS:  # each takes a byte, and one to part it from the next
+        return
+    outside = body
+    quotes, commas, brackets = body.count(b'"'), body.count(b","), body.count(b"{") + body.count(b"[")
+    if quotes > 2 * _MAX_STRINGS and b"\\" in body:
+        outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+        quotes = outside.count(b'"')
+    if quotes <= 2 * _MAX_STRINGS and (commas > most or brackets > _MAX_BRACKETS):
+        if b"\\" in outside:
+            outside = outside.replace(b"\\\\", b"").replace(b'\\"', b"")
+        outside = b"".join(outside.split(b'"')[::2])  # what stands between the strings
+        commas, brackets = outside.count(b","), outside.count(b"{") + outside.count(b"[")
+    for count, limit, what in (
+        (quotes // 2, _MAX_STRINGS, "strings"),
+        (brackets, _MAX_BRACKETS, "objects and lists"),
+        (commas, most, "values"),
+    ):
+        if count > limit:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE, f"the request has {count} {what}; at most {limit} are allowed"
+            )
+
+
+def _json_object(body: bytes | bytearray) -> dict[str, Any]:
     try:
-        text = body.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            ErrorCode.INVALID_ENCODING,
-            f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})",
-        ) from None
-    try:
-        document = pydantic_core.from_json(text, allow_inf_nan=False)
+        document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
+        _check_encoding(body)
         raise ApiError(ErrorCode.INVALID_JSON, f"the request body is not JSON: {str(error)[:200]}") from None
     if not isinstance(document, dict):
         raise ApiError(
             ErrorCode.INVALID_TYPE, f"the request body must be a JSON object, not {_json_type(document)}"
         )
     return document
+
+
+def _check_encoding(body: bytes | bytearray) -> None:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            ErrorCode.INVALID_ENCODING,
+            f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})",
+        ) from None
 
 
 def _check_size(document: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
+from tonnage.server.api.body import Fields, inline_schema, most_values, parse_body, read_body
 from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.errors import ApiError, from_exception, render, stopping
@@ -97,7 +97,8 @@ class Endpoint(Generic[Body]):
         state, service = self._state, self._service
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        body, ignored = parse_body(raw, service.fields, state.honours, lenient=settings.lenient)
+        most = most_values(state.max_model_len)
+        body, ignored = parse_body(raw, service.fields, state.honours, lenient=settings.lenient, most=most)
         del raw
         if body.request_id:
             ticket.request_id = body.request_id

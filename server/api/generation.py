@@ -29,6 +29,12 @@ from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, StopStri
 # time, so that the event loop is not held for more than about ten milliseconds and a hang-up ends it.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
+# A text of more characters, and of more than so many for each token of the context, is looked at in slices
+# before it is encoded whole, which takes a hundred bytes of memory a character. Ordinary prompts that fit have
+# three to five characters a token.
+_ENCODE_WHOLE_CHARACTERS = 2**17
+_CHARACTERS_A_TOKEN = 8
+
 Finish = Literal["stop", "length"]
 
 
@@ -84,15 +90,39 @@ class Generator:
         if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
+        one: dict[int, int] = {}  # object for each token: a prompt then takes 8 bytes a token, not 40
         for part in _slices(texts):
-            found += map(tuple, await asyncio.to_thread(tokenizer.encode_all, part, add_special_tokens))
+            for ids in await asyncio.to_thread(tokenizer.encode_all, part, add_special_tokens):
+                found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
+
+    async def check_characters(self, texts: Sequence[str], param: str) -> None:
+        """Raises ApiError context_length_exceeded for a text whose slices alone make twice the tokens of the
+        context. Where they are cut tokens may be others than in the whole; that is far from twice as many."""
+        tokenizer, limit = self._state.tokenizer, self._state.max_model_len
+        for text in texts:
+            if len(text) <= max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * limit):
+                continue
+            tokens = 0
+            for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):
+                part = text[at : at + _ENCODE_INLINE_CHARACTERS]
+                tokens += len((await asyncio.to_thread(tokenizer.encode_all, [part], False))[0])
+                if tokens > 2 * limit:
+                    self._state.accounts.refused["never", "max_model_len"] += 1
+                    raise ApiError(
+                        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                        f"this model's maximum context length is {limit} tokens; the first "
+                        f"{at + len(part)} of {len(text)} characters alone make {tokens}: shorten the prompt",
+                        param=param,
+                    )
 
     async def token_ids(
         self, items: list[str] | list[list[int]], *, add_special_tokens: bool, param: str
     ) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each prompt, be it text or ids. Raises ApiError as :meth:`check_token_ids`."""
+        """Token ids of each prompt, be it text or ids. Raises ApiError as :meth:`check_characters`
+        and :meth:`check_token_ids`."""
         texts = [item for item in items if isinstance(item, str)]
+        await self.check_characters(texts, param)
         prompts = (
             await self.encode_all(texts, add_special_tokens=add_special_tokens)
             if texts

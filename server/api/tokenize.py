@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sized
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_body, read_body
+from tonnage.server.api.body import Fields, inline_schema, most_values, parse_body, read_body
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
@@ -18,8 +19,12 @@ from tonnage.server.api.sampling import STRICT, TokenId
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.state import ServerState
 
-# A million ids: longer than any context served here, see Settings.max_request_body_bytes.
-MAX_TOKENS = 2**20
+# What a text or a list may have, or what the context holds where that is more: a text takes some hundred bytes
+# of memory a character while it is encoded, with its tokens' texts twice that.
+MAX_CHARACTERS = 2**18
+MAX_TOKENS = 2**17
+# English has four to five.
+_CHARACTERS_A_TOKEN = 8
 
 
 class _Named(BaseModel):
@@ -39,7 +44,7 @@ class TokenizeRequest(_Named):
 
 
 class DetokenizeRequest(_Named):
-    tokens: list[TokenId] = Field(max_length=MAX_TOKENS, fail_fast=True)
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
@@ -74,10 +79,19 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     async def parse(request: Request, fields: Fields[Body]) -> Body:
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        body, _ = parse_body(raw, fields, lenient=settings.lenient)
+        body, _ = parse_body(raw, fields, lenient=settings.lenient, most=most_values(state.max_model_len))
         if body.model is not None:
             state.check_model(body.model)
         return body
+
+    def check_length(param: str, value: Sized, what: str, least: int, of_a_token: int) -> None:
+        most = max(least, of_a_token * state.max_model_len)
+        if len(value) > most:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"{param} has {len(value)} {what}; at most {most} are allowed at once",
+                param=param,
+            )
 
     @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model=Tokens)
     async def tokenize(request: Request) -> Response:
@@ -94,6 +108,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
                 add_special_tokens=bool(body.add_special_tokens),
             )
         else:
+            check_length("prompt", body.prompt or "", "characters", MAX_CHARACTERS, _CHARACTERS_A_TOKEN)
             ids = await generator.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
@@ -106,6 +121,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     async def detokenize(request: Request) -> Text:
         """The text of token ids."""
         body = await parse(request, _DETOKENIZE)
+        check_length("tokens", body.tokens, "tokens", MAX_TOKENS, 1)
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")
         return Text(prompt=await asyncio.to_thread(state.tokenizer.decode_apart, body.tokens))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tonnage.server.api.body import MAX_ITEMS, Fields, parse_body
+from tonnage.server.api.body import MAX_ITEMS, Fields, most_values, parse_body
 from tonnage.server.api.chat import protocol as chat
 from tonnage.server.api.completions import protocol as completions
 from tonnage.server.api.embeddings import protocol as embeddings
-from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS
+from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS, Generator
 from tonnage.server.api.responses import protocol as responses
-from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_TOKENS
+from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_CHARACTERS, MAX_TOKENS
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES, LARGEST_AT_ONCE
@@ -126,6 +126,45 @@ def test_a_hundred_thousand_faults_cost_as_much_as_one(case: str, lenient: bool)
     assert len(caught.value.message) < 1000
 
 
+@pytest.mark.parametrize(
+    ("items", "what"),
+    [
+        ("{}," * 2_000_000, "objects and lists"),
+        ("[]," * 2_000_000, "objects and lists"),
+        ('"a",' * 2_000_000, "strings"),
+        ('"\\\\","\\"",' * 700_000, "strings"),
+        ("1," * 4_000_000, "values"),
+    ],
+    ids=["objects", "lists", "strings", "escapes", "numbers"],
+)
+def test_millions_of_values_are_counted_before_they_are_built(items: str, what: str) -> None:
+    body = f'{{"model":"demo","prompt":[{items}0]}}'.encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=what) as caught:
+            parse_body(body, completions.FIELDS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code == ErrorCode.INVALID_VALUE
+    assert peak < 2.5 * len(body)
+
+
+@pytest.mark.parametrize("text", ['{"a":[1,2]},' * 600_000, "[" * 2_000_000, '\\"' * 900_000, "," * 7_000_000])
+def test_a_long_text_may_look_like_json(text: str) -> None:
+    body = json.dumps({"model": "demo", "prompt": text, "max_tokens": 1}).encode()
+    found, _ = parse_body(body, completions.FIELDS)
+    assert found.prompt == text
+
+
+def test_a_longer_context_has_room_for_its_tokens() -> None:
+    body = json.dumps({"model": "demo", "prompt": [1] * 1_000_000}).encode()
+    with pytest.raises(ApiError, match="1000000 values"):
+        parse_body(body, completions.FIELDS)
+    found, _ = parse_body(body, completions.FIELDS, most=most_values(2**20))
+    assert len(found.prompt) == 1_000_000
+
+
 def test_a_lenient_server_leaves_out_what_it_does_not_know_in_every_message() -> None:
     body = {"model": "demo", "messages": [HELLO | {"foo": 1}] * 3}
     _, ignored = parse_body(json.dumps(body).encode(), chat.FIELDS, lenient=True)
@@ -180,6 +219,25 @@ async def test_long_prompts_are_encoded_in_slices_beside_the_loop(server, checke
     assert len(encoded) < len(prompts)
 
 
+async def test_a_prompt_far_too_long_is_not_encoded_whole(server, checked, encoded) -> None:
+    """Whole it takes a hundred bytes of memory a character."""
+    text = "lorem ipsum " * 600_000
+    for path, more in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [HELLO | {"content": text}]})):
+        encoded.clear()
+        error = checked(await server.http.post(path, json={"model": "demo", "max_tokens": 1} | more))
+        assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, next(iter(more)))
+        assert str(len(text))[:4] in error.message
+        assert not any(in_loop for in_loop, _ in encoded)
+        assert max(size for _, size in encoded) <= _ENCODE_INLINE_CHARACTERS
+        assert sum(size for _, size in encoded) < 20 * server.state.max_model_len + _ENCODE_INLINE_CHARACTERS
+
+
+async def test_a_token_that_repeats_is_one_object(server) -> None:
+    generator = Generator(server.state)
+    (ids,) = await generator.encode_all(["one two three four " * 2000])
+    assert len({id(token) for token in ids}) == len(set(ids)) < len(ids)
+
+
 def test_a_batch_is_encoded_and_decoded_as_each_alone(tokenizer: Tokenizer) -> None:
     texts = ["", "hello", " hello\n", "<|im_start|>user\nça va? \U0001f600<|im_end|>", "a" * 5000]
     for special in (True, False):
@@ -198,6 +256,10 @@ async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
     assert encoded == [(False, len(text))]
     answer = (await server.http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
     assert answer == {"prompt": text}
+    long = {"prompt": "a" * (max(MAX_CHARACTERS, 8 * server.state.max_model_len) + 1)}
+    error = checked(await server.http.post("/tokenize", json=long))
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "prompt")
+    assert str(MAX_CHARACTERS) in error.message
     error = checked(await server.http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tokens")
     assert str(MAX_TOKENS) in error.message

@@ -41,6 +41,7 @@ async def chat_prompt(
         template_arguments=template_arguments,
         tools=tools,
     )
+    await generator.check_characters([text], param)
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
     generator.check_token_ids([prompt], param)
     return prompt
