@@ -15,6 +15,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import BodyBytes
+from tonnage.server.http.outbox import Outboxes
 from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
@@ -37,6 +38,7 @@ class ServerState:
     tokenizer: Tokenizer
     accounts: Accounts = field(default_factory=Accounts)
     quotas: Quotas = field(default_factory=Quotas)
+    outboxes: Outboxes = field(default_factory=Outboxes)
     chat_template: ChatTemplate | None = None
     loras: tuple[LoRAModule, ...] = ()
     tool_parser: ToolParser | None = None
@@ -144,7 +146,9 @@ class ServerState:
         """Send new requests away; return when those in flight have ended or the time is up."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.accounts.idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.accounts.idle.wait()
+                await self.outboxes.idle.wait()  # answers that are made, and not read yet
 
     def check_ready(self) -> None:
         """Raises ApiError (503) with the reason while the engine cannot serve."""

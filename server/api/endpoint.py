@@ -109,6 +109,7 @@ class Endpoint(Generic[Body]):
             return EventStream(
                 service.stream(body, ticket),
                 ticket,
+                outboxes=state.outboxes,
                 headers=headers,
                 keep_alive=settings.sse_keep_alive,
                 timeout=timeout,

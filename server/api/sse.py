@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
+from tonnage.server.http.outbox import Outbox, Outboxes
 from tonnage.server.requests.accounts import Outcome, Ticket
 
 _DONE = b"data: [DONE]\n\n"
@@ -42,7 +43,7 @@ class EventStream(Response):
     Nothing is sent before the first event, so that a refusal still gets its own status; but after
     ``keep_alive`` seconds of silence (also before it) a comment goes out, or proxies hang up on a request that
     waits. A failure after the start becomes an error event and the end. A client that hangs up closes
-    ``events`` at once.
+    ``events`` at once; one that does not read holds nothing up, ``events`` run to their end (``outboxes``).
     """
 
     media_type = "text/event-stream"
@@ -52,6 +53,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         ticket: Ticket,
         *,
+        outboxes: Outboxes,
         headers: dict[str, str],
         keep_alive: float,
         timeout: float | None = None,
@@ -62,39 +64,50 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._ticket = ticket
+        self._outboxes = outboxes
         self._keep_alive = keep_alive
         self._timeout = timeout
         self._on_error = on_error
         self._last = last
         self._started = False
+        self._generated = False
         self._sent = 0  # messages; a timer that finds it unchanged has seen silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outbox = Outbox(self._outboxes, scope, scope.get("tonnage.send", send))
         timer = asyncio.create_task(self._comments(send))
         try:
-            await until_disconnect(receive, self._send_all(scope, receive, send))
+            await until_disconnect(receive, self._send_all(outbox, scope, receive, send))
         except ClientDisconnected:
             self._ticket.finish("aborted")
         except asyncio.CancelledError:  # the server stops and has waited long enough
-            await self._fail(stopping(), scope, receive, send)
+            if self._generated:
+                await self._finish(outbox, send)
+            else:
+                await self._fail(stopping(), outbox, scope, receive, send)
         finally:
             timer.cancel()
+            outbox.close()
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_all(self, outbox: Outbox, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            chunks: Send = scope.get("tonnage.send", send)
             async with asyncio.timeout(self._timeout), aclosing(self._events) as events:
                 async for event in events:
                     if not self._started:
                         await self._start(send)
                     self._sent += 1
-                    await chunks({"type": "http.response.body", "body": event, "more_body": True})
+                    await outbox.put(event)
         except TimeoutError:
-            await self._fail(self._ticket.timed_out(self._timeout), scope, receive, send)
+            await self._fail(self._ticket.timed_out(self._timeout), outbox, scope, receive, send)
         except Exception as exception:
-            await self._fail(from_exception(exception), scope, receive, send)
+            await self._fail(from_exception(exception), outbox, scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": self._last, "more_body": False})
+            self._generated = True
+            await self._finish(outbox, send)
+
+    async def _finish(self, outbox: Outbox, send: Send) -> None:
+        await outbox.flush()
+        await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
     async def _start(self, send: Send) -> None:
         self._started = True
@@ -109,8 +122,9 @@ class EventStream(Response):
                     await self._start(send)
                 await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(self, error: ApiError, outbox: Outbox, scope: Scope, receive: Receive, send: Send) -> None:
         self._ticket.fail(error, outcome_of(error))
+        await outbox.flush()
         if self._started:
             body = self._on_error(error) + self._last
             await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,141 @@
+"""What one connection may take: time and bytes of heads and trailers, and its place among the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.http import protocol
+from tonnage.server.http.protocol import MAX_HEAD_BYTES
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+BODY = json.dumps({"model": "demo", "prompt": "hello", "max_tokens": 2}).encode()
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(BODY), BODY)
+)
+
+
+class Connection:
+    """A bare socket, closed on the way out."""
+
+    def __init__(self, url: str) -> None:
+        self._host, self._port = url.removeprefix("http://").split(":")
+
+    async def __aenter__(self) -> Connection:
+        self.reader, self.writer = await asyncio.open_connection(self._host, int(self._port))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.writer.close()
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, bytes]:
+        """Status and body of the next answer, which says its length."""
+        async with asyncio.timeout(PATIENCE):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            (length,) = [
+                int(line.partition(b":")[2])
+                for line in head.lower().split(b"\r\n")
+                if line.startswith(b"content-length:")
+            ]
+            return int(head.split()[1]), await self.reader.readexactly(length)
+
+    async def end(self) -> None:
+        """Wait until the server has closed it; fails when that does not happen."""
+        async with asyncio.timeout(PATIENCE):
+            with contextlib.suppress(ConnectionError):
+                while await self.reader.read(65536):
+                    pass
+
+
+@pytest.mark.parametrize("piece", [b"x", b"\r\n"], ids=["name", "blank lines"])
+async def test_a_slow_head_on_a_kept_connection(server, monkeypatch, piece: bytes) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    async with Connection(server.url) as slow:
+        slow.send(HEALTH)
+        assert (await slow.answer())[0] == 200
+
+        async def drip() -> None:
+            while True:
+                slow.send(piece)
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await slow.end()
+        dripping.cancel()
+
+
+async def test_a_body_that_nobody_reads_has_an_end(server, monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    async with Connection(server.url) as slow:
+        slow.send(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        assert (await slow.answer())[0] == 200
+
+        async def drip() -> None:
+            while True:
+                slow.send(b" ")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await slow.end()
+        dripping.cancel()
+
+
+FIELD = b"X-Trailer: a\r\n"
+TOO_LONG = {
+    "fields": (b"0\r\n" + FIELD * (MAX_HEAD_BYTES // len(FIELD) + 1)),
+    "one value": b"0\r\nX: " + b"a" * MAX_HEAD_BYTES,
+    "chunk extension": b"1;x=" + b"a" * MAX_HEAD_BYTES,
+}
+
+
+@pytest.mark.parametrize("around", TOO_LONG.values(), ids=TOO_LONG)
+async def test_what_stands_around_a_body_is_counted(server, around: bytes) -> None:
+    async with Connection(server.url) as sender:
+        sender.send(CHUNKED)
+        await server.until(lambda: server.state.accounts.received == 1)
+        sender.send(around)
+        status, body = await sender.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
+        await sender.end()
+    await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
+    async with Connection(server.url) as sender:
+        sender.send(CHUNKED + b"0\r\n" + FIELD * 8 + b"\r\n")
+        assert (await sender.answer())[0] == 200
+
+
+async def test_idle_connections_make_room(server, monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 8)
+    async with contextlib.AsyncExitStack() as stack:
+        idle = [await stack.enter_async_context(Connection(server.url)) for _ in range(20)]
+        assert (await server.http.get("/health")).status_code == 200
+        for each in idle[:12]:
+            await each.end()
+        idle[-1].send(HEALTH)
+        assert (await idle[-1].answer())[0] == 200
+
+
+async def test_working_connections_stay_and_the_next_is_told(run_server, small_plan, monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+    engine = FakeEngine(small_plan(), token_rate=20)
+    body: dict[str, Any] = {"model": "demo", "prompt": "hello", "max_tokens": 1000, "ignore_eos": True}
+    async with run_server(engine) as server:
+        asked = [asyncio.create_task(server.http.post("/v1/completions", json=body)) for _ in range(2)]
+        await server.until(lambda: engine.stats().running == 2)
+        async with Connection(server.url) as third:
+            status, told = await third.answer()
+            assert (status, json.loads(told)["error"]["code"]) == (503, "server_overloaded")
+        assert engine.stats().running == 2
+        for task in asked:
+            task.cancel()
+        await server.until(lambda: server.state.accounts.outcomes["aborted"] == 2)
+        assert (await server.http.get("/health")).status_code == 200

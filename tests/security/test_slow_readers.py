@@ -1,0 +1,121 @@
+"""Clients that do not read: what is computed for them ends, what is kept for them is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from typing import Any
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.http import outbox, protocol
+from tonnage.server.http.protocol import BoundedHttpProtocol
+
+SMALL = 4096  # bytes; the kernel doubles it. What does not fit in the sockets waits in the server
+
+# 2,000 events of some 200 bytes: far more than the sockets and the transport hold.
+STORY: dict[str, Any] = {
+    "model": "demo", "prompt": "hello", "n": 4, "max_tokens": 500, "seed": 1, "ignore_eos": True,
+    "stream": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def connections(monkeypatch) -> list[BoundedHttpProtocol]:
+    """The server's connections, each with a small buffer in the kernel."""
+    made: list[BoundedHttpProtocol] = []
+    original = BoundedHttpProtocol.connection_made
+
+    def connection_made(self: BoundedHttpProtocol, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
+        made.append(self)
+        original(self, transport)
+
+    monkeypatch.setattr(BoundedHttpProtocol, "connection_made", connection_made)
+    return made
+
+
+class Reader:
+    """Sends a request and reads nothing until it is told to."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._address = host, int(port)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+        self._socket.setblocking(False)
+
+    async def send(self, path: str, body: dict[str, Any] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(self._socket, self._address)
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        await loop.sock_sendall(self._socket, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def read(self) -> bytes:
+        """All that comes until the server closes, or cuts the connection."""
+        loop, parts = asyncio.get_running_loop(), []
+        async with asyncio.timeout(PATIENCE):
+            try:
+                while part := await loop.sock_recv(self._socket, 65536):
+                    parts.append(part)
+            except ConnectionError:
+                pass
+        self._socket.close()
+        return b"".join(parts)
+
+
+def said(stream: bytes) -> Counter[tuple[int, str, str | None]]:
+    """The pieces of all choices, and how each ended."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
+    choices = [event["choices"][0] for event in events]
+    return Counter((choice["index"], choice["text"], choice["finish_reason"]) for choice in choices)
+
+
+async def test_sequences_are_free_when_the_engine_has_ended_them(run_server, small_plan, connections) -> None:
+    async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=4) as server:
+        reader = Reader(server.url)
+        await reader.send("/v1/completions", STORY)
+        await server.until(lambda: server.state.accounts.outcomes["length"] == 1)
+        assert connections[0].flow.write_paused
+        answer = await server.complete(max_tokens=2, n=4, ignore_eos=True)
+        assert answer.status_code == 200
+        late = await reader.read()
+        assert b"data: [DONE]" in late
+        at_once = await server.complete(**STORY)
+        assert said(late) == said(at_once.content)  # and whole
+        assert server.state.outboxes.behind == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", STORY), ("/openapi.json", None)], ids=["stream", "whole"]
+)
+async def test_who_takes_nothing_is_cut_off(
+    run_server, small_plan, connections, monkeypatch, path: str, body: dict[str, Any] | None
+) -> None:
+    monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.5)
+    async with run_server(FakeEngine(small_plan())) as server:
+        reader = Reader(server.url)
+        await reader.send(path, body)
+        await server.until(lambda: bool(connections))
+        await server.until(lambda: connections[0] not in connections[0].connections)
+        text = await reader.read()
+        assert text.startswith(b"HTTP/1.1 200")
+        assert not text.endswith((b"}", b"0\r\n\r\n"))
+        await server.until(lambda: server.state.outboxes.behind == 0)
+
+
+async def test_what_is_kept_for_a_stream_is_bounded(run_server, small_plan, connections, monkeypatch) -> None:
+    monkeypatch.setattr(outbox, "OUTBOX_BYTES", 100_000)
+    engine = FakeEngine(small_plan())
+    async with run_server(engine) as server:
+        reader = Reader(server.url)
+        await reader.send("/v1/completions", STORY)
+        await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
+        assert (engine.stats().running, engine.stats().pool.used) == (0, 0)
+        assert b"[DONE]" not in await reader.read()
+        assert (await server.complete(max_tokens=2)).status_code == 200
