@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -48,7 +49,7 @@ class Outbox:
 
     def __init__(self, all_of_them: Outboxes, scope: Scope, send: Send) -> None:
         self._all = all_of_them
-        self._connection = scope.get("tonnage.connection")
+        self._connection: Any = scope.get("tonnage.connection")  # BoundedHttpProtocol
         self._send = send
         self._events: deque[bytes] = deque()
         self._size = 0
