@@ -71,11 +71,12 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
+        self._ended = False  # nothing more comes but the last event
         self._sent = 0  # messages; a timer that finds it unchanged has seen silence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = Outbox(self._outboxes, scope, scope.get("tonnage.send", send))
-        timer = asyncio.create_task(self._comments(send))
+        timer = asyncio.create_task(self._comments(outbox, send))
         try:
             await until_disconnect(receive, self._send_all(outbox, scope, receive, send))
         except ClientDisconnected:
@@ -92,6 +93,7 @@ class EventStream(Response):
     async def _send_all(self, outbox: Outbox, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._timeout), aclosing(self._events) as events:
+                await outbox.ready()
                 async for event in events:
                     if not self._started:
                         await self._start(send)
@@ -106,6 +108,7 @@ class EventStream(Response):
             await self._finish(outbox, send)
 
     async def _finish(self, outbox: Outbox, send: Send) -> None:
+        self._ended = True
         await outbox.flush()
         await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
@@ -113,16 +116,17 @@ class EventStream(Response):
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
-    async def _comments(self, send: Send) -> None:
-        while True:
+    async def _comments(self, outbox: Outbox, send: Send) -> None:
+        while not self._ended:
             before = self._sent
             await asyncio.sleep(self._keep_alive)
-            if self._sent == before:
+            if self._sent == before and not self._ended and not outbox.behind:
                 if not self._started:
                     await self._start(send)
-                await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                await outbox.put(_COMMENT)
 
     async def _fail(self, error: ApiError, outbox: Outbox, scope: Scope, receive: Receive, send: Send) -> None:
+        self._ended = True
         self._ticket.fail(error, outcome_of(error))
         await outbox.flush()
         if self._started:

@@ -1,13 +1,12 @@
 """What a stream has to say while its client does not listen.
 
 A stream that waits for its client would keep its sequences, and its place in the queue, for as long as the
-client likes, and what the engine says meanwhile would pile up as objects. So it goes on and keeps whole events.
+client likes. So it goes on, and what is said meanwhile is kept, of all streams together within a bound.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from typing import Any
 
 from starlette.types import Scope, Send
@@ -19,28 +18,36 @@ OUTBOX_BYTES = 64 * 2**20
 
 
 class Outboxes:
-    """Of one server: each stream that is behind has an equal share of OUTBOX_BYTES."""
+    """Of one server. They hold OUTBOX_BYTES at most: who is furthest behind is cut off first."""
 
     def __init__(self) -> None:
-        self.behind = 0
+        self.held = 0
         self.idle = asyncio.Event()  # set while none is behind
         self.idle.set()
-
-    def begin(self) -> None:
-        """A stream is behind from now on."""
-        self.behind += 1
-        self.idle.clear()
-
-    def end(self) -> None:
-        """Its client has got everything, or is gone."""
-        self.behind -= 1
-        if not self.behind:
-            self.idle.set()
+        self._behind: set[Outbox] = set()
 
     @property
-    def share(self) -> int:
-        """Bytes that one stream may be behind now."""
-        return OUTBOX_BYTES // max(1, self.behind)
+    def behind(self) -> int:
+        """Streams whose clients have not been sent everything."""
+        return len(self._behind)
+
+    def hold(self, outbox: Outbox, size: int) -> None:
+        """``outbox`` keeps ``size`` bytes more."""
+        self._behind.add(outbox)
+        self.idle.clear()
+        self.held += size
+        while self.held > OUTBOX_BYTES:
+            max(self._behind, key=len).cut()
+
+    def release(self, size: int) -> None:
+        """So many were sent, or are of no use any more."""
+        self.held -= size
+
+    def end(self, outbox: Outbox) -> None:
+        """Its client has got everything, or is gone."""
+        self._behind.discard(outbox)
+        if not self._behind:
+            self.idle.set()
 
 
 class Outbox:
@@ -51,24 +58,37 @@ class Outbox:
         self._all = all_of_them
         self._connection: Any = scope.get("tonnage.connection")  # BoundedHttpProtocol
         self._send = send
-        self._events: deque[bytes] = deque()
-        self._size = 0
-        self._writer: asyncio.Task[None] | None = None  # while the client is behind
+        self._kept = bytearray()
+        self._cut = False
+        self._writer: asyncio.Task[None] | None = None  # while something is kept
+
+    def __len__(self) -> int:
+        """Bytes kept."""
+        return len(self._kept)
+
+    @property
+    def behind(self) -> bool:
+        """The client has not taken what was sent before: more is kept for it."""
+        paused = self._connection is not None and self._connection.flow.write_paused
+        return self._writer is not None or paused
+
+    async def ready(self) -> None:
+        """Return when the client has taken the answers to what it asked before on this connection."""
+        if self._connection is not None:
+            await self._connection.flow.drain()
 
     async def put(self, event: bytes) -> None:
-        """Send ``event`` or keep it. A client that is behind by more than its share is cut off: this then never
-        returns, it is cancelled as when the client hangs up."""
-        connection = self._connection
-        if self._writer is None and (connection is None or not connection.flow.write_paused):
+        """Send ``event`` or keep it. For a client that is cut off this never returns: it is cancelled, as when
+        the client hangs up."""
+        if not self.behind:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
             return
-        self._events.append(event)
-        self._size += len(event)
-        if self._writer is None:
-            self._all.begin()
-            self._writer = asyncio.create_task(self._write())
-        if self._size > self._all.share:
-            connection.transport.abort()
+        if not self._cut:
+            self._kept += event
+            if self._writer is None:
+                self._writer = asyncio.create_task(self._write())
+            self._all.hold(self, len(event))
+        if self._cut:
             await asyncio.get_running_loop().create_future()
 
     async def flush(self) -> None:
@@ -76,26 +96,32 @@ class Outbox:
         if self._writer is not None:
             await asyncio.wait((self._writer,))  # who waits may be cancelled, what is kept is still owed
 
+    def cut(self) -> None:
+        """Drop the client, and what is kept for it."""
+        self._cut = True
+        self._forget()
+        self._connection.transport.abort()
+
     def close(self) -> None:
-        """Forget what has not been sent."""
+        """The stream has ended: what has not been sent is of no use any more."""
         if self._writer is not None:
             self._writer.cancel()
-            self._end()
+            self._writer = None
+        self._forget()
+        self._all.end(self)
+
+    def _forget(self) -> None:
+        self._all.release(len(self._kept))
+        self._kept.clear()
 
     async def _write(self) -> None:
-        try:
-            while self._events:
-                await self._connection.flow.drain()
-                taken, size = [], 0
-                while self._events and size < HIGH_WATER_LIMIT:
-                    taken.append(self._events.popleft())
-                    size += len(taken[-1])
-                self._size -= size
-                await self._send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        if self._writer is not None:
-            self._writer = None
-            self._all.end()
+        while self._kept:
+            await self._connection.flow.drain()
+            # Whole events, as there are clients that take a chunk for one; at least a piece of a larger one.
+            end = self._kept.rfind(b"\n\n", 0, HIGH_WATER_LIMIT) + 2
+            piece = bytes(self._kept[: end if end > 1 else HIGH_WATER_LIMIT])
+            del self._kept[: len(piece)]
+            self._all.release(len(piece))
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._writer = None
+        self._all.end(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from resource import RLIM_INFINITY
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from serving import PATIENCE
 
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.http import protocol
-from tonnage.server.http.protocol import MAX_HEAD_BYTES
+from tonnage.server.http.protocol import (
+    KEPT_FILES,
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    max_connections,
+)
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = json.dumps({"model": "demo", "prompt": "hello", "max_tokens": 2}).encode()
@@ -113,6 +120,18 @@ async def test_what_stands_around_a_body_is_counted(server, around: bytes) -> No
         assert (await sender.answer())[0] == 200
 
 
+async def test_few_requests_are_taken_before_the_first_is_answered(server) -> None:
+    async with Connection(server.url) as sender:
+        sender.send(HEALTH * 1000)
+        for _ in range(1 + MAX_PIPELINED):
+            assert (await sender.answer())[0] == 200
+        await sender.end()
+    async with Connection(server.url) as sender:  # one after the other as many as it likes
+        for _ in range(10 * MAX_PIPELINED):
+            sender.send(HEALTH)
+            assert (await sender.answer())[0] == 200
+
+
 async def test_idle_connections_make_room(server, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 8)
     async with contextlib.AsyncExitStack() as stack:
@@ -122,6 +141,15 @@ async def test_idle_connections_make_room(server, monkeypatch) -> None:
             await each.end()
         idle[-1].send(HEALTH)
         assert (await idle[-1].answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [(1024, 1024 - KEPT_FILES), (65536, MAX_CONNECTIONS), (RLIM_INFINITY, MAX_CONNECTIONS), (32, 1)],
+)
+def test_open_files_are_kept_for_all_else(monkeypatch, files: int, most: int) -> None:
+    monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
+    assert max_connections() == most
 
 
 async def test_working_connections_stay_and_the_next_is_told(run_server, small_plan, monkeypatch) -> None:

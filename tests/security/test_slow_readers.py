@@ -48,13 +48,18 @@ class Reader:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
         self._socket.setblocking(False)
+        self._connected = False
 
-    async def send(self, path: str, body: dict[str, Any] | None = None) -> None:
+    async def send(self, path: str, body: dict[str, Any] | None = None, *, close: bool = True) -> None:
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(self._socket, self._address)
+        if not self._connected:
+            await loop.sock_connect(self._socket, self._address)
+            self._connected = True
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        await loop.sock_sendall(self._socket, f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        if close:
+            head += "Connection: close\r\n"
+        await loop.sock_sendall(self._socket, head.encode() + b"\r\n" + data)
 
     async def read(self) -> bytes:
         """All that comes until the server closes, or cuts the connection."""
@@ -109,13 +114,52 @@ async def test_who_takes_nothing_is_cut_off(
         await server.until(lambda: server.state.outboxes.behind == 0)
 
 
-async def test_what_is_kept_for_a_stream_is_bounded(run_server, small_plan, connections, monkeypatch) -> None:
-    monkeypatch.setattr(outbox, "OUTBOX_BYTES", 100_000)
+async def test_a_stream_begins_when_what_was_asked_before_has_been_read(
+    run_server, small_plan, connections
+) -> None:
     engine = FakeEngine(small_plan())
     async with run_server(engine) as server:
         reader = Reader(server.url)
+        answered = 0
+        while not (connections and connections[0].flow.write_paused):
+            await reader.send("/openapi.json", close=False)
+            await server.until(lambda: bool(connections))
+            counts = connections[0].server_state
+            await server.until(lambda: counts.total_requests > answered)  # noqa: B023
+            answered = counts.total_requests
         await reader.send("/v1/completions", STORY)
+        await server.until(lambda: server.state.accounts.received == 1)
+        await asyncio.sleep(0.2)  # 40 times what it takes otherwise
+        assert not engine.stats().admissions
+        assert b"data: [DONE]" in await reader.read()
+
+
+async def test_what_is_kept_for_all_streams_is_bounded(
+    run_server, small_plan, connections, monkeypatch
+) -> None:
+    monkeypatch.setattr(outbox, "OUTBOX_BYTES", 150_000)
+    engine = FakeEngine(small_plan())
+    async with run_server(engine) as server:
+        reader, glutton = Reader(server.url), Reader(server.url)
+        await reader.send("/v1/completions", STORY | {"n": 1})
+        await server.until(lambda: server.state.accounts.outcomes["length"] == 1)
+        assert 0 < server.state.outboxes.held < 100_000
+        await glutton.send("/v1/completions", STORY)
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
         assert (engine.stats().running, engine.stats().pool.used) == (0, 0)
-        assert b"[DONE]" not in await reader.read()
+        assert b"[DONE]" not in await glutton.read()
+        assert b"[DONE]" in await reader.read()  # who is not the furthest behind loses nothing
+        assert (server.state.outboxes.held, server.state.outboxes.behind) == (0, 0)
         assert (await server.complete(max_tokens=2)).status_code == 200
+
+
+async def test_slow_readers_make_room(run_server, small_plan, connections, monkeypatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)
+    async with run_server(FakeEngine(small_plan())) as server:
+        readers = [Reader(server.url) for _ in range(2)]
+        for number, reader in enumerate(readers, 1):
+            await reader.send("/v1/completions", STORY)
+            await server.until(lambda: server.state.accounts.outcomes["length"] == number)  # noqa: B023
+        assert (await server.http.get("/health")).status_code == 200
+        assert b"[DONE]" not in await readers[0].read()  # the one that has waited longest
+        assert b"[DONE]" in await readers[1].read()
