@@ -144,7 +144,7 @@ class Engine(ABC):
         if chosen.flags.device == "cpu":
             from tonnage.planner.engines.runtime import hf
 
-            return Runtime(self.cpu_framework(), hf.activation_bytes(architecture, chosen), NOTHING)
+            return Runtime(self.cpu_framework(architecture), hf.activation_bytes(architecture, chosen), NOTHING)
         return self.gpu_terms(architecture, chosen)
 
     def gpu_terms(
@@ -161,11 +161,11 @@ class Engine(ABC):
         graphs = self.counts_graphs(chosen.flags, chosen.version)
         return gpu.terms(architecture, chosen, fitted, activation, graphs=graphs)
 
-    def cpu_framework(self) -> Estimate:
+    def cpu_framework(self, architecture: Architecture) -> Estimate:
         """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
         from tonnage.planner.engines.runtime import hf
 
-        return hf.framework_bytes()
+        return hf.framework_bytes(architecture.vocab_size)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
         """Activations of a step on a GPU; None: as the fitted model has them."""

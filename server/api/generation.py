@@ -194,6 +194,8 @@ class Generator:
         batch) or not now; and for this caller's own quota."""
         accounts, limit = self._state.accounts, self._state.settings.max_num_queued_reqs
         wanted = submission.sequences
+        if submission.params.grammar is not None:
+            submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
         tenant.priority_of(submission.priority)  # refused before anything is taken

@@ -58,7 +58,7 @@ def ask(loop: EngineLoop, n: int = 1, prompt: tuple[int, ...] = PROMPT, **params
     """Chunks of each of the n sequences; the manager's laws are checked after every step."""
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, **params}
     chunks = loop.add(GenerationRequest("x", prompt, SamplingParams(**settings), n=n))
-    while not loop.scheduler.idle:
+    while not loop.idle:
         chunks += loop.step()
         loop.scheduler.manager.check_invariants()
     return [[chunk for chunk in chunks if chunk.index == index] for index in range(n)]

@@ -17,6 +17,15 @@ API_PROCESS_BYTES = 104 * MiB
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
+# Grammars of answers (server/engines/hf/grammars). llguidance keeps the tokenizer of the demo model in 35 MiB;
+# its process holds 11 MiB without one. The rest are limits that the engine keeps to: of all grammars it
+# matches, and of each of those being tried, whose process begins as a copy of the other.
+GRAMMAR_TOKEN_BYTES = 750
+GRAMMAR_PROCESS_BYTES = 12 * MiB
+GRAMMARS_BYTES = 32 * MiB
+GRAMMAR_TRIALS = 2
+GRAMMAR_TRIAL_BYTES = 24 * MiB
+
 # Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
 # adds a few for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py compares.
 LOGITS_COPIES = 2
@@ -33,13 +42,20 @@ FLASHINFER_WORKSPACE_BYTES = 128 * MiB
 FLEX_TILE = 16
 
 
-def framework_bytes() -> Estimate:
-    """What the processes hold before weights and pool."""
-    value = API_PROCESS_BYTES + HF_CHILD_BYTES
-    return scaled(
-        value, HF_INTERVAL, f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,}",
-        "RssAnon after imports, torch 2.13 cpu",
-    )  # fmt: skip
+def framework_bytes(vocab_size: int) -> Estimate:
+    """What the processes hold before weights and pool, and what grammars of answers may take."""
+    tokens = vocab_size * GRAMMAR_TOKEN_BYTES
+    resting = API_PROCESS_BYTES + HF_CHILD_BYTES + GRAMMAR_PROCESS_BYTES + tokens
+    most = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)
+    return Estimate(
+        resting + most,
+        int(resting * HF_INTERVAL[0]),
+        int(resting * HF_INTERVAL[1]) + most,
+        f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,} + tokenizer of grammars "
+        f"{vocab_size:,} x {GRAMMAR_TOKEN_BYTES} + process that tries them {GRAMMAR_PROCESS_BYTES:,} "
+        f"+ grammars at most {most:,}",
+        "RssAnon after imports, torch 2.13 cpu, llguidance 1.7; limits of grammars",
+    )
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:

@@ -134,7 +134,7 @@ class VLLM(Engine):
     ) -> int:
         return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
 
-    def cpu_framework(self) -> Estimate:
+    def cpu_framework(self, architecture: Architecture) -> Estimate:
         from tonnage.planner.engines.vllm import cpu
 
         return cpu.framework_bytes()

@@ -8,12 +8,15 @@ Imports torch; its parent does not.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
 import sys
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from typing import cast
 
 import numba
 import torch
@@ -26,6 +29,10 @@ from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, Refused
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
+from tonnage.server.engines.hf.grammars import masks
+from tonnage.server.engines.hf.grammars.compiler import Compiler
+from tonnage.server.engines.hf.grammars.masks import GrammarMatcher
+from tonnage.server.engines.hf.grammars.tags import TagMatcher
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
@@ -34,6 +41,7 @@ from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
@@ -99,15 +107,15 @@ class EngineLoop:
         from tonnage.server.engines.hf.model.profile import device_bytes, profile
         from tonnage.server.engines.hf.model.runner import ModelRunner
         from tonnage.server.engines.hf.model.selfcheck import checked_attention
-        from tonnage.server.engines.hf.sampling.grammar import Grammars
 
         self.plan = plan
         self.connection = connection
         bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
         prepare(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         self.runner = ModelRunner(plan)
-        matcher = Grammars(str(model_files(plan.model.path)), self.runner.vocab_size).matcher
-        self.scheduler = Scheduler(plan, matcher, policy, sharing)
+        self.grammars = Compiler(model_files(plan.model.path), self.runner.vocab_size)
+        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with their arrival
+        self.scheduler = Scheduler(plan, self.grammars.matcher, policy, sharing)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
         self.device_bytes = device_bytes(self.runner.device)
@@ -125,28 +133,38 @@ class EngineLoop:
             device_bytes=self.device_bytes,
         )
 
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute, and no grammar to wait for."""
+        return self.scheduler.idle and not self._compiling
+
     def run(self) -> None:
         while True:
             chunks: list[Chunk] = []
-            while self.scheduler.idle or self.connection.poll():
+            if self.scheduler.idle:
+                wait([self.connection, self.grammars.fileno()])
+            while self.connection.poll():
                 message = self.connection.recv()
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Generate):
-                    refused = self.add(message.request)
-                    chunks += refused
-                    if refused and self.scheduler.idle:
-                        break
+                    chunks += self.add(message.request)
                 elif isinstance(message, Abort):
-                    chunks += self.scheduler.abort(message.request_id, message.index)
-                    if self.scheduler.idle:
-                        break
+                    chunks += self.abort(message)
             chunks += self.step()
-            self.connection.send(Step(tuple(chunks), self.scheduler.stats()))
+            self.connection.send(Step(tuple(chunks), self._stats()))
+
+    def _stats(self) -> EngineStats:
+        stats = self.scheduler.stats()
+        if not self._compiling:
+            return stats
+        return dataclasses.replace(stats, waiting=stats.waiting + len(self._compiling))
 
     def step(self) -> list[Chunk]:
         """One forward over decodes and prefill chunks; an error ends the step's requests, not the engine."""
+        begun = self._begin_compiled()
         batch, picked, chunks = self.scheduler.schedule()
+        chunks = begun + chunks
         if batch is None:
             return chunks
         try:
@@ -176,6 +194,10 @@ class EngineLoop:
         if all(is_greedy(s.params) and s.params.logprobs is None and not needs_adjusting(s) for s in drawing):
             return chunks + self.scheduler.finish(drawing, likeliest)
         logits = logits.float()
+        logits, drawing, ended = self._fill_masks(logits, drawing)
+        chunks += ended
+        if not drawing:
+            return chunks
         adjusted = adjust(logits, drawing)
         if adjusted is not logits and not all(possible := adjusted.amax(dim=-1).isfinite().tolist()):
             stuck = [sequence for sequence, good in zip(drawing, possible, strict=True) if not good]
@@ -195,16 +217,55 @@ class EngineLoop:
         return chunks
 
     def add(self, request: GenerationRequest) -> list[Chunk]:
-        """Queue it, or say why not: a chunk with the error for each of its sequences."""
-        try:
-            self.scheduler.add(request)
-        except TonnageError as error:
-            at_fault = isinstance(error, Refused)
-            return [
-                Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)
-                for index in range(request.n)
-            ]
+        """Queue it, once its grammar is compiled, or say why not: a chunk with the error for each sequence."""
+        arrival = time.monotonic()
+        if request.params.grammar is None:
+            return self._queue(request, arrival)
+        self._compiling[request.request_id] = request, arrival
+        self.grammars.ask(request)
         return []
+
+    def abort(self, message: Abort) -> list[Chunk]:
+        """Wherever it is; chunks that say so."""
+        if message.index is None and (found := self._compiling.pop(message.request_id, None)) is not None:
+            self.grammars.cancel(message.request_id)
+            return [Chunk(message.request_id, index, (), "abort") for index in range(found[0].n)]
+        return self.scheduler.abort(message.request_id, message.index)
+
+    def _queue(self, request: GenerationRequest, arrival: float) -> list[Chunk]:
+        try:
+            self.scheduler.add(request, arrival)
+        except Exception as error:  # nothing that a request asks for ends the engine
+            if not isinstance(error, TonnageError):
+                traceback.print_exc()
+                error = TonnageError(f"the engine cannot take this request: {type(error).__name__}")
+            return _errors(request, error)
+        return []
+
+    def _begin_compiled(self) -> list[Chunk]:
+        """Queue those whose grammar is ready; chunks of those whose grammar is at fault."""
+        chunks: list[Chunk] = []
+        for outcome in self.grammars.outcomes():
+            request, arrival = self._compiling.pop(outcome.request_id, (None, 0.0))
+            if request is None:  # its client has hung up
+                continue
+            chunks += _errors(request, outcome.error) if outcome.error else self._queue(request, arrival)
+        return chunks
+
+    def _fill_masks(
+        self, logits: torch.Tensor, drawing: list[Sequence]
+    ) -> tuple[torch.Tensor, list[Sequence], list[Chunk]]:
+        """Masks of all that have a grammar, within the step's budget; those whose turn does not come end."""
+        rows = [at for at, s in enumerate(drawing) if isinstance(s.matcher, GrammarMatcher | TagMatcher)]
+        matched = [(drawing[at].tenant, cast("GrammarMatcher", drawing[at].matcher)) for at in rows]
+        errors = {rows[at]: error for at, error in masks.fill(matched).items()} if rows else {}
+        if not errors:
+            return logits, drawing, []
+        chunks: list[Chunk] = []
+        for at, error in errors.items():
+            chunks += self.scheduler.fail([drawing[at]], error, refused=True)
+        kept = [at for at in range(len(drawing)) if at not in errors]
+        return logits[kept], [drawing[at] for at in kept], chunks
 
     def _clear(self, batch: Batch, picked: list[Sequence], broken: list[Sequence]) -> None:
         """Zeros where these sequences have written in this step: a kernel that multiplies what it does not see
@@ -233,6 +294,15 @@ class EngineLoop:
                 drawn.append(row + rows - 1)
             row += rows
         return logits[drawn]
+
+
+def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:
+    """For each of its sequences, that it is the request's fault or the engine's."""
+    at_fault = isinstance(error, Refused)
+    return [
+        Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)
+        for index in range(request.n)
+    ]
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ _HONOURED = BASIC_PARAMS | {
 
 
 def capabilities() -> Capabilities:
-    """Of this engine with what is installed: grammars need xgrammar."""
-    return Capabilities(_HONOURED | {"grammar"} if find_spec("xgrammar") else _HONOURED)
+    """Of this engine with what is installed: grammars need llguidance."""
+    return Capabilities(_HONOURED | {"grammar"} if find_spec("llguidance") else _HONOURED)
 
 
 def default_threads() -> int:

@@ -1,0 +1,163 @@
+"""The way of one answer through its grammar, and the masks of a step within their budget."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tonnage.planner.engines.runtime.hf import GRAMMARS_BYTES
+from tonnage.server.engines.hf.grammars import library, memory
+from tonnage.server.engines.hf.grammars.tags import TagMatcher
+
+if TYPE_CHECKING:
+    import llguidance  # of the extra grammar
+
+# Of all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and the step itself,
+# another stream stands still for less than a second. 64 ordinary masks take 0.02 s.
+STEP_SECONDS = 0.25
+
+OVER_BUDGET = (
+    f"its grammar is too slow: the masks of this step took {STEP_SECONDS:g} s before its turn came; "
+    "ask for fewer answers at once, or for a simpler grammar"
+)
+
+# Of all grammars that are kept or matched, as the plan has it.
+HELD_BYTES = GRAMMARS_BYTES
+
+OVER_MEMORY = f"its grammar took more of the {HELD_BYTES >> 20} MiB of this server's grammars than is left"
+
+_BUILDING = threading.Event()  # by the compiler's thread: what the process grows by is no mask's
+
+
+class Compiled:
+    """A grammar at the start of an answer, ``held`` bytes that its trial took and its answers add.
+
+    Raises GrammarError.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:
+        self.held = held
+        _BUILDING.set()
+        try:
+            self._build(tokenizer, source, vocab_size)
+        finally:
+            _BUILDING.clear()
+
+    def _build(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.ends = tokenizer.eos_tokens
+        self.matcher = library.matcher_of(tokenizer, source)
+        began = time.perf_counter()
+        self.first = self.matcher.compute_bitmask()
+        self.seconds = time.perf_counter() - began
+        library.check(self.matcher)
+        _LIVE.add(self)
+
+    def begin(self, ends: tuple[int, ...]) -> GrammarMatcher:
+        """An answer that one of ``ends`` may end, or none: see there."""
+        return GrammarMatcher(self, ends)
+
+
+# Every one that is kept or matched: an answer holds on to its own, whatever is kept of it.
+_LIVE: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+def held_bytes() -> int:
+    return sum(compiled.held for compiled in _LIVE)
+
+
+class GrammarMatcher:
+    """One answer's way through a grammar. After a complete text one of ``ends`` may follow; without any, the
+    text ends when it is complete.
+
+    ``seconds``: what its last mask took.
+    """
+
+    def __init__(self, compiled: Compiled, ends: tuple[int, ...]) -> None:
+        self.compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
+        self._vocab_size, self._own_ends, self._ends = compiled.vocab_size, compiled.ends, ends
+        self._bits: bytes | None = compiled.first
+        self.seconds = compiled.seconds
+
+    @property
+    def due(self) -> bool:
+        """Whether the mask for its next token is still to be computed."""
+        return self._bits is None
+
+    def fill(self) -> None:
+        """Compute it. Raises GrammarError where that is more than llguidance's limits allow."""
+        before, began = memory.resident_bytes(), time.perf_counter()
+        bits = self._matcher.compute_bitmask()
+        self.seconds = time.perf_counter() - began
+        if not _BUILDING.is_set():
+            self.compiled.held += max(0, memory.resident_bytes() - before)
+        library.check(self._matcher)
+        self._bits = bits
+
+    def mask(self, logits: torch.Tensor) -> None:
+        if self._bits is None:
+            self.fill()
+        assert self._bits is not None
+        logits.masked_fill_(~torch.from_numpy(self._allowed(self._bits)).to(logits.device), float("-inf"))
+
+    def _allowed(self, bits: bytes) -> npt.NDArray[np.bool_]:
+        """Which tokens may follow, [vocabulary]. llguidance lets its EOS follow where the text is complete."""
+        unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        allowed = unpacked[: self._vocab_size].astype(np.bool_)
+        complete = bool(unpacked[self._own_ends[0]])
+        for own in self._own_ends:
+            allowed[own : own + 1] = False
+        if complete:
+            allowed[list(self._ends)] = True
+        return allowed
+
+    def accept(self, token: int) -> bool:
+        if token in self._ends:
+            return True
+        self._bits = None
+        if not self._matcher.consume_token(token):
+            library.check(self._matcher)
+            raise library.GrammarError(f"token {token} does not match", field="grammar")
+        return not self._ends and self._matcher.is_accepting()
+
+
+def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int, str]:
+    """Compute the masks that are due; places in ``drawing`` whose sequences end, and why.
+
+    Tenants take turns by the time they have taken, each with its cheapest first; whose turn does not come
+    within `STEP_SECONDS` gets none.
+    """
+    errors: dict[int, str] = {}
+    taken = dict.fromkeys((tenant for tenant, _ in drawing), 0.0)
+    queues: dict[str, list[tuple[float, int]]] = {tenant: [] for tenant in taken}
+    for at, (tenant, matcher) in enumerate(drawing):
+        if matcher.due:
+            heapq.heappush(queues[tenant], (matcher.seconds, at))
+    turns = [(0.0, tenant) for tenant, queue in queues.items() if queue]
+    while turns:
+        _, tenant = heapq.heappop(turns)
+        _, at = heapq.heappop(queues[tenant])
+        matcher = drawing[at][1]
+        if sum(taken.values()) > STEP_SECONDS:
+            errors[at] = OVER_BUDGET
+        else:
+            try:
+                matcher.fill()
+            except library.GrammarError as error:
+                errors[at] = f"its grammar is too complex here: {error.message}"
+            taken[tenant] += matcher.seconds
+        if queues[tenant]:
+            heapq.heappush(turns, (taken[tenant], tenant))
+    if held_bytes() > HELD_BYTES:
+        largest = max((matcher.compiled for _, matcher in drawing), key=lambda compiled: compiled.held)
+        errors |= {at: OVER_MEMORY for at, (_, matcher) in enumerate(drawing) if matcher.compiled is largest}
+    return errors

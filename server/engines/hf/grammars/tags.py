@@ -1,0 +1,93 @@
+"""Structural tags, by xgrammar: text with parts in a given form, as vLLM's tool parsers ask for.
+
+llguidance does not know their many forms. What is here is no more bounded than xgrammar is: it is met only
+where the operator has chosen a tool parser, by strict functions, and compiled in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.engines.hf.grammars.library import GrammarError, first_line
+
+_KEPT_BYTES = 64 << 20  # of compiled tags; beyond it the least recently used go
+
+
+class Tags:
+    """Compiles for the tokenizer of the model in ``folder``. The first time takes some seconds."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder, self._vocab_size = folder, vocab_size
+        self._compiler: Any = None
+
+    def compile(self, text: str) -> CompiledTag:
+        """Raises GrammarError, or DeploymentError without xgrammar."""
+        try:
+            if self._compiler is None:
+                self._compiler = self._load()
+            return CompiledTag(self._compiler.compile_structural_tag(text), self._vocab_size)
+        except (RuntimeError, ValueError, TypeError, OSError) as error:  # xgrammar's, and of a model's files
+            raise GrammarError(first_line(str(error)), field="structural_tag") from None
+
+    def _load(self) -> Any:
+        try:
+            import xgrammar  # of the extra vllm
+        except ImportError:
+            raise DeploymentError(
+                "structural tags need xgrammar", field="grammar", hint="pip install 'tonnage[vllm]'"
+            ) from None
+        from transformers import AutoTokenizer  # only where somebody asks for a tag
+
+        # False, not left out: transformers would ask on the terminal whether to run the folder's own code.
+        tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_KEPT_BYTES)
+
+
+class CompiledTag:
+    """At the start of an answer. What it holds is in no budget."""
+
+    held = 0
+
+    def __init__(self, compiled: Any, vocab_size: int) -> None:
+        self._compiled, self._vocab_size = compiled, vocab_size
+
+    def begin(self, ends: tuple[int, ...]) -> TagMatcher:
+        return TagMatcher(self, self._compiled, ends, self._vocab_size)
+
+
+class TagMatcher:
+    """As :class:`.masks.GrammarMatcher`."""
+
+    def __init__(self, tag: CompiledTag, compiled: Any, ends: tuple[int, ...], vocab_size: int) -> None:
+        import xgrammar  # it is there once a tag was compiled
+
+        self.compiled = tag
+        self.seconds = 0.0
+        self.due = True
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled, override_stop_tokens=list(ends) or None, terminate_without_stop_token=not ends
+        )
+        self._apply = xgrammar.apply_token_bitmask_inplace
+        self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
+
+    def fill(self) -> None:
+        began = time.perf_counter()
+        self._matcher.fill_next_token_bitmask(self._bitmask)
+        self.seconds, self.due = time.perf_counter() - began, False
+
+    def mask(self, logits: torch.Tensor) -> None:
+        if self.due:
+            self.fill()
+        self._apply(logits[None], self._bitmask.to(logits.device))
+
+    def accept(self, token: int) -> bool:
+        self.due = True
+        if not self._matcher.accept_token(token):
+            raise GrammarError(f"token {token} does not match", field="structural_tag")
+        return bool(self._matcher.is_terminated())

@@ -1,0 +1,147 @@
+"""The process that tries grammars: a fork for each, which the kernel ends where it asks too much.
+
+Started by the engine as ``python -m tonnage.server.engines.hf.grammars.trial FD``, and gone with it. It holds
+llguidance and a tokenizer of bytes (11 MiB), and has no threads: a fork takes some milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from tonnage.planner.engines.runtime.hf import GRAMMAR_TRIAL_BYTES
+from tonnage.server.engines.hf.grammars import memory
+from tonnage.server.engines.hf.grammars.library import (
+    GrammarError,
+    byte_tokenizer,
+    check,
+    first_line,
+    matcher_of,
+    source_of,
+)
+from tonnage.server.engines.hf.grammars.messages import Tried, Try
+
+if TYPE_CHECKING:
+    import llguidance
+
+# Of processor time for one trial: a schema of 1,000 optional properties takes 0.1 s, an alternative of 5,000
+# words 0.04 s, and 1,800 rules of EBNF 0.4 s.
+SECONDS = 1.0
+# Beside what the process holds anyway. Of schemas of 120,000 bytes that compile within a second the largest
+# took 21 MiB.
+MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
+# llguidance goes down references of a schema by recursion: some thousand levels end a process whose stack is of
+# 8 MiB, as the engine's is. With an eighth of it here, nothing comes to the engine that is too deep for it.
+STACK_BYTES = 1 << 20
+# Whoever computes or draws comes first.
+BEHIND_THE_ENGINE = 5
+
+TOO_MUCH = (
+    f"it needs more than {SECONDS:g} s of processor time, {MEMORY_BYTES >> 20} MiB or is nested too deeply: "
+    "this server compiles no such grammar"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    number: int
+    pid: int
+
+
+def main(descriptor: int) -> None:
+    """The first message is the list of the model's special tokens; then one Tried for each Try."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    forks: dict[Connection, _Fork] = {}
+    with contextlib.suppress(EOFError, OSError):
+        tokenizer = byte_tokenizer(connection.recv())
+        gc.freeze()  # a collection in a fork would write to, and so copy, what it shares
+        while True:
+            for ready in wait([connection, *forks]):
+                assert isinstance(ready, Connection)
+                if ready is not connection:
+                    if ready in forks:  # not forgotten a moment ago
+                        connection.send(_result(ready, forks.pop(ready)))
+                    continue
+                message = connection.recv()
+                if isinstance(message, Try):
+                    _begin(tokenizer, message, connection, forks)
+                    continue
+                for reader in [reader for reader, fork in forks.items() if fork.number == message.number]:
+                    _end(reader, forks.pop(reader))
+    for reader, fork in forks.items():
+        _end(reader, fork)
+
+
+def _begin(
+    tokenizer: llguidance.LLTokenizer, trial: Try, connection: Connection, forks: dict[Connection, _Fork]
+) -> None:
+    reader, writer = Pipe(duplex=False)
+    pid = os.fork()
+    if pid:
+        writer.close()
+        forks[reader] = _Fork(trial.number, pid)
+        return
+    try:
+        connection.close()
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)  # what Rust says of its end is no news
+        _limit()
+        writer.send(_try(tokenizer, trial))
+    finally:
+        os._exit(0)
+
+
+def _limit() -> None:
+    """Beyond these the kernel ends this process, or gives it no more memory."""
+    os.nice(BEHIND_THE_ENGINE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    mapped = memory.mapped_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends it
+
+
+def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
+    """Compile it and ask for the first mask, as the engine will."""
+    before = memory.resident_bytes()
+    try:
+        source = source_of(trial.grammar)
+        matcher = matcher_of(tokenizer, source)
+        matcher.compute_bitmask()
+        check(matcher)
+    except GrammarError as error:
+        return Tried(trial.number, error=error.message)
+    except (MemoryError, RecursionError):
+        return Tried(trial.number, error=TOO_MUCH)
+    except Exception as error:  # of the converters, on a text that is no grammar
+        return Tried(trial.number, error=first_line(str(error)))
+    return Tried(trial.number, source, bytes=memory.resident_bytes() - before)
+
+
+def _result(reader: Connection, fork: _Fork) -> Tried:
+    try:
+        tried: Tried = reader.recv()
+    except (EOFError, OSError):  # the kernel has ended it
+        tried = Tried(fork.number, error=TOO_MUCH)
+    _end(reader, fork)
+    return tried
+
+
+def _end(reader: Connection, fork: _Fork) -> None:
+    reader.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(fork.pid, signal.SIGKILL)  # not waited for yet: the number is still its own
+    os.waitpid(fork.pid, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,322 @@
+"""What the grammar of one request may not do to the engine and to others (hf engine).
+
+The engine's loop runs in the test, step by step; grammars are tried in their own process, as in a server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from serving import PATIENCE
+
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.base import Capabilities
+from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.hf.child import EngineLoop
+from tonnage.server.engines.hf.grammars import masks
+from tonnage.server.engines.hf.grammars.compiler import Compiler
+from tonnage.server.engines.hf.messages import Abort
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.text.grammar import MAX_BYTES, Grammar
+
+SETTINGS = Deployment(
+    dtype="float32",  # no kernels to compile
+    kv_cache_memory_bytes=64 << 20,
+    max_model_len=512,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
+DIGITS = Grammar("regex", "[0-9]{30}")
+# Takes its converter more than a second: what it knows of 5,000 rules, it asks of each of them again.
+CHAIN = "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(5000)) + '\nr5000 ::= "{}"\n'
+
+
+def schema(**said: object) -> Grammar:
+    return Grammar("json_schema", json.dumps(said))
+
+
+def references(depth: int) -> Grammar:
+    """Definitions of which each holds the next twice."""
+    defs: dict[str, object] = {
+        f"d{at}": {
+            "type": "object",
+            "properties": {name: {"$ref": f"#/$defs/d{at + 1}"} for name in ("a", "b")},
+        }
+        for at in range(depth)
+    }
+    return schema(**{"$ref": "#/$defs/d0", "$defs": defs | {f"d{depth}": {}}})
+
+
+# Each stood still everything for seconds to minutes, or ended the process that compiled it.
+HOSTILE = {
+    "optional letters": Grammar("regex", "a?" * 2000 + "a" * 2000),
+    "repetitions": Grammar("regex", "(((.{1,50}){1,50}){1,50}){1,50}"),
+    "enum": schema(enum=[f"value number {at} of the enum" for at in range(3000)]),
+    "properties": schema(type="object", properties={f"p{at}": {"type": "string"} for at in range(3000)}),
+    "references": references(2000),
+    "empty parts": Grammar("grammar", "root ::= " + "a? " * 8000 + '\na ::= "x" root'),
+    "rules": Grammar("grammar", CHAIN.format("a")),
+}
+
+
+def request(name: str, grammar: Grammar | None = None, *, n: int = 1, tenant: str = "", tokens: int = 4):
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(2,), grammar=grammar)
+    return GenerationRequest(name, (5, 6, 7), params, n=n, tenant=tenant)
+
+
+def until(loop: EngineLoop, done: Callable[[list[Chunk]], bool]) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    deadline = time.monotonic() + PATIENCE
+    while not done(chunks):
+        assert time.monotonic() < deadline
+        chunks += loop.step()
+        loop.scheduler.manager.check_invariants()
+    return chunks
+
+
+def tokens_of(chunks: list[Chunk], name: str) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks if chunk.request_id == name)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EngineLoop]:
+    ensure_demo()
+    ours, theirs = Pipe()
+    with ours, theirs:
+        yield EngineLoop(make_plan("demo", SETTINGS), theirs, 1)
+
+
+@pytest.fixture
+def trial(loop: EngineLoop) -> psutil.Process:
+    """The process that tries grammars."""
+    return psutil.Process(loop.grammars.pid)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_ends_no_engine(loop: EngineLoop, name: str) -> None:
+    """It is served within the step's budget, or refused as its client's fault; others are served."""
+    assert loop.add(request("hostile", HOSTILE[name], n=4)) == []
+    loop.add(request("victim", tokens=20))
+    chunks = until(loop, lambda chunks: loop.idle)
+    ended = [chunk for chunk in chunks if chunk.request_id == "hostile" and chunk.finish_reason]
+    assert len(ended) == 4
+    assert all(chunk.finish_reason != "error" or (chunk.refused and chunk.error) for chunk in ended)
+    assert tokens_of(chunks, "victim") == 20
+    loop.add(request("digits", DIGITS))
+    assert tokens_of(until(loop, lambda chunks: loop.idle), "digits") == 4
+
+
+def test_others_go_on_while_a_grammar_is_compiled_and_a_hang_up_is_heard(
+    loop: EngineLoop, trial: psutil.Process
+) -> None:
+    """However long that takes: here for ever, because the process that does it is stopped."""
+    trial.suspend()
+    try:
+        grammar = Grammar("regex", "[0-9]{29}")
+        loop.add(request("asks", grammar, n=2))
+        loop.add(request("known", DIGITS, tokens=8))
+        loop.add(request("victim", tokens=20))
+        chunks = until(loop, lambda chunks: tokens_of(chunks, "victim") == 20)
+        assert {chunk.request_id for chunk in chunks} <= {"victim", "known"}
+        assert not loop.idle
+        assert [(c.index, c.finish_reason) for c in loop.abort(Abort("asks"))] == [(0, "abort"), (1, "abort")]
+        until(loop, lambda chunks: loop.idle)
+    finally:
+        trial.resume()
+    loop.add(request("again", grammar))
+    assert tokens_of(until(loop, lambda chunks: loop.idle), "again") == 4
+
+
+def test_masks_beyond_the_budget_of_a_step_end_their_own_sequences(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "STEP_SECONDS", -1.0)
+    loop.add(request("slow", DIGITS, n=3, tokens=20))
+    loop.add(request("victim", tokens=20))
+    chunks = until(loop, lambda chunks: loop.idle)
+    ended = [chunk for chunk in chunks if chunk.request_id == "slow" and chunk.finish_reason]
+    assert [(chunk.finish_reason, chunk.refused) for chunk in ended] == [("error", True)] * 3
+    assert all("too slow" in (chunk.error or "") for chunk in ended)
+    assert tokens_of(chunks, "slow") == 3  # the first mask of each came with the grammar
+    assert tokens_of(chunks, "victim") == 20
+
+
+def test_grammars_beyond_their_memory_end_their_own_sequences(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "HELD_BYTES", -1)
+    loop.add(request("large", DIGITS, tokens=20))
+    loop.add(request("victim", tokens=20))
+    chunks = until(loop, lambda chunks: loop.idle)
+    (ended,) = [chunk for chunk in chunks if chunk.request_id == "large" and chunk.finish_reason]
+    assert (ended.finish_reason, ended.refused) == ("error", True)
+    assert "MiB" in (ended.error or "")
+    assert tokens_of(chunks, "victim") == 20
+
+
+@dataclass
+class Timed:
+    """A matcher whose mask takes ``seconds``."""
+
+    seconds: float
+    due: bool = True
+    compiled: object = None
+    filled: bool = False
+
+    def fill(self) -> None:
+        self.filled = True
+
+
+def test_tenants_take_turns_at_the_masks_of_a_step() -> None:
+    held = replace_held()
+    slow = [Timed(masks.STEP_SECONDS * 0.6, compiled=held) for _ in range(6)]
+    quick = [Timed(masks.STEP_SECONDS * 0.01, compiled=held) for _ in range(3)]
+    drawing = [("one", matcher) for matcher in slow] + [("other", matcher) for matcher in quick]
+    errors = masks.fill(drawing)  # type: ignore[arg-type]
+    assert all(matcher.filled for matcher in quick)
+    assert [matcher.filled for matcher in slow] == [True, True, False, False, False, False]
+    assert sorted(errors) == [2, 3, 4, 5]
+
+
+def replace_held() -> object:
+    @dataclass
+    class Held:
+        held: int = 0
+
+    return Held()
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    made = Compiler(ensure_demo(), 49152)
+    yield made
+    made.close()
+
+
+def told(compiler: Compiler, count: int) -> list[str]:
+    """Names of the next so many requests whose grammar is compiled or refused."""
+    names: list[str] = []
+    while len(names) < count:
+        assert wait([compiler.fileno()], PATIENCE)
+        names += [outcome.request_id for outcome in compiler.outcomes()]
+    return names
+
+
+def test_one_tenants_slow_grammars_do_not_hold_up_anothers(compiler: Compiler) -> None:
+    for letter in "abc":
+        compiler.ask(request(f"slow {letter}", Grammar("grammar", CHAIN.format(letter)), tenant="one"))
+    compiler.ask(request("simple", DIGITS, tenant="other"))
+    names = told(compiler, 2)
+    assert "simple" in names
+    for letter in "bc":  # who hangs up is not waited for
+        compiler.cancel(f"slow {letter}")
+    compiler.ask(request("last", Grammar("regex", "[a-f]"), tenant="one"))
+    assert told(compiler, 1) == ["last"]
+
+
+def test_a_grammar_at_fault_is_not_tried_again(compiler: Compiler) -> None:
+    compiler.ask(request("first", Grammar("grammar", CHAIN.format("a"))))
+    assert told(compiler, 1) == ["first"]
+    trial = psutil.Process(compiler.pid)
+    trial.suspend()  # whatever is tried now is not answered
+    compiler.ask(request("second", Grammar("grammar", CHAIN.format("a"))))
+    assert told(compiler, 1) == ["second"]
+    trial.resume()
+
+
+def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:
+    compiler.ask(request("before", DIGITS))
+    assert told(compiler, 1) == ["before"]
+    trial = psutil.Process(compiler.pid)
+    trial.suspend()
+    compiler.ask(request("during", Grammar("regex", "[a-f]")))
+    trial.kill()
+    assert wait([compiler.fileno()], PATIENCE)
+    (outcome,) = compiler.outcomes()
+    assert outcome.request_id == "during"
+    assert "try again" in str(outcome.error)
+    compiler.ask(request("after", Grammar("regex", "[a-f]")))
+    assert wait([compiler.fileno()], PATIENCE)
+    assert [each.error for each in compiler.outcomes()] == [None]
+
+
+def folder_with(tmp_path: Path, **changed: str) -> Path:
+    """The demo model's folder with other content in some files; None: without it."""
+    for file in ensure_demo().iterdir():
+        if file.name not in changed:
+            (tmp_path / file.name).symlink_to(file)
+    for name, text in changed.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_tokenizer_that_names_code_of_its_own_is_only_read(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    code = f"open({str(tmp_path / 'was_here')!r}, 'w').close()\nclass Mine: ...\n"
+    folder = folder_with(tmp_path, **{"tokenizer_config.json": json.dumps(config), "mine.py": code})
+    compiler = Compiler(folder, 49152)
+    compiler.ask(request("asks", DIGITS))
+    assert wait([compiler.fileno()], PATIENCE)
+    assert [outcome.error for outcome in compiler.outcomes()] == [None]
+    matcher = compiler.matcher(DIGITS, (2,))
+    logits = torch.zeros(49152)
+    matcher.mask(logits)
+    assert 0 < int(logits.isfinite().sum()) < 100
+    assert not (tmp_path / "was_here").exists()
+    compiler.close()
+
+
+def test_a_tokenizer_that_does_not_load_ends_no_engine(tmp_path: Path) -> None:
+    """Whoever asks for a grammar is told, as at fault; the engine serves the others."""
+    folder = folder_with(
+        tmp_path, **{"tokenizer.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "M"}'}
+    )
+    ours, theirs = Pipe()
+    with ours, theirs:
+        loop = EngineLoop(make_plan(str(folder), SETTINGS), theirs, 1)
+        for _ in range(3):
+            loop.add(request("asks", DIGITS))
+            (chunk,) = until(loop, lambda chunks: loop.idle)
+            assert (chunk.finish_reason, chunk.refused) == ("error", True)
+            assert "tokenizer does not load" in (chunk.error or "")
+        loop.add(request("plain"))
+        assert tokens_of(until(loop, lambda chunks: loop.idle), "plain") == 4
+
+
+class Matching(FakeEngine):
+    """It takes grammars, and heeds none."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        found = super().capabilities
+        return replace(found, honours=found.honours | {"grammar"})
+
+
+async def test_a_long_grammar_is_refused_before_an_engine_sees_it(run_server, small_plan) -> None:
+    engine = Matching(small_plan())
+    async with run_server(engine) as server:
+        wishes = {
+            "json_schema": {"json": {"enum": ["x" * 100] * (MAX_BYTES // 100)}},
+            "choice": {"choice": ["x" * 1000] * 200},
+            "grammar": {"grammar": 'root ::= "' + "\u00e9" * (MAX_BYTES // 2) + '"'},
+        }
+        for kind, wish in wishes.items():
+            response: httpx.Response = await server.complete(structured_outputs=wish, max_tokens=1)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "invalid_value", kind)
+            assert f"at most {MAX_BYTES:,}" in error["message"]
+        fits = {"json": {"enum": ["x" * 100] * (MAX_BYTES // 200)}}
+        assert (await server.complete(structured_outputs=fits, max_tokens=1)).status_code == 200
