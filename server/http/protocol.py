@@ -14,9 +14,10 @@ import resource
 import time
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
+from tonnage.server.http.half_closed import HalfClosed
 
 MAX_HEAD_BYTES = 65_536  # h11's default (max_incomplete_event_size), which uvicorn's other protocol has
 HEAD_SECONDS = 20.0  # nginx's client_header_timeout is 60, gunicorn's worker timeout 30: a slow line still fits
@@ -55,6 +56,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _since = 0.0  # when it began to wait for a request, or for its client to read
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _half_closed: HalfClosed | None = None
+    _answering: RequestResponseCycle
 
     @property
     def working(self) -> bool:
@@ -73,6 +76,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_late()
         self._stop_stalled()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         super().connection_lost(exc)
 
     # -- what a client sends -----------------------------------------------------------------------------
@@ -88,6 +93,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._late is None and answered and not self._refused and self in self.connections:
             # The next head has begun, or this is what was left of a body that nobody reads.
             self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes
+        """Whether it stays open: nothing more comes, but a whole request waits for its answer.
+        TLS has no half (asyncio and uvloop close it anyway)."""
+        owed = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if not owed or self.transport.is_closing() or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        if self._half_closed is None:
+            self._half_closed = HalfClosed(self.transport, self.flow)
+            self._half_closed.watch(self._answering)
+        return True
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        if self._half_closed is not None:
+            self._half_closed.watch(cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
