@@ -50,6 +50,7 @@ def create_app(
     engine: Engine,
     tokenizer: Tokenizer | None = None,
     *,
+    operations_only: bool = False,
     on_startup_error: Callable[[TonnageError], None] | None = None,
 ) -> FastAPI:
     """An app that serves ``engine``; its lifespan starts and stops it.
@@ -58,6 +59,9 @@ def create_app(
     tokenizer.json). The engine loads in the background: /health answers at once, /ready when it is done. When
     that fails, ``app.state.tonnage.startup_error`` has the reason and ``on_startup_error`` is called with it;
     the caller ends the server. Several apps may live in one process.
+
+    ``operations_only``: what operators ask and nothing that takes a body, for an engine whose requests come
+    another way: they are bounded, counted and held against quotas there.
     """
     files = model_files(engine.plan.model.path)
     state = ServerState(
@@ -66,7 +70,7 @@ def create_app(
         tokenizer=tokenizer or Tokenizer.from_folder(files),
         chat_template=ChatTemplate.from_folder(files, settings.chat_template),
         loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
-        load_tool_parser=_tool_parser(settings, files),
+        load_tool_parser=None if operations_only else _tool_parser(settings, files),
         on_startup_error=on_startup_error,
     )
 
@@ -100,11 +104,12 @@ def create_app(
         )  # fmt: skip
     errors.install(app)
     generator = Generator(state)
-    app.include_router(engine_router(state, generator))
-    app.include_router(models_router(state))
-    app.include_router(tokenize_router(state, generator))
+    if not operations_only:
+        app.include_router(engine_router(state, generator))
+        app.include_router(models_router(state))
+        app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
-    if settings.request_log is not None:
+    if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
     if settings.access_log:

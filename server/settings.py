@@ -158,6 +158,11 @@ class Settings(_Planned):
     ssl_certfile: Path | None = Field(None, description="TLS certificate chain (PEM)")
     ssl_keyfile: Path | None = Field(None, description="TLS private key (PEM)")
 
+    # vLLM gives its own engine core 600 (VLLM_ENGINE_READY_TIMEOUT_S): too short for a large model from a slow
+    # disk. As long as the chart's startup probe waits (startup.maxSeconds).
+    engine_ready_timeout: float = Field(
+        1800.0, gt=0, description="seconds an engine has to load, at each start and restart"
+    )
     max_engine_restarts: int = Field(10, ge=0, description="restarts of a dead engine in an hour; 0: none")
     log_format: Literal["text", "json"] = Field("text", description="form of the log lines on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level logged")
@@ -201,8 +206,8 @@ API_SETTINGS = (
     "served_model_name", "host", "port", "max_num_queued_reqs", "default_max_tokens", "default_chat_max_tokens",
     "lenient", "max_request_body_bytes", "body_timeout", "request_timeout", "sse_keep_alive", "drain_seconds",
     "api_key", "api_key_file", "metrics_public", "allowed_origins", "ssl_certfile", "ssl_keyfile",
-    "max_engine_restarts", "log_format", "log_level", "access_log", "request_log", "metrics_compat",
-    "otlp_traces_endpoint", "kv_events_config", "shared_system_prompt", "chat_template",
+    "engine_ready_timeout", "max_engine_restarts", "log_format", "log_level", "access_log", "request_log",
+    "metrics_compat", "otlp_traces_endpoint", "kv_events_config", "shared_system_prompt", "chat_template",
     "enable_auto_tool_choice", "tool_call_parser",
 )  # fmt: skip
 

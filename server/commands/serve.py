@@ -91,6 +91,7 @@ def run(argv: list[str]) -> int:
         engine = SupervisedEngine(
             lambda: make_engine(settings, plan),
             max_restarts=settings.max_engine_restarts,
+            ready_timeout=settings.engine_ready_timeout,
             on_give_up=stop.on_error,
         )
         app = create_app(settings, engine, on_startup_error=stop.on_error)

@@ -45,7 +45,8 @@ class SupervisedEngine(Engine):
     """Engine protocol over the engines that ``make`` gives, one after the other.
 
     A restart for which ``make`` raises, as when the model's files are gone, has failed and is tried again.
-    ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour.
+    ``on_give_up`` is called when more than ``max_restarts`` restarts were needed within an hour. ``start``
+    raises EngineDead, and a restart has failed, when an engine has not loaded within ``ready_timeout`` seconds.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class SupervisedEngine(Engine):
         make: Callable[[], Engine],
         *,
         max_restarts: int = 10,
+        ready_timeout: float = 1800.0,
         back_off: tuple[float, ...] = BACK_OFF,
         on_give_up: Callable[[TonnageError], None] | None = None,
     ) -> None:
         self._make = make
         self._engine = make()
         self._max_restarts = max_restarts
+        self._ready_timeout = ready_timeout
         self._back_off = back_off
         self._on_give_up = on_give_up
         self._restarted: deque[float] = deque()  # times of the restarts within the window
@@ -85,7 +88,7 @@ class SupervisedEngine(Engine):
         return self._engine
 
     async def start(self) -> None:
-        await self._engine.start()
+        await self._load(self._engine)
         self._watch = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -151,13 +154,28 @@ class SupervisedEngine(Engine):
             engine = self._make()
             # With the engine they are of: counted before it is replaced, they would be counted twice.
             self._before, self._engine = self.stats(), engine
-            await engine.start()
+            await self._load(engine)
         except Exception as error:
             log.error("the engine did not start: %s: %s", type(error).__name__, error)
             return False
         self._between = False
         log.warning("the engine runs again (restart %d)", self._restarts)
         return True
+
+    async def _load(self, engine: Engine) -> None:
+        deadline = asyncio.timeout(self._ready_timeout)
+        try:
+            async with deadline:
+                await engine.start()
+        except TimeoutError as error:
+            if not deadline.expired():  # the engine's own
+                raise
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
+            raise EngineDead(
+                f"the engine did not load within {self._ready_timeout:g} s and was ended",
+                hint="--engine-ready-timeout sets the limit",
+            ) from error
 
     async def _give_up(self) -> None:
         error = EngineDead(

@@ -70,9 +70,11 @@ def build(args: dict[str, Any]) -> serve.Application:
         **placement(plan, options),
         **_scaling(options),
     )
+    # One of it: what a key has in flight and the length of the queue are counted in one place.
     api = serve.deployment(
         Ingress,
         name="api",
+        num_replicas=1,
         max_ongoing_requests=settings.max_num_queued_reqs,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={

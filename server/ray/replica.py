@@ -24,6 +24,7 @@ from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, merged
+from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 
 
@@ -43,21 +44,36 @@ class EngineReplica:
 
     async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # as Ray wants it
         self._engine = make_engine(settings, plan)
-        self._app = create_app(settings, self._engine)
+        # A request that came in here would pass by the queue, the quotas and the accounts of the API.
+        self._app = create_app(settings, self._engine, operations_only=True)
         # The bind address Ray knows this node by: reachable where the other nodes are, not beyond.
         self._socket = socket.create_server((ray.util.get_node_ip_address(), 0))
-        config = uvicorn.Config(self._app, log_level="warning", access_log=False, lifespan="on")
+        config = uvicorn.Config(
+            self._app,
+            http=BoundedHttpProtocol,
+            ws="none",  # as tonnage serve
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+        )
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ray's to handle
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        state = None
-        while state is None or not state.started:
-            if self._serving.done():
-                raise EngineDead("the replica's HTTP page ended before the engine was ready")
-            state = self._app.state.tonnage
-            if state.startup_error is not None:
-                raise state.startup_error
-            await asyncio.sleep(0.05)
+        state = self._app.state.tonnage
+        try:
+            async with asyncio.timeout(settings.engine_ready_timeout):
+                while not state.started:
+                    if self._serving.done():
+                        raise EngineDead("the replica's HTTP page ended before the engine was ready")
+                    if state.startup_error is not None:
+                        raise state.startup_error
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise EngineDead(
+                f"the engine did not load within {settings.engine_ready_timeout:g} s",
+                hint="engine_ready_timeout sets the limit",
+            ) from None
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk | TonnageError]:
         """Chunks; a refusal arrives as the last item, so that its type and numbers survive the way."""

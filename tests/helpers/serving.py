@@ -40,10 +40,17 @@ def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(model: str, *flags: str, killed: bool = False) -> Iterator[str]:
+def serving(model: str, *flags: str, killed: bool = False, before: str = "") -> Iterator[str]:
     """URL of a server that is ready, on a free port. At the end it is asked to stop, or ``killed`` (kill -9, as
-    when memory runs out); neither may leave one of its processes behind."""
-    command = [sys.executable, "-m", "tonnage.server.cli", "serve", model, "--port", "0", *flags]
+    when memory runs out); neither may leave one of its processes behind. ``before``: Python that its process
+    runs first."""
+    start = ["-m", "tonnage.server.cli"]
+    if before:
+        start = [
+            "-c",
+            f"import sys; {before}; from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))",
+        ]
+    command = [sys.executable, *start, "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     family: list[psutil.Process] = []

@@ -111,6 +111,17 @@ async def test_a_common_beginning_goes_to_the_replica_that_has_it(cluster: str) 
     assert usage.prompt_tokens_details.cached_tokens > 0.9 * usage.prompt_tokens
 
 
+def test_a_replicas_page_takes_no_requests_and_no_endless_heads(cluster: str) -> None:
+    """They would pass by the API's queue and quotas, and wait for no end."""
+    for address in _replicas().values():
+        assert httpx.get(f"http://{address}/ready").status_code == 200
+        body = {"model": "demo", "prompt": "Hi", "max_tokens": 2}
+        for route in ("completions", "chat/completions", "responses"):
+            assert httpx.post(f"http://{address}/v1/{route}", json=body).status_code == 404
+        assert httpx.post(f"http://{address}/tokenize", json=body).status_code == 404
+        assert httpx.get(f"http://{address}/metrics", headers={"x-long": "a" * 70_000}).status_code == 431
+
+
 async def test_what_can_never_fit_is_refused_with_the_numbers(cluster: str) -> None:
     async with _client() as client:
         with pytest.raises(openai.BadRequestError) as refused:

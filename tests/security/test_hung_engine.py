@@ -16,8 +16,9 @@ from serving import PATIENCE
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines import stillness
 from tonnage.server.engines.errors import EngineDead
-from tonnage.server.engines.hf import HFEngine, stillness
+from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 # What the limits stand at is a matter of the busiest machine; that they are counted and kept to is tested.

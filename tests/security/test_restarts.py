@@ -1,4 +1,5 @@
-"""A factory of engines that raises, as when the model's files are gone: tried again, or given up aloud."""
+"""A factory of engines that raises, as when the model's files are gone, and an engine that loads for ever:
+tried again, or given up aloud."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from serving import PATIENCE
 
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.supervisor import SupervisedEngine
@@ -81,5 +83,30 @@ async def test_a_factory_that_always_raises_ends_the_server_with_the_reason(plan
     await until(lambda: bool(told))
     assert "after 2 restarts" in str(told[0])
     assert made == 3
+    assert not engine.ready
+    await engine.stop()
+
+
+async def test_an_engine_that_loads_for_ever_is_ended(plan: Plan) -> None:
+    made: list[FakeEngine] = []
+
+    def make() -> FakeEngine:
+        made.append(FakeEngine(plan, load_seconds=3600.0 if len(made) == 1 else 0.0))
+        return made[-1]
+
+    engine = SupervisedEngine(make, ready_timeout=2.0, back_off=(0.01,))
+    await engine.start()
+    engine.engine.die()  # type: ignore[attr-defined]
+    await until(lambda: engine.ready and len(made) == 3)
+    assert engine.stats().restarts == 2
+    assert not made[1].stats().ready
+    await generate(engine)
+    await engine.stop()
+
+
+async def test_a_first_load_without_end_ends_the_server_with_the_flag(plan: Plan) -> None:
+    engine = SupervisedEngine(lambda: FakeEngine(plan, load_seconds=3600.0), ready_timeout=0.1)
+    with pytest.raises(EngineDead, match=r"did not load within 0\.1 s.*--engine-ready-timeout"):
+        await engine.start()
     assert not engine.ready
     await engine.stop()

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -203,35 +204,40 @@ def checked() -> Callable[[httpx.Response], ErrorObject]:
     return _checked
 
 
-async def _streams_until_killed(url: str, victim: psutil.Process, count: int) -> None:
-    """``count`` streams, ``victim`` killed in their middle: every client is told before there is an engine
-    again."""
+async def _streams_until_killed(
+    url: str, victim: psutil.Process, count: int, how: signal.Signals = signal.SIGKILL
+) -> list[str]:
+    """``count`` streams, ``victim`` killed in their middle: every client is told, what is the answer here,
+    before there is an engine again."""
     begun = asyncio.Semaphore(0)
 
-    async def client(http: httpx.AsyncClient, number: int) -> None:
+    async def client(http: httpx.AsyncClient, number: int) -> str:
         body: dict[str, Any] = {
             "model": "demo", "prompt": f"Story {number}:", "max_tokens": 400, "stream": True,
             "ignore_eos": True,
         }  # fmt: skip
-        told = False
+        told = ""
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
             assert response.status_code in (200, 503)
             async for line in response.aiter_lines():
                 begun.release()
                 if line.startswith("data: {"):
-                    told = "error" in json.loads(line.removeprefix("data: "))
+                    told = json.loads(line.removeprefix("data: ")).get("error", {}).get("message", "")
                 elif line.startswith("{"):
-                    told = json.loads(line)["error"]["code"] == "engine_dead"
+                    error = json.loads(line)["error"]
+                    assert error["code"] == "engine_dead"
+                    told = error["message"]
         begun.release()
         assert told
+        return told
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE, limits=limits) as http:
         tasks = [asyncio.create_task(client(http, number)) for number in range(count)]
         await begun.acquire()
         await asyncio.sleep(0.5)
-        victim.kill()
-        await asyncio.gather(*tasks)
+        victim.send_signal(how)
+        said = await asyncio.gather(*tasks)
 
         async def ready() -> bool:
             return (await http.get(f"{url}/ready")).status_code == 200
@@ -244,6 +250,7 @@ async def _streams_until_killed(url: str, victim: psutil.Process, count: int) ->
         )
         assert answer.status_code == 200
         await _counts_agree(http, url)
+        return list(said)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], seconds: float) -> None:
@@ -346,8 +353,8 @@ def _told(response: httpx.Response) -> str:
 
 
 @pytest.fixture
-def streams_until_killed() -> Callable[..., Awaitable[None]]:
-    """``await streams_until_killed(url, victim, count)``: see above."""
+def streams_until_killed() -> Callable[..., Awaitable[list[str]]]:
+    """``await streams_until_killed(url, victim, count, how)``: see above."""
     return _streams_until_killed
 
 

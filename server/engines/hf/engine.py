@@ -24,11 +24,11 @@ from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.errors import DoesNotFit, ModelNotFound, TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import resolve_model
+from tonnage.server.engines import stillness
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
-from tonnage.server.engines.hf import stillness
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
@@ -211,26 +211,24 @@ class HFEngine(Engine):
 
     async def _watch_stillness(self, process: subprocess.Popen[bytes], started: asyncio.Future[Ready]) -> None:
         """End an engine process that has work and does nothing; whoever waits for it is told."""
-        still, heard = stillness.Stillness(process.pid), -1
-        while self._dead is None:
-            await asyncio.sleep(stillness.LOOK_SECONDS)
-            loading = self._ready is None
-            if heard != self._heard or not (loading or self._owed):
-                heard = self._heard
-                still.moved()
-                continue
-            looks = await asyncio.to_thread(still.look, heard)  # reads /proc
-            limit = stillness.STILL_LOOKS_LOADING if loading else stillness.STILL_LOOKS
-            if looks >= limit and heard == self._heard:
-                did = "loaded nothing" if loading else "answered nothing"
-                error = EngineDead(
-                    f"the engine process {did} and used no processor time for "
-                    f"{looks * stillness.LOOK_SECONDS:g} s: it was stopped or hangs, and was killed",
-                    hint="see its output and the kernel's log",
-                )
-                log.error("%s", error)
-                self._die(error, started)
-                process.kill()
+        seconds = await stillness.still(
+            stillness.Stillness(process.pid), lambda: self._heard, self._still_limit
+        )
+        did = "loaded nothing" if self._ready is None else "answered nothing"
+        error = EngineDead(
+            f"the engine process {did} and used no processor time for {seconds:g} s: it was stopped or hangs, "
+            "and was killed",
+            hint="see its output and the kernel's log",
+        )
+        log.error("%s", error)
+        self._die(error, started)
+        process.kill()
+
+    def _still_limit(self) -> int | None:
+        """Looks without a movement that are too many now; None: it has nothing to do."""
+        if self._ready is None:
+            return stillness.STILL_LOOKS_LOADING
+        return stillness.STILL_LOOKS if self._owed and self._dead is None else None
 
     def _killed(self) -> bool:
         try:

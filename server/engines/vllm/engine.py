@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +22,12 @@ from typing import Any
 from tonnage.cache.admission import AdmissionRequest
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.plans import Plan
+from tonnage.server.engines import stillness
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
-from tonnage.server.engines.process_memory import PeakSampler
+from tonnage.server.engines.process_memory import PeakSampler, process_tree
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.engines.vllm.ledger import ReservationLedger
@@ -36,6 +39,15 @@ from tonnage.server.engines.vllm.params import (
     token_logprobs,
 )
 
+log = logging.getLogger("tonnage.server")
+
+# Clock ticks a second that a vLLM process may use while it waits. A worker's main thread looks at its queue
+# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): measured 1 tick in 36 s, with its engine
+# core stopped. (Its gloo threads turn all the time: 2.2 a second.) One at work has 4 and more (stillness.py).
+PARKED_TICKS = 0.2
+# Until an engine core that is asked to end while it loads is ended: vLLM's own grace (v1/utils.py, 0.32).
+_GRACE_SECONDS = 5.0
+
 # What the user has set wins.
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -44,6 +56,8 @@ ENVIRONMENT = {
     # vLLM on a CPU leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32), which on two cores
     # halves the compute. Here every core computes.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    # A day: --engine-ready-timeout is the limit, and vLLM's 600 s would undercut a longer one.
+    "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
 }
 
 
@@ -79,6 +93,8 @@ class VLLMEngine(Engine):
         self._llm: Any = None
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._heard = 0  # messages of the engine core
         self._ready = False
         self._stopping = False
         self._draining = False
@@ -117,6 +133,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         self._sampler.start()
         self._loading = self._loader.submit(self._load, arguments)
+        self._watch = asyncio.create_task(self._watch_stillness(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
             # The handshake of vLLM's engine core writes the number it allocated into the config of the client
@@ -130,6 +147,8 @@ class VLLMEngine(Engine):
         except TonnageError:
             raise
         except Exception as error:
+            if self._dead is not None:
+                raise self._dead from None
             raise DeploymentError(
                 f"vLLM did not start: {_last_line(error)}", hint="its own messages are above"
             ) from error
@@ -181,6 +200,7 @@ class VLLMEngine(Engine):
                 mm_cache_stats: Any = None,
                 engine_idx: int = 0,
             ) -> None:
+                engine._heard += 1
                 if scheduler_stats is not None:
                     engine._usage = scheduler_stats.kv_cache_usage
                 if iteration_stats is not None:
@@ -307,8 +327,35 @@ class VLLMEngine(Engine):
             raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
 
     def _die(self, error: BaseException) -> None:
-        self._dead = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
+        if not isinstance(error, EngineDead):
+            error = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
+        self._dead = self._dead or error  # the first says why
         self._ledger.fail(self._dead)
+
+    async def _watch_stillness(self) -> None:
+        """End vLLM's processes when they have work and do nothing; whoever waits for them is told."""
+        while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM tells nobody
+            await asyncio.sleep(stillness.LOOK_SECONDS)
+        seconds = await stillness.still(
+            stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS),
+            lambda: self._heard,
+            self._still_limit,
+        )
+        did = "answered nothing" if self._ready else "loaded nothing"
+        error = EngineDead(
+            f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hang, "
+            "and were killed",
+            hint="see their output and the kernel's log",
+        )
+        log.error("%s", error)
+        self._die(error)
+        _kill(cores)
+
+    def _still_limit(self) -> int | None:
+        """Looks without a movement that are too many now; None: there is nothing to do."""
+        if not self._ready:
+            return stillness.STILL_LOOKS_LOADING
+        return stillness.STILL_LOOKS if self._llm.output_processor.has_unfinished_requests() else None
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         if self._ready and index is None:  # vLLM ends one of several sequences only by itself
@@ -369,10 +416,16 @@ class VLLMEngine(Engine):
         self._stopping = self._draining = True
         self._ready = False
         self._sampler.stop()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._loading is not None and not self._loading.done():
             await self._interrupt_loading(self._loading)
         if self._llm is not None:
             llm, self._llm = self._llm, None
+            if self._dead is not None:  # nobody else tells them once the handler is cancelled
+                from vllm.v1.engine.exceptions import EngineDeadError  # vLLM is there once it has started
+
+                llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it reports the end of its engine as a crash
             await asyncio.get_running_loop().run_in_executor(self._loader, llm.shutdown)
@@ -380,11 +433,27 @@ class VLLMEngine(Engine):
 
     async def _interrupt_loading(self, loading: Future[Any]) -> None:
         """A thread cannot be cancelled, but it gives up as soon as the child it waits for is gone."""
+        asked = time.monotonic()
         while not loading.done():
-            for child in multiprocessing.active_children():
-                if child.name.startswith("EngineCore"):
-                    child.terminate()
+            if time.monotonic() - asked > _GRACE_SECONDS:  # it hangs
+                _kill(_engine_cores())
+            for child in _engine_cores():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGTERM)
             await asyncio.sleep(0.1)
+
+
+def _engine_cores() -> list[int]:
+    """Process ids of vLLM's engine cores, children of this process."""
+    children = multiprocessing.active_children()
+    return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]
+
+
+def _kill(pids: list[int]) -> None:
+    """With their descendants: a stopped one cannot notice that its parent is gone."""
+    for member in [member for pid in pids for member in process_tree(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:

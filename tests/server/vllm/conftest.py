@@ -58,7 +58,9 @@ def server(adapters: dict[str, Path], bare: Bare) -> Iterator[str]:
         *("--max-lora-rank", str(RANK), "--lora-modules"),
         ",".join(f"{name}={path}" for name, path in adapters.items()),
     ]
-    with serving("demo", "--backend", "vllm", *flags) as url:
+    # A minute of stillness in tests is ten seconds.
+    before = "from tonnage.server.engines import stillness; stillness.STILL_LOOKS = 10"
+    with serving("demo", "--backend", "vllm", *flags, before=before) as url:
         yield url
 
 

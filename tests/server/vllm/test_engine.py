@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -267,13 +268,22 @@ async def test_requests_are_conserved_and_nothing_is_preempted(server: str, over
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["EngineCore", "VLLM::Worker"])
-async def test_vllm_is_killed_among_20_streams_and_comes_back(
-    server: str, streams_until_killed: Any, name: str
+@pytest.mark.parametrize(
+    ("name", "how", "told"),
+    [
+        # Found out, which kills it: so this is also the engine core that is killed.
+        ("EngineCore", signal.SIGSTOP, "used no processor time"),
+        ("VLLM::Worker", signal.SIGKILL, "vLLM's engine ended"),
+    ],
+)
+async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
+    server: str, streams_until_killed: Any, name: str, how: signal.Signals, told: str
 ) -> None:
     family = [process for process in psutil.process_iter() if is_child_of(process, server)]
     (victim,) = [process for process in family if name in " ".join(process.cmdline())]
-    await streams_until_killed(server, victim, 20)
+    said = await streams_until_killed(server, victim, 20, how)
+    assert all(told in message for message in said), said
+    assert not victim.is_running()
 
 
 def is_child_of(process: psutil.Process, server: str) -> bool:
