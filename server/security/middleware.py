@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, ErrorCode, render
 from tonnage.server.security.keys import KeyRing
+from tonnage.server.security.refusals import Refusals
 
 # Open without a key: an orchestrator's probes have none.
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
@@ -23,10 +24,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Takes the caller's X-Request-Id, or makes one, and sends it back with the answer."""
+    """Takes the caller's X-Request-Id, or makes one, and sends it back with the answer; paces refusals."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,6 +42,8 @@ class RequestId:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if 400 <= message["status"] < 500:
+                    await self._refusals.wait(scope)
                 request_id = scope["tonnage.request_id"].encode("latin-1")
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)

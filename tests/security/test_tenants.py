@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.errors import ApiError
+from tonnage.server.security import refusals
 from tonnage.server.security.keys import load_keys
 from tonnage.server.security.tenants import Quotas, Tenant
 
@@ -172,3 +174,35 @@ async def test_a_key_beyond_ascii_is_known(run_server, small_plan, tmp_path) -> 
             assert (await server.http.get("/v1/models", headers=bearer(wrong))).status_code == 401
     odd = b"key-\xff-of-the-shell"  # as the environment hands on what is no UTF-8
     assert load_keys((os.fsdecode(odd),), None).tenant(odd) is not None
+
+
+async def test_refusals_of_one_key_have_a_pace(run_server, small_plan, monkeypatch) -> None:
+    """In the server's time, which the test sets: after a burst each waits for the one before, others do not."""
+    slept: list[float] = []
+    now = 1000.0
+
+    async def sleep(seconds: float) -> None:
+        slept.append(round(seconds, 6))
+
+    monkeypatch.setattr(refusals, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(refusals, "asyncio", SimpleNamespace(sleep=sleep))
+    async with run_server(FakeEngine(small_plan()), api_key=(ALICE, BOB)) as server:
+
+        async def refused(key: str, times: int) -> list[float]:
+            slept.clear()
+            for _ in range(times):
+                answer = await server.http.get("/v1/nothing", headers=bearer(key))
+                assert answer.status_code == (404 if key in (ALICE, BOB) else 401)
+            return list(slept)
+
+        burst, gap = refusals.AT_ONCE, 1 / refusals.A_SECOND
+        assert await refused(ALICE, burst + 1) == []
+        assert await refused(ALICE, 3) == [gap, 2 * gap, 3 * gap]
+        assert await refused(BOB, 1) == []
+        assert await refused("a wrong key", 1) == []
+        answer = await server.http.get("/v1/models", headers=bearer(ALICE))
+        assert (answer.status_code, slept) == (200, [])
+        monkeypatch.setattr(refusals, "LONGEST_SECONDS", 5 * gap)
+        assert max(await refused(ALICE, 10)) <= 5 * gap
+        now += 1.0
+        assert await refused(ALICE, 1) == []
