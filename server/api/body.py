@@ -35,10 +35,12 @@ MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
 # Two million empty objects, 6 MB of text, take 150 MB and half a second to build: the text is looked at first.
 # Strings, names of members included: twenty-five for each message. Other values are token ids in the main: a
-# quarter of a million take 10 MB and 20 ms.
+# quarter of a million take 10 MB and 20 ms. Names, which one object may have all of, cost ten times as much.
 _MAX_BRACKETS = 2 * _MAX_CONTAINERS
+_MAX_NAMES = 12 * MAX_ITEMS
 _MAX_STRINGS = 25 * MAX_ITEMS
 _MAX_VALUES = 2**18
+_COUNTED_AT_ONCE = 2**18  # bytes, so that the pieces between quotes take no memory to speak of
 # JSON schemas have the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
 _MAX_KEYS = 10_000
 # Unknown names inside of known fields that a lenient server leaves out; each may cost a validation.
@@ -163,26 +165,32 @@ def parse_body(
 def _check_values(body: bytes | bytearray, most: int) -> None:
     """Raises ApiError for more objects, lists, strings or other values than any request needs, before one of
     them is built. Exact for JSON; what is none is found out later."""
-    if len(body) <= 2 * _MAX_BRACKETS:  # each takes a byte, and one to part it from the next
+    if len(body) <= 2 * _MAX_NAMES:  # each takes two bytes and more
         return
-    outside = body
-    quotes, commas, brackets = body.count(b'"'), body.count(b","), body.count(b"{") + body.count(b"[")
-    if quotes > 2 * _MAX_STRINGS and b"\\" in body:
-        outside = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-        quotes = outside.count(b'"')
-    if quotes <= 2 * _MAX_STRINGS and (commas > most or brackets > _MAX_BRACKETS):
-        if b"\\" in outside:
-            outside = outside.replace(b"\\\\", b"").replace(b'\\"', b"")
-        outside = b"".join(outside.split(b'"')[::2])  # what stands between the strings
-        commas, brackets = outside.count(b","), outside.count(b"{") + outside.count(b"[")
+    quotes = commas = brackets = names = 0
+    more = ""
+    cut = b""  # a backslash that belongs to the next slice's first character
+    for at in range(0, len(body), _COUNTED_AT_ONCE):
+        text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
+        cut = b"\\" if text.endswith(b"\\") else b""
+        pieces = text.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[quotes % 2 :: 2])  # what stands between the strings
+        quotes += len(pieces) - 1
+        if quotes // 2 > _MAX_STRINGS:
+            more = " and more"
+            break
+        commas += outside.count(b",")
+        brackets += outside.count(b"{") + outside.count(b"[")
+        names += outside.count(b":")
     for count, limit, what in (
         (quotes // 2, _MAX_STRINGS, "strings"),
         (brackets, _MAX_BRACKETS, "objects and lists"),
+        (names, _MAX_NAMES, "names in objects"),
         (commas, most, "values"),
     ):
         if count > limit:
             raise ApiError(
-                ErrorCode.INVALID_VALUE, f"the request has {count} {what}; at most {limit} are allowed"
+                ErrorCode.INVALID_VALUE, f"the request has {count} {what}{more}; at most {limit} are allowed"
             )
 
 

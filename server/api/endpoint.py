@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -97,9 +98,10 @@ class Endpoint(Generic[Body]):
         state, service = self._state, self._service
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        most = most_values(state.max_model_len)
-        body, ignored = parse_body(raw, service.fields, state.honours, lenient=settings.lenient, most=most)
-        del raw
+        lenient, most = settings.lenient, most_values(state.max_model_len)
+        parse = partial(parse_body, raw, service.fields, state.honours, lenient=lenient, most=most)
+        body, ignored = await state.bodies.in_turn(len(raw), parse)
+        del raw, parse
         if body.request_id:
             ticket.request_id = body.request_id
             request.scope["tonnage.request_id"] = body.request_id

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
@@ -33,9 +33,12 @@ _ENCODE_INLINE_CHARACTERS = 16_384
 # before it is encoded whole, which takes a hundred bytes of memory a character. Ordinary prompts that fit have
 # three to five characters a token.
 _ENCODE_WHOLE_CHARACTERS = 2**17
+# Of all requests: each holds what its text takes, and the interpreter's lock while its tokens become a list.
+_ENCODED_AT_ONCE = 2
 _CHARACTERS_A_TOKEN = 8
 
 Finish = Literal["stop", "length"]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Generator:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
+        self._encoding = asyncio.Semaphore(_ENCODED_AT_ONCE)
         self._sequences = 0  # unfinished ones, waiting and running
 
     @property
@@ -92,9 +96,22 @@ class Generator:
         found: list[tuple[int, ...]] = []
         one: dict[int, int] = {}  # object for each token: a prompt then takes 8 bytes a token, not 40
         for part in _slices(texts):
-            for ids in await asyncio.to_thread(tokenizer.encode_all, part, add_special_tokens):
+            for ids in await self._apart(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone."""
+        found: list[str] = []
+        for at in range(0, len(ids), _ENCODE_INLINE_CHARACTERS):
+            found += await self._apart(
+                self._state.tokenizer.token_texts, ids[at : at + _ENCODE_INLINE_CHARACTERS]
+            )
+        return found
+
+    async def _apart(self, work: Callable[..., list[Result]], *arguments: Any) -> list[Result]:
+        async with self._encoding:
+            return await asyncio.to_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
         """Raises ApiError context_length_exceeded for a text whose slices alone make twice the tokens of the
@@ -106,7 +123,7 @@ class Generator:
             tokens = 0
             for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):
                 part = text[at : at + _ENCODE_INLINE_CHARACTERS]
-                tokens += len((await asyncio.to_thread(tokenizer.encode_all, [part], False))[0])
+                tokens += len((await self._apart(tokenizer.encode_all, [part], False))[0])
                 if tokens > 2 * limit:
                     self._state.accounts.refused["never", "max_model_len"] += 1
                     raise ApiError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sized
+import contextlib
+from collections.abc import Sequence, Sized
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from tonnage.server.api.body import Fields, inline_schema, most_values, parse_body, read_body
@@ -17,14 +20,16 @@ from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import STRICT, TokenId
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
-# What a text or a list may have, or what the context holds where that is more: a text takes some hundred bytes
-# of memory a character while it is encoded, with its tokens' texts twice that.
-MAX_CHARACTERS = 2**18
+# What a text or a list may have, or what the context holds where that is more: a text takes some hundred times
+# its bytes in memory while it is encoded, with its tokens' texts twice that.
+MAX_BYTES = 2**18
 MAX_TOKENS = 2**17
+_WRITTEN_AT_ONCE = 2**14
 # English has four to five.
-_CHARACTERS_A_TOKEN = 8
+_BYTES_A_TOKEN = 8
 
 
 class _Named(BaseModel):
@@ -73,16 +78,29 @@ def _openapi(fields: Fields[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+async def _written(items: Sequence[int | str]) -> list[bytes]:
+    """A list as JSON, in parts between which the event loop goes on."""
+    parts = []
+    for at in range(0, len(items), _WRITTEN_AT_ONCE):
+        parts += [b",", to_json(items[at : at + _WRITTEN_AT_ONCE])[1:-1]]
+        await asyncio.sleep(0)
+    return [b"[", *parts[1:], b"]"]
+
+
 def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     router = APIRouter()
+    one_large = asyncio.Lock()  # an answer takes up to a hundred megabytes until it is written
 
-    async def parse(request: Request, fields: Fields[Body]) -> Body:
+    async def parse(request: Request, fields: Fields[Body]) -> tuple[Body, int]:
+        """The body and its bytes."""
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        body, _ = parse_body(raw, fields, lenient=settings.lenient, most=most_values(state.max_model_len))
+        most = most_values(state.max_model_len)
+        parse = partial(parse_body, raw, fields, lenient=settings.lenient, most=most)
+        body, _ = await state.bodies.in_turn(len(raw), parse)
         if body.model is not None:
             state.check_model(body.model)
-        return body
+        return body, len(raw)
 
     def check_length(param: str, value: Sized, what: str, least: int, of_a_token: int) -> None:
         most = max(least, of_a_token * state.max_model_len)
@@ -96,7 +114,11 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model=Tokens)
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation, as the generating endpoints would see them."""
-        body = await parse(request, _TOKENIZE)
+        body, size = await parse(request, _TOKENIZE)
+        async with one_large if size > FREE_BYTES else contextlib.nullcontext():
+            return await answer(body)
+
+    async def answer(body: TokenizeRequest) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(ErrorCode.MISSING_PARAMETER, "you must provide prompt or messages", param="prompt")
         if body.messages is not None:
@@ -108,19 +130,22 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
                 add_special_tokens=bool(body.add_special_tokens),
             )
         else:
-            check_length("prompt", body.prompt or "", "characters", MAX_CHARACTERS, _CHARACTERS_A_TOKEN)
+            text = (body.prompt or "").encode()
+            check_length("prompt", text, "bytes of UTF-8", MAX_BYTES, _BYTES_A_TOKEN)
             ids = await generator.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
-        texts = await asyncio.to_thread(state.tokenizer.token_texts, ids) if body.return_token_strs else None
-        answer = Tokens(count=len(ids), max_model_len=state.max_model_len, tokens=list(ids), token_strs=texts)
-        # Written here: FastAPI would go through a million tokens by hand.
-        return Response(answer.model_dump_json(exclude_none=True), media_type="application/json")
+        # Written here, in slices: FastAPI would go through all tokens in one go, and by hand.
+        parts = [b'{"count":%d,"max_model_len":%d,"tokens":' % (len(ids), state.max_model_len)]
+        parts += await _written(ids)
+        if body.return_token_strs:
+            parts += [b',"token_strs":', *await _written(await generator.token_texts(ids))]
+        return Response(b"".join([*parts, b"}"]), media_type="application/json")
 
     @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
         """The text of token ids."""
-        body = await parse(request, _DETOKENIZE)
+        body, _ = await parse(request, _DETOKENIZE)
         check_length("tokens", body.tokens, "tokens", MAX_TOKENS, 1)
         if body.tokens:
             generator.check_token_ids([body.tokens], "tokens")

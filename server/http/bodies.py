@@ -1,6 +1,12 @@
-"""The bytes of request bodies that are held while they arrive, over all connections."""
+"""The bytes of request bodies that are held while they arrive and wait to be parsed, over all connections."""
 
 from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from traceback import clear_frames
+from typing import TypeVar
 
 from tonnage.server.errors import ApiError, ErrorCode
 
@@ -11,6 +17,8 @@ FREE_BYTES = 65_536
 # smallest plans has beyond its plan (3 % of the 1.2 GiB of the demo model: 37 MiB).
 LARGEST_AT_ONCE = 3
 
+Parsed = TypeVar("Parsed")
+
 
 class BodyBytes:
     """How many are held, and the most of it."""
@@ -18,6 +26,7 @@ class BodyBytes:
     def __init__(self, limit: int) -> None:
         self.most = LARGEST_AT_ONCE * limit
         self.held = 0
+        self._turn = asyncio.Lock()
 
     def hold(self, before: int, after: int) -> None:
         """A body has grown. Raises ApiError (not now) when all together would be too large."""
@@ -32,3 +41,26 @@ class BodyBytes:
     def release(self, size: int) -> None:
         """A body of ``size`` was read, or is given up."""
         self.held -= max(0, size - FREE_BYTES)
+
+    async def in_turn(self, size: int, parse: Callable[[], Parsed]) -> Parsed:
+        """``parse()``, of a body of ``size``. Large ones go one after the other and leave the event loop as
+        much time as they took: however many arrive at once, others wait for one of them. Raises ApiError as
+        :meth:`hold`."""
+        if size <= FREE_BYTES:
+            return parse()
+        self.hold(0, size)
+        try:
+            async with self._turn:
+                begun = time.perf_counter()
+                try:
+                    return parse()
+                except Exception as error:
+                    # It is told and logged in frames that it refers to: what they hold, and what pydantic found
+                    # wrong, would wait for the garbage collector.
+                    clear_frames(error.__traceback__)
+                    error.__context__ = None
+                    raise
+                finally:
+                    await asyncio.sleep(time.perf_counter() - begun)
+        finally:
+            self.release(size)

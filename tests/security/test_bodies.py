@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
+import time
 import tracemalloc
+import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from tonnage.server.api import body as body_module
 from tonnage.server.api.body import MAX_ITEMS, Fields, most_values, parse_body
 from tonnage.server.api.chat import protocol as chat
 from tonnage.server.api.completions import protocol as completions
 from tonnage.server.api.embeddings import protocol as embeddings
 from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS, Generator
 from tonnage.server.api.responses import protocol as responses
-from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_CHARACTERS, MAX_TOKENS
+from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_BYTES, MAX_TOKENS
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.http.bodies import FREE_BYTES, LARGEST_AT_ONCE
+from tonnage.server.http.bodies import FREE_BYTES, LARGEST_AT_ONCE, BodyBytes
 from tonnage.server.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -150,6 +155,152 @@ def test_millions_of_values_are_counted_before_they_are_built(items: str, what: 
     assert peak < 2.5 * len(body)
 
 
+def test_names_of_one_object_are_counted_before_they_are_built() -> None:
+    """Each costs ten times what a number does: 250,000 of them held the event loop for 150 ms."""
+    body = b'{"model":"demo","metadata":{' + b",".join(b'"%x":1' % at for at in range(240_000)) + b"}}"
+    with pytest.raises(ApiError, match="240002 names in objects; at most 120000"):
+        parse_body(body, chat.FIELDS)
+
+
+def in_json(value: Any) -> Counter[str]:
+    """How many of what `_check_values` counts are in a value."""
+    count: Counter[str] = Counter(strings=isinstance(value, str))
+    if isinstance(value, (dict, list)):
+        count += Counter({"objects and lists": 1, "values": max(0, len(value) - 1)})
+        count += sum(map(in_json, value.values() if isinstance(value, dict) else value), Counter())
+    if isinstance(value, dict):
+        count += Counter({"names in objects": len(value), "strings": len(value)})
+    return count
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_values_are_counted_as_they_are_read(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the text is cut: in a string, behind a backslash."""
+    draw = random.Random(size)
+
+    def value(depth: int) -> Any:
+        text = "".join(draw.choice('ab,:[]{}"\\\n\u00e9') for _ in range(draw.randrange(9)))
+        if depth == 0 or draw.random() < 0.3:
+            return draw.choice((text, 1, None))
+        items = [value(depth - 1) for _ in range(draw.randrange(4))]
+        return items if draw.random() < 0.5 else {f"{text}{at}": item for at, item in enumerate(items)}
+
+    monkeypatch.setattr(body_module, "_COUNTED_AT_ONCE", size)
+    limits = {
+        "strings": "_MAX_STRINGS", "objects and lists": "_MAX_BRACKETS", "names in objects": "_MAX_NAMES",
+    }  # fmt: skip
+    for _ in range(60):
+        document = value(4)
+        text = json.dumps(document, ensure_ascii=draw.random() < 0.5).encode()
+        count = in_json(document)
+        text += b" " * 2 * count["names in objects"]  # long enough to be looked at
+        for what, name in limits.items():
+            monkeypatch.setattr(body_module, name, count[what])
+        body_module._check_values(text, count["values"])
+        for what in [*limits, "values"]:
+            if count[what]:
+                with monkeypatch.context() as patch:
+                    if what != "values":
+                        patch.setattr(body_module, limits[what], count[what] - 1)
+                    with pytest.raises(ApiError, match=what):
+                        body_module._check_values(text, count["values"] - (what == "values"))
+
+
+async def test_large_bodies_are_parsed_in_turn_and_leave_time_to_others() -> None:
+    """However many are there at once."""
+    bodies, large, began = BodyBytes(10 * FREE_BYTES), 2 * FREE_BYTES, []
+
+    async def others() -> None:
+        while True:
+            began.append("others")
+            await asyncio.sleep(0)
+
+    def parse() -> int:
+        began.append("body")
+        time.sleep(0.01)
+        return bodies.held
+
+    task = asyncio.create_task(others())
+    held = await asyncio.gather(*(bodies.in_turn(large, parse) for _ in range(8)))
+    task.cancel()
+    assert held == [FREE_BYTES * left for left in (1, 7, 6, 5, 4, 3, 2, 1)]  # those that wait count
+    assert bodies.held == 0
+    turns = "".join(word[0] for word in began).strip("o").split("b")
+    assert all(len(between) > 3 for between in turns if between)
+    assert turns.count("") == 2  # before the first and behind the last
+    assert await bodies.in_turn(FREE_BYTES, lambda: "small") == "small"
+    with pytest.raises(ApiError, match="request bodies"):
+        await asyncio.gather(*(bodies.in_turn(11 * FREE_BYTES, parse) for _ in range(4)))
+
+
+async def test_the_error_of_a_large_body_does_not_hold_what_was_built_of_it() -> None:
+    class Built:
+        pass
+
+    built: list[weakref.ref[Built]] = []
+
+    def parse() -> None:
+        document = Built()
+        built.append(weakref.ref(document))
+        try:
+            raise ValueError(document)
+        except ValueError:
+            raise ApiError(ErrorCode.INVALID_VALUE, "it is wrong") from None
+
+    with pytest.raises(ApiError) as caught:
+        await BodyBytes(10 * FREE_BYTES).in_turn(2 * FREE_BYTES, parse)
+    assert caught.value.message == "it is wrong"
+    assert [reference() for reference in built] == [None]
+
+
+async def test_few_long_texts_are_encoded_at_once(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, now, most = threading.Lock(), 0, 0
+    apart = Tokenizer.encode_all
+
+    def encode_all(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.05)
+        found = apart(self, texts, add_special_tokens)
+        with lock:
+            now -= 1
+        return found
+
+    monkeypatch.setattr(Tokenizer, "encode_all", encode_all)
+    body = {"model": "demo", "prompt": "a " * 10_000, "max_tokens": 1}
+    answers = await asyncio.gather(*(server.http.post(COMPLETIONS, json=body) for _ in range(8)))
+    assert [answer.status_code for answer in answers] == [400] * 8
+    assert most == 2
+
+
+async def test_large_answers_of_tokenize_are_made_one_by_one(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, now, most, largest = threading.Lock(), 0, 0, 0
+    texts_of = Tokenizer.token_texts
+
+    def token_texts(self: Tokenizer, ids: Any) -> list[str]:
+        nonlocal now, most, largest
+        with lock:
+            now += 1
+            most, largest = max(most, now), max(largest, len(ids))
+        time.sleep(0.02)
+        found = texts_of(self, ids)
+        with lock:
+            now -= 1
+        return found
+
+    monkeypatch.setattr(Tokenizer, "token_texts", token_texts)
+    text = "one two " * 12_000
+    body = {"prompt": text, "return_token_strs": True}
+    answers = await asyncio.gather(*(server.http.post("/tokenize", json=body) for _ in range(4)))
+    for answer in answers:
+        told = answer.json()
+        assert "".join(told["token_strs"]) == text
+        assert told["count"] == len(told["tokens"]) > _ENCODE_INLINE_CHARACTERS
+    assert (most, largest) == (1, _ENCODE_INLINE_CHARACTERS)
+
+
 @pytest.mark.parametrize("text", ['{"a":[1,2]},' * 600_000, "[" * 2_000_000, '\\"' * 900_000, "," * 7_000_000])
 def test_a_long_text_may_look_like_json(text: str) -> None:
     body = json.dumps({"model": "demo", "prompt": text, "max_tokens": 1}).encode()
@@ -256,10 +407,10 @@ async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
     assert encoded == [(False, len(text))]
     answer = (await server.http.post("/detokenize", json={"tokens": answer["tokens"]})).json()
     assert answer == {"prompt": text}
-    long = {"prompt": "a" * (max(MAX_CHARACTERS, 8 * server.state.max_model_len) + 1)}
+    long = {"prompt": "a" * (max(MAX_BYTES, 8 * server.state.max_model_len) + 1)}
     error = checked(await server.http.post("/tokenize", json=long))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "prompt")
-    assert str(MAX_CHARACTERS) in error.message
+    assert str(MAX_BYTES) in error.message
     error = checked(await server.http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tokens")
     assert str(MAX_TOKENS) in error.message
