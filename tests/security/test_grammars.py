@@ -67,6 +67,7 @@ HOSTILE = {
     "enum": schema(enum=[f"value number {at} of the enum" for at in range(3000)]),
     "properties": schema(type="object", properties={f"p{at}": {"type": "string"} for at in range(3000)}),
     "references": references(2000),
+    "alternatives": Grammar("grammar", "root ::= " + " | ".join(f'"{at:06d} "' for at in range(4500))),
     "empty parts": Grammar("grammar", "root ::= " + "a? " * 8000 + '\na ::= "x" root'),
     "rules": Grammar("grammar", CHAIN.format("a")),
 }
@@ -247,8 +248,9 @@ def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) ->
     assert wait([compiler.fileno()], PATIENCE)
     (outcome,) = compiler.outcomes()
     assert outcome.request_id == "during"
-    assert "try again" in str(outcome.error)
-    compiler.ask(request("after", Grammar("regex", "[a-f]")))
+    # It came to the one that was killed, or to the next.
+    assert outcome.error is None or "try again" in str(outcome.error)
+    compiler.ask(request("after", Grammar("regex", "[a-e]")))
     assert wait([compiler.fileno()], PATIENCE)
     assert [each.error for each in compiler.outcomes()] == [None]
 

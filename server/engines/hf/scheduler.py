@@ -17,6 +17,7 @@ from tonnage.cache.manager import BlockCopy
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
+from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.sampling.adjust import Matcher
 from tonnage.server.engines.hf.sequence import Sequence, first_sequence, forked
@@ -176,8 +177,8 @@ class Scheduler:
             one = (scored[sequence.id],) if scored and sequence.id in scored else ()
             try:
                 complete = sequence.matcher is not None and sequence.matcher.accept(token)
-            except TonnageError as error:  # the mask and the matcher disagree: nobody else's affair
-                chunks += self.fail([sequence], str(error))
+            except TonnageError as error:  # its grammar is too much for the matcher: nobody else's affair
+                chunks += self.fail([sequence], str(error), refused=isinstance(error, Refused))
                 continue
             if token in params.stop_token_ids:
                 chunks.append(self._end(sequence, (), "stop"))

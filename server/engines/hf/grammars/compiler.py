@@ -185,20 +185,7 @@ class Compiler:
                     else:
                         self._enqueue(asked, waiting, running, refused)
             if self._trial.connection in ready:
-                try:
-                    tried = self._trial.connection.recv()
-                except (EOFError, OSError):
-                    self._lost(running)
-                    continue
-                job = running.pop(tried.number, None)
-                if job is not None:
-                    error = self._finish(job.grammar, tried)
-                    if isinstance(error, GrammarError):
-                        refused[job.grammar] = error
-                        while len(refused) > REFUSED:
-                            refused.popitem(last=False)
-                    for request_id in job.askers:
-                        self._tell(request_id, error)
+                self._hear(running, refused)
             busy = {job.tenant for job in running.values()}
             for tenant in [tenant for tenant in waiting if tenant not in busy][: PLACES - len(running)]:
                 job = waiting[tenant].popleft()
@@ -210,6 +197,24 @@ class Compiler:
                 running[number] = job
                 with contextlib.suppress(OSError):  # its end is met where it is read
                     self._trial.connection.send(Try(number, job.grammar))
+
+    def _hear(self, running: dict[int, _Job], refused: OrderedDict[Grammar, GrammarError]) -> None:
+        """What has come of a trial."""
+        try:
+            tried: Tried = self._trial.connection.recv()
+        except (EOFError, OSError):
+            self._lost(running)
+            return
+        job = running.pop(tried.number, None)
+        if job is None:  # forgotten a moment ago
+            return
+        error = self._finish(job.grammar, tried)
+        if isinstance(error, GrammarError):
+            refused[job.grammar] = error
+            while len(refused) > REFUSED:
+                refused.popitem(last=False)
+        for request_id in job.askers:
+            self._tell(request_id, error)
 
     def _enqueue(
         self,
@@ -267,8 +272,8 @@ class Compiler:
                 )
             try:
                 self._compile(grammar, tried.source, tried.bytes)
-            except GrammarError as error:
-                message = error.message
+            except Exception as error:  # this thread serves everybody's grammars
+                message = library.first_line(str(error))
         return None if message is None else GrammarError(message, field=grammar.kind)
 
     def _make_room(self, wanted: int) -> bool:

@@ -59,7 +59,8 @@ class Compiled:
         self.first = self.matcher.compute_bitmask()
         self.seconds = time.perf_counter() - began
         library.check(self.matcher)
-        _LIVE.add(self)
+        with _LIVE_LOCK:
+            _LIVE.add(self)
 
     def begin(self, ends: tuple[int, ...]) -> GrammarMatcher:
         """An answer that one of ``ends`` may end, or none: see there."""
@@ -68,17 +69,19 @@ class Compiled:
 
 # Every one that is kept or matched: an answer holds on to its own, whatever is kept of it.
 _LIVE: weakref.WeakSet[Compiled] = weakref.WeakSet()
+_LIVE_LOCK = threading.Lock()  # the compiler's thread adds to them
 
 
 def held_bytes() -> int:
-    return sum(compiled.held for compiled in _LIVE)
+    with _LIVE_LOCK:
+        return sum(compiled.held for compiled in _LIVE)
 
 
 class GrammarMatcher:
     """One answer's way through a grammar. After a complete text one of ``ends`` may follow; without any, the
     text ends when it is complete.
 
-    ``seconds``: what its last mask took.
+    ``seconds``: what its last mask took, and the token before it.
     """
 
     def __init__(self, compiled: Compiled, ends: tuple[int, ...]) -> None:
@@ -87,6 +90,7 @@ class GrammarMatcher:
         self._vocab_size, self._own_ends, self._ends = compiled.vocab_size, compiled.ends, ends
         self._bits: bytes | None = compiled.first
         self.seconds = compiled.seconds
+        self._spent = 0.0  # for the token before
 
     @property
     def due(self) -> bool:
@@ -97,11 +101,17 @@ class GrammarMatcher:
         """Compute it. Raises GrammarError where that is more than llguidance's limits allow."""
         before, began = memory.resident_bytes(), time.perf_counter()
         bits = self._matcher.compute_bitmask()
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - began + self._spent
         if not _BUILDING.is_set():
             self.compiled.held += max(0, memory.resident_bytes() - before)
-        library.check(self._matcher)
+        self._check()
         self._bits = bits
+
+    def _check(self) -> None:
+        """Raise GrammarError where llguidance has given up in the midst of the answer."""
+        if self._matcher.is_error():
+            said = library.first_line(self._matcher.get_error())
+            raise library.GrammarError(f"its grammar is too complex at this point of the answer: {said}")
 
     def mask(self, logits: torch.Tensor) -> None:
         if self._bits is None:
@@ -124,8 +134,11 @@ class GrammarMatcher:
         if token in self._ends:
             return True
         self._bits = None
-        if not self._matcher.consume_token(token):
-            library.check(self._matcher)
+        began = time.perf_counter()
+        taken = self._matcher.consume_token(token)
+        self._spent = time.perf_counter() - began
+        if not taken:
+            self._check()
             raise library.GrammarError(f"token {token} does not match", field="grammar")
         return not self._ends and self._matcher.is_accepting()
 
@@ -152,8 +165,8 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
         else:
             try:
                 matcher.fill()
-            except library.GrammarError as error:
-                errors[at] = f"its grammar is too complex here: {error.message}"
+            except Exception as error:  # xgrammar's too: nothing that a request asks for ends the engine
+                errors[at] = library.first_line(str(error))
             taken[tenant] += matcher.seconds
         if queues[tenant]:
             heapq.heappush(turns, (taken[tenant], tenant))

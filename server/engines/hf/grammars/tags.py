@@ -88,6 +88,10 @@ class TagMatcher:
 
     def accept(self, token: int) -> bool:
         self.due = True
-        if not self._matcher.accept_token(token):
+        try:
+            matches = self._matcher.accept_token(token)
+        except RuntimeError as error:
+            raise GrammarError(first_line(str(error)), field="structural_tag") from None
+        if not matches:
             raise GrammarError(f"token {token} does not match", field="structural_tag")
         return bool(self._matcher.is_terminated())
