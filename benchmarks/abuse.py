@@ -11,8 +11,9 @@ most the plan and 3 %, the API process at most its share of the plan and the sam
 before. The fake engine lives in the API process: what that holds when it is ready stands for its share.
 
 Nobody (``alone``) and well-behaved ``neighbours`` are measured first. ``answer_s`` is the longest that a short
-request of the victim's took. A server that an abuse ends or leaves unfit is started again. The last line is
-JSON; the exit code is 1 when a case breaks the law.
+request of the victim's took, ``others`` the cores that neither the server nor this benchmark used meanwhile:
+on a machine that is busy a case says little. A server that an abuse ends or leaves unfit is started again. The
+last line is JSON; the exit code is 1 when a case breaks the law.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tonnage.server.demo.model import ensure_demo
 
 HEAD = (
     f"{'case':<16} {'gap s':>7} {'health p99':>10} {'max ms':>8} {'answer s':>8} {'x plan':>7} {'API MiB':>8} "
-    f"{'before s':>8}  law"
+    f"{'before s':>8} {'others':>6}  law"
 )
 
 
@@ -42,7 +43,7 @@ def row(found: Found) -> str:
     return (
         f"{found.case.name:<16} {seen['gap_s']:7.2f} {seen['health_p99_ms']:10.1f} "
         f"{seen['health_max_ms']:8.0f} {seen['answer_s']:8.2f} {found.memory:7.3f} {beyond:+8.1f} "
-        f"{restored:>8}  {'over: ' + ', '.join(found.broken) if found.broken else 'ok'}"
+        f"{restored:>8} {found.others:6.2f}  {'over: ' + ', '.join(found.broken) if found.broken else 'ok'}"
         f"  {'; '.join(f'{count} x {what}' for what, count in found.answers.items())}"
     )
 

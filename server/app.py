@@ -129,10 +129,11 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
     return None if name is None else partial(load_tool_parser, name, folder)
 
 
-# mallopt(3), malloc.h of glibc: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX. Blocks over 1 MiB (bodies,
-# texts) go back to the kernel when freed, and so does the heap's end; glibc itself raises both limits with the
-# first large block that is freed. One arena: each thread that encodes would keep what its largest text took.
-_MALLOC = ((-3, 2**20), (-1, 2**20), (-8, 1))
+# mallopt(3), malloc.h of glibc: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX. Blocks over 128 KiB (bodies,
+# texts) go back to the kernel when freed, and so does the end of the heap beyond 1 MiB; glibc begins with as
+# much and raises both with the first large block that is freed. One arena: each thread that encodes would keep
+# what its largest text took.
+_MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 
 def settle_heap() -> None:

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from abuse.abusers import Answers
 from abuse.cases import Case
 from abuse.served import SLACK, VICTIM, Served, State
+from tonnage.server.engines.process_memory import process_tree
 
 # The law: no single request, connection or file takes more than its share of time or memory from others.
 GAP_SECONDS, HEALTH_MS = 1.0, 100.0
@@ -39,6 +42,7 @@ class Found:
     api_beyond: int  # bytes of the API process beyond its planned share
     restored_s: float | None
     load: float
+    others: float  # cores that neither the server nor this benchmark used
     broken: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,6 +56,7 @@ class Found:
             "abuser": self.answers,
             "seconds": round(self.seconds, 1),
             "load_average": round(self.load, 2),
+            "others_cores": round(self.others, 2),
             "broken": self.broken,
         }
 
@@ -105,10 +110,12 @@ async def measure(server: Served, case: Case) -> Found | None:
     async with watching(server) as watch:
         if watch is None:
             return None
-        since = time.monotonic()
+        since, busy, own = time.monotonic(), *processor_seconds(server)
         answers = await abused(server, case)
         ended = time.monotonic()
         await asyncio.sleep(AFTER_SECONDS)
+        busy_then, own_then = processor_seconds(server)
+        others = max(0.0, (busy_then - busy) - (own_then - own)) / (time.monotonic() - since)
         out, _ = await watch.communicate(b"")
     seen = json.loads(out)
     quiet = await settled(server, before)
@@ -116,9 +123,30 @@ async def measure(server: Served, case: Case) -> Found | None:
     memory = seen["all_bytes"] / server.planned
     beyond = seen["api_bytes"] - server.api_planned
     found = Found(
-        case, seen, dict(answers.most_common()), ended - since, memory, beyond, restored, os.getloadavg()[0], ()
+        case=case,
+        seen=seen,
+        answers=dict(answers.most_common()),
+        seconds=ended - since,
+        memory=memory,
+        api_beyond=beyond,
+        restored_s=restored,
+        load=os.getloadavg()[0],
+        others=others,
+        broken=(),
     )
     return judged(found, server)
+
+
+def processor_seconds(server: Served) -> tuple[float, float]:
+    """Of all processes of the machine, and of the server's and ours. What ends in between counts as others'."""
+    times = psutil.cpu_times()
+    own = 0.0
+    for pid in (server.pid, os.getpid()):
+        for member in process_tree(pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                spent = psutil.Process(member).cpu_times()
+                own += spent.user + spent.system
+    return sum(times) - times.idle - times.iowait, own
 
 
 async def abused(server: Served, case: Case) -> Answers:
