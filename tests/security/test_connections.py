@@ -64,12 +64,16 @@ class Connection:
                     pass
 
 
-@pytest.mark.parametrize("piece", [b"x", b"\r\n"], ids=["name", "blank lines"])
-async def test_a_slow_head_on_a_kept_connection(server, monkeypatch, piece: bytes) -> None:
+@pytest.mark.parametrize(
+    ("start", "piece"), [(b"GET /health HTTP/1.1\r\nX: ", b"x"), (b"", b"\r\n")], ids=["value", "blank lines"]
+)
+async def test_a_slow_head_on_a_kept_connection(server, monkeypatch, start: bytes, piece: bytes) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     async with Connection(server.url) as slow:
         slow.send(HEALTH)
         assert (await slow.answer())[0] == 200
+
+        slow.send(start)
 
         async def drip() -> None:
             while True:
@@ -125,7 +129,9 @@ async def test_few_requests_are_taken_before_the_first_is_answered(server) -> No
         sender.send(HEALTH * 1000)
         for _ in range(1 + MAX_PIPELINED):
             assert (await sender.answer())[0] == 200
-        await sender.end()
+        async with asyncio.timeout(PATIENCE):
+            with contextlib.suppress(ConnectionError):
+                assert await sender.reader.read() == b""
     async with Connection(server.url) as sender:  # one after the other as many as it likes
         for _ in range(10 * MAX_PIPELINED):
             sender.send(HEALTH)
