@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 def hub(monkeypatch, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.files, server.redirects, server.asked, server.ranges, server.sent = {}, {}, [], True, 0
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

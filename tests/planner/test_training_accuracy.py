@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "training_accuracy.py"
 RECEIPTS = ROOT / "tests" / "data" / "training" / "measured_receipts.tsv"
 
 
@@ -18,7 +20,7 @@ def run(receipts: Path) -> tuple[int, dict]:
 
 
 def ask(*flags: object) -> tuple[int, dict]:
-    command = [sys.executable, ROOT / "benchmarks" / "training_accuracy.py", *map(str, flags)]
+    command = [sys.executable, SCRIPT, *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
@@ -42,9 +44,13 @@ def test_a_wrong_receipt_is_a_miss(tmp_path):
     assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)
 
 
-def test_the_list_of_types_is_measured_on_real_models():
+def test_the_list_of_types_is_measured_on_real_models(monkeypatch, capsys):
+    """In this process, which has torch loaded."""
     pytest.importorskip("torch", reason="the real thing is torch")
-    code, found = ask("--activations", "--types", "falcon", "doge")
+    monkeypatch.setattr(sys, "argv", ["training_accuracy.py", "--activations", "--types", "falcon", "doge"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = runpy.run_path(str(SCRIPT))["main"]()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, found["exact"], found["estimated"], found["missed"]) == (0, ["falcon"], ["doge"], [])
     assert {row["row"] for row in found["rows"]} >= {"falcon", "falcon-query", "doge"}
     assert all(len(row["modes"]) == 6 and mode["kept"] > 0 for row in found["rows"] for mode in row["modes"])
