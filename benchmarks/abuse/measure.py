@@ -110,11 +110,11 @@ async def measure(server: Served, case: Case) -> Found | None:
     async with watching(server) as watch:
         if watch is None:
             return None
-        since, busy, own = time.monotonic(), *processor_seconds(server)
+        since, busy, own = time.monotonic(), *processor_seconds()
         answers = await abused(server, case)
         ended = time.monotonic()
         await asyncio.sleep(AFTER_SECONDS)
-        busy_then, own_then = processor_seconds(server)
+        busy_then, own_then = processor_seconds()
         others = max(0.0, (busy_then - busy) - (own_then - own)) / (time.monotonic() - since)
         out, _ = await watch.communicate(b"")
     seen = json.loads(out)
@@ -137,15 +137,14 @@ async def measure(server: Served, case: Case) -> Found | None:
     return judged(found, server)
 
 
-def processor_seconds(server: Served) -> tuple[float, float]:
-    """Of all processes of the machine, and of the server's and ours. What ends in between counts as others'."""
+def processor_seconds() -> tuple[float, float]:
+    """Of all processes of the machine, and of ours, the server's among them. What ends meanwhile is others'."""
     times = psutil.cpu_times()
     own = 0.0
-    for pid in (server.pid, os.getpid()):
-        for member in process_tree(pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                spent = psutil.Process(member).cpu_times()
-                own += spent.user + spent.system
+    for member in process_tree(os.getpid()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spent = psutil.Process(member).cpu_times()
+            own += spent.user + spent.system
     return sum(times) - times.idle - times.iowait, own
 
 
