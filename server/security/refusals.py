@@ -11,7 +11,7 @@ from starlette.types import Scope
 # refusals may take a fifth of it. Sixty-four clients that never wait were refused 617 times a second, and
 # /health answered after 340 ms (benchmarks/abuse.py priority, load 5).
 A_SECOND = 200
-AT_ONCE = 200  # whoever was not refused for a while, so that a burst of mistakes waits for nothing
+AT_ONCE = 50  # whoever was not refused for a while, so that a burst of mistakes waits for nothing
 # No answer waits longer; with more clients than A_SECOND x LONGEST_SECONDS the connections are what is bounded.
 LONGEST_SECONDS = 5.0
 
