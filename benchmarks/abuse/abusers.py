@@ -209,9 +209,17 @@ async def load_stopped(server: Served) -> Answers:
 
 async def _back(server: Served, stopped: psutil.Process) -> Answers:
     since = time.monotonic()
-    while not await server.ready() or (stopped.is_running() and stopped.status() == psutil.STATUS_STOPPED):  # noqa: ASYNC110
+    while stopped.is_running() and not _is_stopped(stopped):  # noqa: ASYNC110  # the signal is on its way
+        await asyncio.sleep(0.01)
+    while _is_stopped(stopped) or not await server.ready():  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     return Counter([f"ready again after {time.monotonic() - since:.0f} s"])
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _go_on(process: psutil.Process) -> None:
