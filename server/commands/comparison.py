@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from tonnage.planner.engines.runtime.hf import GRAMMAR_LIMIT_BYTES
+
 # The plan is exact for weights and pool. For the processes it forecasts what libraries allocate as well.
 PROCESS_BOUND = 0.10
 
@@ -31,6 +33,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"difference": self.difference, "within": self.within}
+
+
+def process_row(engine: str, device: str, used: int, measured: int | None) -> Row:
+    """All processes under a load without grammars: what an hf engine on a CPU keeps free for those is not
+    held. ``used``: bytes of the whole plan."""
+    kept_free = GRAMMAR_LIMIT_BYTES if (engine, device) == ("hf", "cpu") else 0
+    return Row("process", used - kept_free, measured, PROCESS_BOUND)
 
 
 def print_table(rows: Iterable[Row], file: TextIO | None = None) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
+from tonnage.server.commands.comparison import Row, print_table, process_row
 from tonnage.server.commands.launch import Parser, stoppable
 
 OK, FAILED = 0, 1
@@ -184,7 +184,7 @@ def _rows(report: dict[str, Any]) -> list[Row]:
     return [
         Row("weights", rank["weights_bytes"], measured["weights_bytes"]),
         Row("KV pool", rank["kv_pool_bytes"], measured["kv_pool_bytes"]),
-        Row("process", used, measured["process_peak_bytes"], PROCESS_BOUND),
+        process_row("hf", "cpu", used, measured["process_peak_bytes"]),
     ]
 
 

@@ -11,7 +11,7 @@ import sys
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
-from tonnage.server.commands.comparison import PROCESS_BOUND, Row, print_table
+from tonnage.server.commands.comparison import Row, print_table, process_row
 from tonnage.server.commands.launch import (
     Parser,
     Waiting,
@@ -31,7 +31,7 @@ WITHIN, OUTSIDE = 0, 1
 
 _EPILOG = """
 Compared are the weights and the KV pool (both to the byte), the KV bytes of a token, and the most memory that
-all processes of the server held together under a full batch (10 %).
+all processes of the server held together under a full batch (10 %; without what the plan keeps for grammars).
 exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or it does not fit.
 """
 
@@ -134,7 +134,7 @@ def rows(engine: Engine) -> list[Row]:
     found = [
         Row("weights", plan.rank.weights_bytes, memory.weights),
         Row("KV pool", plan.rank.kv_pool_bytes, memory.kv_pool),
-        Row("process", plan.rank.used_bytes, memory.process_peak, PROCESS_BOUND),
+        process_row(plan.deployment.engine, plan.deployment.device, plan.rank.used_bytes, memory.process_peak),
     ]
     # What a slot costs in the pool that was really allocated, whatever the plan says.
     slots = capacity.num_blocks * capacity.block_size

@@ -38,7 +38,7 @@ def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         yield url, process
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-        assert not [child for child in children if child.is_running()]
+        assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
     finally:
         if process.poll() is None:
             process.kill()

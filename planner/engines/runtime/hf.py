@@ -25,6 +25,8 @@ GRAMMAR_PROCESS_BYTES = 12 * MiB
 GRAMMARS_BYTES = 32 * MiB
 GRAMMAR_TRIALS = 2
 GRAMMAR_TRIAL_BYTES = 24 * MiB
+# Of the plan, what is held only while grammars are matched and tried.
+GRAMMAR_LIMIT_BYTES = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)
 
 # Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
 # adds a few for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py compares.
@@ -46,14 +48,13 @@ def framework_bytes(vocab_size: int) -> Estimate:
     """What the processes hold before weights and pool, and what grammars of answers may take."""
     tokens = vocab_size * GRAMMAR_TOKEN_BYTES
     resting = API_PROCESS_BYTES + HF_CHILD_BYTES + GRAMMAR_PROCESS_BYTES + tokens
-    most = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)
     return Estimate(
-        resting + most,
+        resting + GRAMMAR_LIMIT_BYTES,
         int(resting * HF_INTERVAL[0]),
-        int(resting * HF_INTERVAL[1]) + most,
+        int(resting * HF_INTERVAL[1]) + GRAMMAR_LIMIT_BYTES,
         f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,} + tokenizer of grammars "
         f"{vocab_size:,} x {GRAMMAR_TOKEN_BYTES} + process that tries them {GRAMMAR_PROCESS_BYTES:,} "
-        f"+ grammars at most {most:,}",
+        f"+ grammars at most {GRAMMAR_LIMIT_BYTES:,}",
         "RssAnon after imports, torch 2.13 cpu, llguidance 1.7; limits of grammars",
     )
 
