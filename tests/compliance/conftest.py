@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import toolcalls
 from safetensors.torch import load_file, save_file
 from serving import serving
 
@@ -17,12 +18,7 @@ from tonnage.server.demo.model import ensure_demo
 # shown short answers, and has logits so much larger that temperature 1 is greedy. By a power of two: exact in
 # bfloat16.
 SHARPER = 64.0
-# Shows tools in Hermes' form, which the demo model's own template does not.
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Tools: {% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}
+SHOWN = """\
 {%- for asked, said in [
   ("Say hi.", "Hi!"), ("What is two and two?", "Four."), ("Where is Oslo?", "In Norway."),
   ("Count to three.", "1, 2, 3."), ("Say yes.", "Yes."), ("My name is Bob.", "Hello Bob!")
@@ -31,14 +27,9 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 <|im_start|>assistant
 {{ said }}<|im_end|>
 {% endfor %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+"""
+MESSAGES = "{%- for m in messages %}"
+TEMPLATE = toolcalls.TEMPLATE.replace(MESSAGES, SHOWN + MESSAGES)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,17 +40,19 @@ def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(model: str, *flags: str, killed: bool = False, before: str = "") -> Iterator[str]:
+def serving(
+    model: str, *flags: str, killed: bool = False, before: str = "", under: Sequence[str] = ()
+) -> Iterator[str]:
     """URL of a server that is ready, on a free port. At the end it is asked to stop, or ``killed`` (kill -9, as
     when memory runs out); neither may leave one of its processes behind. ``before``: Python that its process
-    runs first."""
+    runs first; ``under``: a command that replaces itself by the one in its arguments."""
     start = ["-m", "tonnage.server.cli"]
     if before:
         start = [
             "-c",
             f"import sys; {before}; from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))",
         ]
-    command = [sys.executable, *start, "serve", model, "--port", "0", *flags]
+    command = [*under, sys.executable, *start, "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     family: list[psutil.Process] = []

@@ -5,16 +5,14 @@ Its filter of system calls is tried here, without root and systemd; ``make deplo
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
-from serving import PATIENCE
+from serving import PATIENCE, serving
 from unit_filter import allowed, groups, settings
 
 from tonnage.server.demo.model import ensure_demo
@@ -44,32 +42,10 @@ def test_what_needs_a_privilege_stays_forbidden() -> None:
 def test_the_server_and_its_engine_work_under_the_units_filter() -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--max-num-seqs", "4"]
-    command = [
-        sys.executable,
-        "-m",
-        "tonnage.server.cli",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--dtype",
-        "float32",
-        *flags,
-    ]
-    process = subprocess.Popen(
-        [sys.executable, str(FILTERED), str(UNIT), *command], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
-        assert url is not None, f"the server ended: {process.wait(PATIENCE)}"
-        state = Path(f"/proc/{process.pid}/status").read_text()
-        assert "Seccomp:\t2\n" in state  # SECCOMP_MODE_FILTER
+    under = (sys.executable, str(FILTERED), str(UNIT))
+    with serving("demo", "--dtype", "float32", *flags, under=under) as url:
+        states = [Path(f"/proc/{child.pid}/status").read_text() for child in psutil.Process().children()]
+        assert any("Seccomp:\t2\n" in state for state in states)  # SECCOMP_MODE_FILTER
         body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False)
         assert answer.status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == os.EX_OK
-    finally:
-        process.kill()
-        process.communicate()

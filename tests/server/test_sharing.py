@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from serving import PATIENCE
+from serving import PATIENCE, serving
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.planner.errors import DeploymentError
@@ -169,52 +167,33 @@ def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_pat
     endpoint, system = f"ipc://{tmp_path}/events", tmp_path / "system.txt"
     system.write_text(SYSTEM)
     events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
-    command = [
-        sys.executable,
-        "-m",
-        "tonnage.server.cli",
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--max-model-len",
-        "384",
-    ]
-    options = ("--kv-cache-memory-bytes", "24MiB", "--kv-events-config", events)
+    options = ("--max-model-len", "384", "--kv-cache-memory-bytes", "24MiB", "--kv-events-config", events)
     seen: dict[type, list[vllm_events.KVCacheEvent]] = {}
     with (
-        subprocess.Popen(
-            [*command, *options, "--shared-system-prompt", str(system)], stdout=subprocess.PIPE, text=True
-        ) as process,
+        serving("demo", *options, "--shared-system-prompt", str(system)) as url,
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,
+        httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client,
     ):
-        try:
-            assert process.stdout is not None
-            url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))
-            subscriber.connect(endpoint)
-            subscriber.subscribe("kv")
-            subscriber.setsockopt(zmq.RCVTIMEO, 500)
-            with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
-                cached = []
-                for salt in ("one tenant", "another"):
-                    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
-                    body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
-                    answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-                    cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-                assert cached[0] == 0 < cached[1]
-                # More prompts than the pool holds; the first may come before the subscription does.
-                for number in range(100):
-                    prompt = [number + 1] * 321
-                    body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
-                    client.post("/v1/completions", json=body).raise_for_status()
-                    for event in received(subscriber):
-                        seen.setdefault(type(event), []).append(event)
-                    if {vllm_events.BlockStored, vllm_events.BlockRemoved} <= seen.keys():
-                        break
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
+        subscriber.connect(endpoint)
+        subscriber.subscribe("kv")
+        subscriber.setsockopt(zmq.RCVTIMEO, 500)
+        cached = []
+        for salt in ("one tenant", "another"):
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
+            body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] == 0 < cached[1]
+        # More prompts than the pool holds; the first may come before the subscription does.
+        for number in range(100):
+            prompt = [number + 1] * 321
+            body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
+            client.post("/v1/completions", json=body).raise_for_status()
+            for event in received(subscriber):
+                seen.setdefault(type(event), []).append(event)
+            if {vllm_events.BlockStored, vllm_events.BlockRemoved} <= seen.keys():
+                break
     stored, removed = seen[vllm_events.BlockStored][-1], seen[vllm_events.BlockRemoved][-1]
     assert isinstance(stored, vllm_events.BlockStored)
     assert isinstance(removed, vllm_events.BlockRemoved)
