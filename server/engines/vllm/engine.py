@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,9 +25,10 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
-from tonnage.server.engines.process_memory import PeakSampler, process_tree
+from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
+from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.ledger import ReservationLedger
 from tonnage.server.engines.vllm.params import (
     HONOURED,
@@ -40,13 +39,6 @@ from tonnage.server.engines.vllm.params import (
 )
 
 log = logging.getLogger("tonnage.server")
-
-# Clock ticks a second that a vLLM process may use while it waits. A worker's main thread looks at its queue
-# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): measured 1 tick in 36 s, with its engine
-# core stopped. (Its gloo threads turn all the time: 2.2 a second.) One at work has 4 and more (stillness.py).
-PARKED_TICKS = 0.2
-# Until an engine core that is asked to end while it loads is ended: vLLM's own grace (v1/utils.py, 0.32).
-_GRACE_SECONDS = 5.0
 
 # What the user has set wins.
 ENVIRONMENT = {
@@ -334,13 +326,7 @@ class VLLMEngine(Engine):
 
     async def _watch_stillness(self) -> None:
         """End vLLM's processes when they have work and do nothing; whoever waits for them is told."""
-        while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM tells nobody
-            await asyncio.sleep(stillness.LOOK_SECONDS)
-        seconds = await stillness.still(
-            stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS),
-            lambda: self._heard,
-            self._still_limit,
-        )
+        cores, seconds = await processes.hang(lambda: self._heard, self._still_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
             f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hang, "
@@ -349,7 +335,7 @@ class VLLMEngine(Engine):
         )
         log.error("%s", error)
         self._die(error)
-        _kill(cores)
+        processes.kill(cores)
 
     def _still_limit(self) -> int | None:
         """Looks without a movement that are too many now; None: there is nothing to do."""
@@ -419,7 +405,7 @@ class VLLMEngine(Engine):
         if self._watch is not None:
             self._watch.cancel()
         if self._loading is not None and not self._loading.done():
-            await self._interrupt_loading(self._loading)
+            await processes.interrupt_loading(self._loading)
         if self._llm is not None:
             llm, self._llm = self._llm, None
             if self._dead is not None:  # nobody else tells them once the handler is cancelled
@@ -430,30 +416,6 @@ class VLLMEngine(Engine):
                 llm.output_handler.cancel()  # or it reports the end of its engine as a crash
             await asyncio.get_running_loop().run_in_executor(self._loader, llm.shutdown)
         self._loader.shutdown(wait=False)
-
-    async def _interrupt_loading(self, loading: Future[Any]) -> None:
-        """A thread cannot be cancelled, but it gives up as soon as the child it waits for is gone."""
-        asked = time.monotonic()
-        while not loading.done():
-            if time.monotonic() - asked > _GRACE_SECONDS:  # it hangs
-                _kill(_engine_cores())
-            for child in _engine_cores():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGTERM)
-            await asyncio.sleep(0.1)
-
-
-def _engine_cores() -> list[int]:
-    """Process ids of vLLM's engine cores, children of this process."""
-    children = multiprocessing.active_children()
-    return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]
-
-
-def _kill(pids: list[int]) -> None:
-    """With their descendants: a stopped one cannot notice that its parent is gone."""
-    for member in [member for pid in pids for member in process_tree(pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""vLLM's processes: which they are, when they hang, and how they are ended. Written against vLLM 0.32."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from tonnage.server.engines import stillness
+from tonnage.server.engines.process_memory import process_tree
+
+# Clock ticks a second that a vLLM process may use while it waits. A worker's main thread looks at its queue
+# every 5 s (distributed/device_communicators/shm_broadcast.py, 0.32): measured 1 tick in 36 s, with its engine
+# core stopped. (Its gloo threads turn all the time: 2.2 a second.) One at work has 4 and more (stillness.py).
+PARKED_TICKS = 0.2
+# Until an engine core that is asked to end while it loads is ended: vLLM's own grace (v1/utils.py, 0.32).
+_GRACE_SECONDS = 5.0
+
+
+async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tuple[list[int], float]:
+    """Returns once there are engine cores and they have been still for ``limit()`` looks: their process ids and
+    the seconds that was. Arguments as :func:`tonnage.server.engines.stillness.still`'s."""
+    while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM tells nobody
+        await asyncio.sleep(stillness.LOOK_SECONDS)
+    watched = stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS)
+    return cores, await stillness.still(watched, heard, limit)
+
+
+async def interrupt_loading(loading: Future[Any]) -> None:
+    """A thread cannot be cancelled, but it gives up as soon as the child it waits for is gone."""
+    asked = time.monotonic()
+    while not loading.done():
+        if time.monotonic() - asked > _GRACE_SECONDS:  # it hangs
+            kill(_engine_cores())
+        for child in _engine_cores():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+        await asyncio.sleep(0.1)
+
+
+def kill(pids: list[int]) -> None:
+    """With their descendants: a stopped one cannot notice that its parent is gone."""
+    for member in [member for pid in pids for member in process_tree(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+def _engine_cores() -> list[int]:
+    """Process ids of vLLM's engine cores, children of this process."""
+    children = multiprocessing.active_children()
+    return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]
