@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,8 +27,10 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.hf.child import EngineLoop
-from tonnage.server.engines.hf.grammars import masks
+from tonnage.server.engines.hf.grammars import compiler as compiling
+from tonnage.server.engines.hf.grammars import masks, memory
 from tonnage.server.engines.hf.grammars.compiler import Compiler
+from tonnage.server.engines.hf.grammars.library import GrammarError
 from tonnage.server.engines.hf.messages import Abort
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.text.grammar import MAX_BYTES, Grammar
@@ -39,6 +42,7 @@ SETTINGS = Deployment(
     max_num_seqs=8,
     max_num_batched_tokens=64,
 )
+needs_xgrammar = pytest.mark.skipif(not find_spec("xgrammar"), reason="xgrammar is not installed (extra vllm)")
 DIGITS = Grammar("regex", "[0-9]{30}")
 # Takes its converter more than a second: what it knows of 5,000 rules, it asks of each of them again.
 CHAIN = "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(5000)) + '\nr5000 ::= "{}"\n'
@@ -236,6 +240,38 @@ def test_a_grammar_at_fault_is_not_tried_again(compiler: Compiler) -> None:
     compiler.ask(request("second", Grammar("grammar", CHAIN.format("a"))))
     assert told(compiler, 1) == ["second"]
     trial.resume()
+
+
+def tag(name: str) -> Grammar:
+    """A strict function's, as the parser of hermes asks for it."""
+    arguments = {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
+    begin = '<tool_call>\n{"name": "f", "arguments": '
+    content = {"type": "json_schema", "json_schema": arguments}
+    tags = [{"type": "tag", "begin": begin, "content": content, "end": "}\n</tool_call>"}]
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+@needs_xgrammar
+def test_many_different_tags_are_not_all_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "KEPT_BYTES", 200_000)  # one takes 45,000
+    before = memory.held_bytes()
+    for at in range(12):
+        compiler.ask(request(f"asks {at}", tag(f"field{at}")))
+    told(compiler, 12)
+    assert 40_000 < memory.held_bytes() - before <= 200_000
+    compiler.matcher(tag("field0"), (2,)).mask(torch.zeros(49152))
+
+
+@needs_xgrammar
+def test_whatever_a_tag_leads_to_is_told(tmp_path: Path) -> None:
+    compiler = Compiler(folder_with(tmp_path, **{"tokenizer_config.json": "[]"}), 49152)
+    compiler.ask(request("asks", tag("field")))
+    assert wait([compiler.fileno()], PATIENCE)
+    (outcome,) = compiler.outcomes()
+    assert isinstance(outcome.error, GrammarError)
+    assert outcome.error.field == "structural_tag"
+    compiler.close()
 
 
 def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:

@@ -25,7 +25,8 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf.grammars import library
 from tonnage.server.engines.hf.grammars.library import GrammarError
-from tonnage.server.engines.hf.grammars.masks import HELD_BYTES, Compiled, GrammarMatcher, held_bytes
+from tonnage.server.engines.hf.grammars.masks import HELD_BYTES, Compiled, GrammarMatcher
+from tonnage.server.engines.hf.grammars.memory import held_bytes
 from tonnage.server.engines.hf.grammars.messages import Forget, Tried, Try
 from tonnage.server.engines.hf.grammars.tags import CompiledTag, TagMatcher, Tags
 from tonnage.server.engines.request import GenerationRequest
@@ -147,17 +148,19 @@ class Compiler:
         except TonnageError as error:
             self._tell(request_id, error)
             return
-        with self._lock:
-            self._compiled[grammar] = compiled
+        self._keep(grammar, compiled)
         self._tell(request_id)
 
     def _compile(self, grammar: Grammar, source: str, held: int) -> Compiled:
         compiled = Compiled(self._tokenizer, source, self._vocab_size, held)
+        self._keep(grammar, compiled)
+        return compiled
+
+    def _keep(self, grammar: Grammar, compiled: Compiled | CompiledTag) -> None:
         with self._lock:
             self._compiled[grammar] = compiled
             while sum(each.held for each in self._compiled.values()) > KEPT_BYTES and len(self._compiled) > 1:
                 self._compiled.popitem(last=False)
-        return compiled
 
     def _tell(self, request_id: str, error: TonnageError | None = None) -> None:
         self._outcomes.append(Outcome(request_id, error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,11 @@ import torch
 
 from tonnage.planner.engines.runtime.hf import GRAMMARS_BYTES
 from tonnage.server.engines.hf.grammars import library, memory
-from tonnage.server.engines.hf.grammars.tags import TagMatcher
 
 if TYPE_CHECKING:
     import llguidance  # of the extra grammar
+
+    from tonnage.server.engines.hf.grammars.tags import TagMatcher
 
 # Of all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and the step itself,
 # another stream stands still for less than a second. 64 ordinary masks take 0.02 s.
@@ -59,22 +59,11 @@ class Compiled:
         self.first = self.matcher.compute_bitmask()
         self.seconds = time.perf_counter() - began
         library.check(self.matcher)
-        with _LIVE_LOCK:
-            _LIVE.add(self)
+        memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> GrammarMatcher:
         """An answer that one of ``ends`` may end, or none: see there."""
         return GrammarMatcher(self, ends)
-
-
-# Every one that is kept or matched: an answer holds on to its own, whatever is kept of it.
-_LIVE: weakref.WeakSet[Compiled] = weakref.WeakSet()
-_LIVE_LOCK = threading.Lock()  # the compiler's thread adds to them
-
-
-def held_bytes() -> int:
-    with _LIVE_LOCK:
-        return sum(compiled.held for compiled in _LIVE)
 
 
 class GrammarMatcher:
@@ -170,7 +159,7 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
             taken[tenant] += matcher.seconds
         if queues[tenant]:
             heapq.heappush(turns, (taken[tenant], tenant))
-    if held_bytes() > HELD_BYTES:
+    if memory.held_bytes() > HELD_BYTES:
         largest = max((matcher.compiled for _, matcher in drawing), key=lambda compiled: compiled.held)
         errors |= {at: OVER_MEMORY for at, (_, matcher) in enumerate(drawing) if matcher.compiled is largest}
     return errors

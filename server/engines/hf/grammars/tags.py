@@ -1,6 +1,6 @@
 """Structural tags, by xgrammar: text with parts in a given form, as vLLM's tool parsers ask for.
 
-llguidance does not know their many forms. What is here is no more bounded than xgrammar is: it is met only
+llguidance does not know their many forms. Compiling them is no more bounded than xgrammar is: they are met only
 where the operator has chosen a tool parser, by strict functions, and compiled in a thread.
 """
 
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.server.engines.hf.grammars import memory
 from tonnage.server.engines.hf.grammars.library import GrammarError, first_line
-
-_KEPT_BYTES = 64 << 20  # of compiled tags; beyond it the least recently used go
 
 
 class Tags:
@@ -31,8 +30,11 @@ class Tags:
             if self._compiler is None:
                 self._compiler = self._load()
             return CompiledTag(self._compiler.compile_structural_tag(text), self._vocab_size)
-        except (RuntimeError, ValueError, TypeError, OSError) as error:  # xgrammar's, and of a model's files
-            raise GrammarError(first_line(str(error)), field="structural_tag") from None
+        except TonnageError:
+            raise
+        except Exception as error:  # whatever xgrammar and the files of a model lead to
+            said = f"{type(error).__name__}: {first_line(str(error))}"
+            raise GrammarError(said, field="structural_tag") from None
 
     def _load(self) -> Any:
         try:
@@ -46,16 +48,16 @@ class Tags:
         # False, not left out: transformers would ask on the terminal whether to run the folder's own code.
         tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self._vocab_size)
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_KEPT_BYTES)
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # Compiler keeps them
 
 
 class CompiledTag:
-    """At the start of an answer. What it holds is in no budget."""
-
-    held = 0
+    """At the start of an answer."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         self._compiled, self._vocab_size = compiled, vocab_size
+        self.held: int = compiled.memory_size_bytes
+        memory.count(self)
 
     def begin(self, ends: tuple[int, ...]) -> TagMatcher:
         return TagMatcher(self, self._compiled, ends, self._vocab_size)
