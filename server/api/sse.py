@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.http.outbox import Outbox, Outboxes
-from tonnage.server.requests.accounts import Outcome, Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.counts import Outcome
 
 _DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"

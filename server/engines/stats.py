@@ -17,13 +17,13 @@ class PoolStats:
     (None: it does not). ``evictions_by_cause``: in the order of
     `tonnage.cache.results.EVICTION_CAUSES`; empty where the engine does not say. ``tail_waste_slots``:
     slots of used blocks that hold no token, a block that several sequences share counted for each (None: this
-    engine does not say).
+    engine does not say). ``cached`` None: they are among the free ones.
     """
 
     num_blocks: int
     usable: int
     used: int
-    cached: int
+    cached: int | None
     free: int
     reserved: int
     evictions: int = 0
@@ -83,13 +83,14 @@ class EngineStats:
     admissions: ReasonCounts = ()
     refused_blocks: ReasonCounts = ()  # wait and never; the count is of blocks that were missing
     preemptions: int = 0
-    preempted_tokens: int = 0  # computed tokens that preemptions threw away
+    preempted_tokens: int | None = 0  # computed tokens that preemptions threw away; None: not counted
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
-    shared_hit_tokens: int = 0  # the part of them from blocks that requests with any salt, or none, may read
+    # The part of them from blocks that requests with any salt, or none, may read; None: not told apart.
+    shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int = 0
+    invariant_violations: int | None = 0  # None: nobody looks
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:

@@ -80,7 +80,7 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
         "block_size_tokens": layout.block_size,
         "bytes_per_block": layout.bytes_per_block,
         "blocks": blocks,
-        "bytes": {name: count * layout.bytes_per_block for name, count in blocks.items()},
+        "bytes": {name: count and count * layout.bytes_per_block for name, count in blocks.items()},
         "evictions": pool.evictions,
     }
 

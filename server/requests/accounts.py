@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
 from collections.abc import Callable
-from typing import Literal
 
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.counts import Outcome, RequestCounts
 from tonnage.server.requests.drain import DrainEstimate
-from tonnage.server.requests.histogram import (
-    INTER_TOKEN_LATENCY_BUCKETS,
-    REQUEST_DURATION_BUCKETS,
-    TIME_TO_FIRST_TOKEN_BUCKETS,
-    Histogram,
-)
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.security.tenants import ANYBODY, Tenant
 
-Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
-OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
 
-
-class Accounts:
+class Accounts(RequestCounts):
     """Counts and latencies of the API; one per app."""
 
     def __init__(self) -> None:
-        self.received = 0
-        self.in_flight = 0
+        super().__init__()
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
-        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
-        # Refused before the engine saw it: (outcome, reason), as in EngineStats.admissions.
-        self.refused: Counter[tuple[str, str]] = Counter()
-        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
-        self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
-        self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
-        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
-        self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
         self._reserved = 0  # tokens that the requests in flight may need, prompt and completion
         self._drain = DrainEstimate()
 
@@ -61,12 +42,6 @@ class Accounts:
         seconds = self._drain.seconds(self._reserved, time.monotonic())
         return 1.0 if seconds is None else min(60.0, max(1.0, seconds))
 
-    def completion_rate(self) -> float | None:
-        """Completions a second over the last (at most 32) ones until now; None before two of them."""
-        if len(self._finished) < 2:
-            return None
-        return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])
-
     def check(self) -> None:
         """The law: nothing received is lost or counted twice. Raises AssertionError."""
         counted = sum(self.outcomes.values()) + self.in_flight
@@ -82,8 +57,7 @@ class Accounts:
             self._reserved -= ticket.reserved
             self._drain.ended(ticket.reserved, time.monotonic())
         if outcome in ("stop", "length"):
-            self.request_duration.observe(ticket.seconds)
-            self._finished.append(time.monotonic())
+            self.completed(ticket.seconds)
         for listener in self.on_finish:
             listener(ticket)
 

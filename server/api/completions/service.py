@@ -23,7 +23,8 @@ from tonnage.server.api.logprobs import CompletionLogprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.requests.accounts import Outcome, Ticket
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.requests.counts import Outcome
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 

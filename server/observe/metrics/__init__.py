@@ -17,13 +17,15 @@ zero. There are no ``_created`` series.
 from __future__ import annotations
 
 from tonnage.server.engines.capacity import limits_of
-from tonnage.server.observe.metrics.config import config_families
+from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.metrics.headroom import Trend, headroom_families
+from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
 from tonnage.server.observe.metrics.memory import memory_families
 from tonnage.server.observe.metrics.pool import pool_families
 from tonnage.server.observe.metrics.requests import (
     ADMISSIONS,
+    admission_families,
+    engine_request_families,
     latency_families,
     request_families,
     tenant_families,
@@ -50,13 +52,22 @@ class Metrics:
         """Prometheus text format 0.0.4."""
         state, page = self._state, self._page
         stats = state.engine.stats()
-        memory_families(page, state, stats)
-        config_families(page, state, stats)
-        pool_families(page, state, stats)
-        headroom_families(page, state, stats, self._usage, self._limits, self._trend)
-        request_families(page, state, stats)
-        latency_families(page, state)
-        tenant_families(page, state, self._usage)
+        plan, settings, counts = state.plan, state.settings, state.accounts
+        pool, layout = stats.pool, plan.kv_cache.layout
+        ready = state.started and stats.ready
+        memory_families(page, plan, stats.memory)
+        plan_families(
+            page, [plan, state.engine.capacity().plan] if ready else [plan], settings.max_num_queued_reqs
+        )
+        engine_families(page, stats, settings.admission_mode, ready=ready)
+        pool_families(page, layout, stats)
+        room = headroom(pool, stats.running, self._usage.mix, self._limits, settings.default_max_tokens)
+        headroom_families(page, room, pool.usable, layout.bytes_per_block, self._trend, counts)
+        engine_request_families(page, stats)
+        admission_families(page, stats, counts.refused)
+        request_families(page, counts)
+        latency_families(page, counts)
+        tenant_families(page, self._usage.tenants, layout.bytes_per_block)
         text = page.take()
         if state.settings.metrics_compat == "vllm":
             vllm_families(self._vllm, state, stats)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.state import ServerState
 
 
-def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    plan = state.plan
-    plans = [plan, state.engine.capacity().plan] if state.started and stats.ready else [plan]
+def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | None) -> None:
+    """``plans``: revision 0, and 1 once there is one."""
     page.info(
         "tonnage_plan_info",
         "The plan the pool is sized by; always 1. Revision 0 was forecast before the load, revision 1 is what "
@@ -18,26 +18,30 @@ def config_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         ("plan_id", "revision", "engine", "architecture", "quantization"),
         [_identity(item) for item in plans],
     )
+    for name, (text, value) in _numbers(plans[0], max_num_queued_reqs).items():
+        if value is not None:
+            page.gauge(f"tonnage_config_{name}", text, value)
+
+
+def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -> None:
     page.info(
         "tonnage_admission_info",
         "How requests are admitted; always 1. guaranteed: what was admitted is never preempted.",
         ("mode",),
-        [(state.settings.admission_mode,)],
+        [(mode,)],
     )
     page.gauge(
         "tonnage_engine_ready",
         "1 when the engine can serve, 0 while it loads or when it is dead.",
-        int(state.started and stats.ready),
+        int(ready),
     )
     page.counter("tonnage_engine_restarts", "Times the engine was started again.", stats.restarts)
-    page.counter(
-        "tonnage_invariant_violations",
-        "Broken laws of the block accounts (blocks lost or counted twice); anything but 0 is a bug.",
-        stats.invariant_violations,
-    )
-    for name, (text, value) in _numbers(state).items():
-        if value is not None:
-            page.gauge(f"tonnage_config_{name}", text, value)
+    if stats.invariant_violations is not None:
+        page.counter(
+            "tonnage_invariant_violations",
+            "Broken laws of the block accounts (blocks lost or counted twice); anything but 0 is a bug.",
+            stats.invariant_violations,
+        )
 
 
 def _identity(plan: Plan) -> tuple[str, ...]:
@@ -50,15 +54,15 @@ def _identity(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _numbers(state: ServerState) -> dict[str, tuple[str, float | None]]:
-    deployment, cache = state.plan.deployment, state.plan.kv_cache
+def _numbers(plan: Plan, max_num_queued_reqs: int | None) -> dict[str, tuple[str, float | None]]:
+    deployment, cache = plan.deployment, plan.kv_cache
     return {
         "device_memory_bytes": ("Memory of the device.", deployment.device_memory),
         "gpu_memory_utilization_ratio": (
             "Share of the device's memory that the plan may use.",
             deployment.gpu_memory_utilization,
         ),
-        "kv_cache_memory_bytes": ("Bytes of the KV pool.", state.plan.rank.kv_pool_bytes),
+        "kv_cache_memory_bytes": ("Bytes of the KV pool.", plan.rank.kv_pool_bytes),
         "num_blocks": ("KV blocks in the pool, the null block included.", cache.num_blocks),
         "block_size_tokens": ("Tokens in a KV block.", cache.layout.block_size),
         "block_bytes": ("Bytes of a KV block.", cache.layout.bytes_per_block),
@@ -67,6 +71,6 @@ def _numbers(state: ServerState) -> dict[str, tuple[str, float | None]]:
         "max_num_batched_tokens": ("Token budget of one step.", deployment.max_num_batched_tokens),
         "max_num_queued_reqs": (
             "Unfinished sequences, waiting and running, before requests are turned away.",
-            state.settings.max_num_queued_reqs,
+            max_num_queued_reqs,
         ),
     }

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, reserved_blocks
-from tonnage.server.engines.stats import EngineStats, PoolStats
+from tonnage.server.engines.stats import PoolStats
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.metrics.usage import RequestMix, Usage
-from tonnage.server.state import ServerState
+from tonnage.server.observe.metrics.usage import RequestMix
+from tonnage.server.requests.counts import RequestCounts
 
 # What "no end in sight" is told as: PromQL can plot and compare a number, not an infinity.
 FOREVER_SECONDS = 86_400.0
@@ -80,16 +80,14 @@ class Trend:
 
 
 def headroom_families(
-    page: Page, state: ServerState, stats: EngineStats, usage: Usage, limits: Limits, trend: Trend
+    page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
-    pool = stats.pool
-    room = headroom(pool, stats.running, usage.mix, limits, state.settings.default_max_tokens)
-    trend.observe(time.monotonic(), pool.usable - room.blocks)
+    trend.observe(time.monotonic(), usable_blocks - room.blocks)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
     page.gauge(
         "tonnage_headroom_bytes",
         "Bytes of the KV blocks that admission can still reserve.",
-        room.blocks * state.plan.kv_cache.layout.bytes_per_block,
+        room.blocks * bytes_per_block,
     )
     page.gauge(
         "tonnage_headroom_requests",
@@ -111,13 +109,12 @@ def headroom_families(
         "tonnage_drain_seconds",
         "Seconds until the requests in flight are through at the rate of the last completions; "
         f"{FOREVER_SECONDS:.0f}: not within a day, or no rate known.",
-        _drain(state),
+        _drain(counts),
     )
 
 
-def _drain(state: ServerState) -> float:
-    accounts = state.accounts
-    if not accounts.in_flight:
+def _drain(counts: RequestCounts) -> float:
+    if not counts.in_flight:
         return 0.0
-    rate = accounts.completion_rate()
-    return FOREVER_SECONDS if not rate else min(FOREVER_SECONDS, accounts.in_flight / rate)
+    rate = counts.completion_rate()
+    return FOREVER_SECONDS if not rate else min(FOREVER_SECONDS, counts.in_flight / rate)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from tonnage.planner.plans import Plan
-from tonnage.server.engines.stats import EngineStats
+from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import measured_components, rank_components
-from tonnage.server.state import ServerState
 
 
-def memory_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    plan, memory = state.plan, stats.memory
+def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
     planned = {
         (device_name(plan, number), component): size
         for number, rank in enumerate(plan.ranks)

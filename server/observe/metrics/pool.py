@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tonnage.cache.results import EVICTION_CAUSES
+from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import reserved_unused
-from tonnage.server.state import ServerState
 
 
-def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    pool, layout = stats.pool, state.plan.kv_cache.layout
+def pool_families(page: Page, layout: KVLayout, stats: EngineStats) -> None:
+    pool = stats.pool
     states = {
         ("used",): pool.used,
         ("cached",): pool.cached,
@@ -27,7 +27,7 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
             f"{text} by state: used by running requests, cached (reclaimable prefixes), free, reserved (never "
             "given out); they add up to the pool.",
             ("state",),
-            {key: blocks * factor for key, blocks in states.items()},
+            {key: blocks * factor for key, blocks in states.items() if blocks is not None},
         )
     page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", pool.usable)
     page.gauge(
@@ -66,11 +66,12 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
             {(name,): count for name, count in zip(EVICTION_CAUSES, pool.evictions_by_cause, strict=True)},
         )
     page.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
-    page.counter(
-        "tonnage_preempted_tokens",
-        "Computed tokens that preemptions threw away and that are computed again.",
-        stats.preempted_tokens,
-    )
+    if stats.preempted_tokens is not None:
+        page.counter(
+            "tonnage_preempted_tokens",
+            "Computed tokens that preemptions threw away and that are computed again.",
+            stats.preempted_tokens,
+        )
     page.counter(
         "tonnage_prefix_query_tokens",
         "Prompt tokens that were looked up in the prefix cache.",
@@ -79,9 +80,11 @@ def pool_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     page.counters(
         "tonnage_prefix_hit_tokens",
         "Prompt tokens whose K/V was cached, by whose block it was in: one that only requests with the same "
-        "salt may read (salt), or one for everybody (shared).",
+        "salt may read (salt), or one for everybody (shared); unknown where the engine does not say.",
         ("source",),
-        {
+        {("unknown",): stats.prefix_hit_tokens}
+        if stats.shared_hit_tokens is None
+        else {
             ("salt",): stats.prefix_hit_tokens - stats.shared_hit_tokens,
             ("shared",): stats.shared_hit_tokens,
         },

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tonnage.cache.admission import NeverReason, WaitReason
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.metrics.usage import TenantUsage, Usage
-from tonnage.server.requests.accounts import OUTCOMES
-from tonnage.server.state import ServerState
+from tonnage.server.observe.metrics.usage import TenantUsage
+from tonnage.server.requests.counts import OUTCOMES, RequestCounts
 
 # Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
@@ -20,19 +21,24 @@ ADMISSIONS: tuple[tuple[str, str], ...] = (
 )
 
 
-def request_families(page: Page, state: ServerState, stats: EngineStats) -> None:
-    accounts = state.accounts
+def engine_request_families(page: Page, stats: EngineStats) -> None:
     page.gauges(
         "tonnage_engine_requests",
         "Requests in the engine by state.",
         ("state",),
         {("running",): stats.running, ("waiting",): stats.waiting},
     )
+    page.counter("tonnage_prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
+    page.counter("tonnage_generation_tokens", "Tokens generated.", stats.generation_tokens)
+
+
+def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[str, str], int]) -> None:
+    """``refused``: by (outcome, reason), before the engine saw them."""
     decisions = dict.fromkeys(ADMISSIONS, 0)
     for outcome, reason, count in stats.admissions:
         key = (outcome, str(reason))
         decisions[key] = decisions.get(key, 0) + count
-    for key, count in accounts.refused.items():
+    for key, count in refused.items():
         decisions[key] = decisions.get(key, 0) + count
     page.counters(
         "tonnage_admission_decisions",
@@ -52,43 +58,48 @@ def request_families(page: Page, state: ServerState, stats: EngineStats) -> None
         ("outcome", "reason"),
         missing,
     )
-    page.counter(
-        "tonnage_requests_received",
-        "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
-        accounts.received,
-    )
-    page.gauge("tonnage_requests_in_flight", "Requests received that have no outcome yet.", accounts.in_flight)
+
+
+def request_families(page: Page, counts: RequestCounts, *, aborts_known: bool = True) -> None:
+    """``aborts_known`` False: nobody says who hung up, so neither how many came."""
+    if aborts_known:
+        page.counter(
+            "tonnage_requests_received",
+            "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
+            counts.received,
+        )
+    page.gauge("tonnage_requests_in_flight", "Requests received that have no outcome yet.", counts.in_flight)
     page.counters(
         "tonnage_requests",
         "Requests by their one outcome.",
         ("outcome",),
-        {(outcome,): accounts.outcomes[outcome] for outcome in OUTCOMES},
+        {
+            (outcome,): counts.outcomes[outcome]
+            for outcome in OUTCOMES
+            if aborts_known or outcome in ("stop", "length", "error")
+        },
     )
-    page.counter("tonnage_prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens)
-    page.counter("tonnage_generation_tokens", "Tokens generated.", stats.generation_tokens)
 
 
-def latency_families(page: Page, state: ServerState) -> None:
-    accounts = state.accounts
+def latency_families(page: Page, counts: RequestCounts) -> None:
     for name, text, histogram in (
-        ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", accounts.queue_wait),
+        ("queue_wait", "Seconds from the arrival in the engine's queue to admission.", counts.queue_wait),
         (
             "time_to_first_token",
             "Seconds from the arrival of a request to its first token.",
-            accounts.time_to_first_token,
+            counts.time_to_first_token,
         ),
-        ("inter_token_latency", "Seconds between two tokens of a sequence.", accounts.inter_token_latency),
+        ("inter_token_latency", "Seconds between two tokens of a sequence.", counts.inter_token_latency),
         (
             "request_duration",
             "Seconds from the arrival of a request to its end (outcomes stop and length).",
-            accounts.request_duration,
+            counts.request_duration,
         ),
     ):
         page.histogram(f"tonnage_{name}_seconds", text, histogram)
 
 
-def tenant_families(page: Page, state: ServerState, usage: Usage) -> None:
-    tenants: dict[str, TenantUsage] = usage.tenants
+def tenant_families(page: Page, tenants: Mapping[str, TenantUsage], bytes_per_block: int) -> None:
     page.counters(
         "tonnage_tenant_requests",
         "Requests by tenant and outcome; tenants beyond the first 64 are one, other.",
@@ -105,10 +116,7 @@ def tenant_families(page: Page, state: ServerState, usage: Usage) -> None:
         "tonnage_tenant_asked_bytes",
         "Bytes of the KV blocks that the tenant's unfinished requests may come to hold.",
         ("tenant",),
-        {
-            (name,): one.asked_blocks * state.plan.kv_cache.layout.bytes_per_block
-            for name, one in tenants.items()
-        },
+        {(name,): one.asked_blocks * bytes_per_block for name, one in tenants.items()},
     )
     page.counters(
         "tonnage_tenant_prompt_tokens",

@@ -1,0 +1,44 @@
+"""Requests by outcome, and their latencies: what /metrics shows of them, whoever counts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import Literal
+
+from tonnage.server.requests.histogram import (
+    INTER_TOKEN_LATENCY_BUCKETS,
+    REQUEST_DURATION_BUCKETS,
+    TIME_TO_FIRST_TOKEN_BUCKETS,
+    Histogram,
+)
+
+Outcome = Literal["stop", "length", "aborted", "rejected", "error"]
+OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "aborted", "rejected", "error")
+
+
+class RequestCounts:
+    """received = the sum of outcomes + in flight; histograms in seconds."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.in_flight = 0
+        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(OUTCOMES, 0))
+        # Refused before the engine saw it: (outcome, reason), as in EngineStats.admissions.
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
+        self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
+        self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
+        self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)  # a part of it
+        self._finished: deque[float] = deque(maxlen=32)  # times of the last completions
+
+    def completed(self, seconds: float) -> None:
+        """A request came to its end (stop, length) ``seconds`` after it arrived."""
+        self.request_duration.observe(seconds)
+        self._finished.append(time.monotonic())
+
+    def completion_rate(self) -> float | None:
+        """Completions a second over the last (at most 32) ones until now; None before two of them."""
+        if len(self._finished) < 2:
+            return None
+        return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])
