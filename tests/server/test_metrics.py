@@ -7,6 +7,7 @@ import shutil
 from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
+from metric_families import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.cache.admission import AdmissionMode, Policy
@@ -30,68 +31,6 @@ MEASURED = MeasuredMemory(
     process=600_000_000,
     process_peak=610_000_000,
 )
-
-# The contract with dashboards, rules and gateways: names, types and label names (``model`` is on all).
-FAMILIES = {
-    "tonnage_memory_planned_bytes": ("gauge", {"device", "component"}),
-    "tonnage_memory_measured_bytes": ("gauge", {"device", "component"}),
-    "tonnage_memory_measured_to_planned_ratio": ("gauge", {"device", "component"}),
-    "tonnage_weights_planned_bytes": ("gauge", {"dtype", "quantization"}),
-    "tonnage_process_memory_bytes": ("gauge", set()),
-    "tonnage_process_memory_peak_bytes": ("gauge", set()),
-    "tonnage_plan_info": ("gauge", {"plan_id", "revision", "engine", "architecture", "quantization"}),
-    "tonnage_admission_info": ("gauge", {"mode"}),
-    "tonnage_engine_ready": ("gauge", set()),
-    "tonnage_engine_restarts_total": ("counter", set()),
-    "tonnage_invariant_violations_total": ("counter", set()),
-    "tonnage_config_device_memory_bytes": ("gauge", set()),
-    "tonnage_config_gpu_memory_utilization_ratio": ("gauge", set()),
-    "tonnage_config_kv_cache_memory_bytes": ("gauge", set()),
-    "tonnage_config_num_blocks": ("gauge", set()),
-    "tonnage_config_block_size_tokens": ("gauge", set()),
-    "tonnage_config_block_bytes": ("gauge", set()),
-    "tonnage_config_max_model_len_tokens": ("gauge", set()),
-    "tonnage_config_max_num_seqs": ("gauge", set()),
-    "tonnage_config_max_num_batched_tokens": ("gauge", set()),
-    "tonnage_config_max_num_queued_reqs": ("gauge", set()),
-    "tonnage_pool_blocks": ("gauge", {"state"}),
-    "tonnage_pool_bytes": ("gauge", {"state"}),
-    "tonnage_pool_tokens": ("gauge", {"state"}),
-    "tonnage_pool_usable_blocks": ("gauge", set()),
-    "tonnage_pool_usage_ratio": ("gauge", set()),
-    "tonnage_pool_promised_unused_blocks": ("gauge", set()),
-    "tonnage_pool_promised_unused_bytes": ("gauge", set()),
-    "tonnage_pool_tail_waste_tokens": ("gauge", set()),
-    "tonnage_pool_tail_waste_bytes": ("gauge", set()),
-    "tonnage_evictions_total": ("counter", {"cause"}),
-    "tonnage_preemptions_total": ("counter", set()),
-    "tonnage_preempted_tokens_total": ("counter", set()),
-    "tonnage_prefix_query_tokens_total": ("counter", set()),
-    "tonnage_prefix_hit_tokens_total": ("counter", {"source"}),
-    "tonnage_headroom_blocks": ("gauge", set()),
-    "tonnage_headroom_bytes": ("gauge", set()),
-    "tonnage_headroom_requests": ("gauge", set()),
-    "tonnage_headroom_prompt_tokens": ("gauge", set()),
-    "tonnage_time_to_full_seconds": ("gauge", set()),
-    "tonnage_drain_seconds": ("gauge", set()),
-    "tonnage_engine_requests": ("gauge", {"state"}),
-    "tonnage_admission_decisions_total": ("counter", {"outcome", "reason"}),
-    "tonnage_admission_refused_blocks_total": ("counter", {"outcome", "reason"}),
-    "tonnage_requests_received_total": ("counter", set()),
-    "tonnage_requests_in_flight": ("gauge", set()),
-    "tonnage_requests_total": ("counter", {"outcome"}),
-    "tonnage_prompt_tokens_total": ("counter", set()),
-    "tonnage_generation_tokens_total": ("counter", set()),
-    "tonnage_queue_wait_seconds": ("histogram", set()),
-    "tonnage_time_to_first_token_seconds": ("histogram", set()),
-    "tonnage_inter_token_latency_seconds": ("histogram", set()),
-    "tonnage_request_duration_seconds": ("histogram", set()),
-    "tonnage_tenant_requests_total": ("counter", {"tenant", "outcome"}),
-    "tonnage_tenant_requests_in_flight": ("gauge", {"tenant"}),
-    "tonnage_tenant_asked_bytes": ("gauge", {"tenant"}),
-    "tonnage_tenant_prompt_tokens_total": ("counter", {"tenant"}),
-    "tonnage_tenant_generation_tokens_total": ("counter", {"tenant"}),
-}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

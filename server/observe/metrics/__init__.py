@@ -21,7 +21,7 @@ from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
 from tonnage.server.observe.metrics.memory import memory_families
-from tonnage.server.observe.metrics.pool import pool_families
+from tonnage.server.observe.metrics.pool import difference_families, pool_families
 from tonnage.server.observe.metrics.requests import (
     ADMISSIONS,
     admission_families,
@@ -61,6 +61,7 @@ class Metrics:
         )
         engine_families(page, stats, settings.admission_mode, ready=ready)
         pool_families(page, layout, stats)
+        difference_families(page, plan, pool.num_blocks)
         room = headroom(pool, stats.running, self._usage.mix, self._limits, settings.default_max_tokens)
         headroom_families(page, room, pool.usable, layout.bytes_per_block, self._trend, counts)
         engine_request_families(page, stats)

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.model.layout import KVLayout
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.report import reserved_unused
 
 
-def pool_families(page: Page, layout: KVLayout, stats: EngineStats) -> None:
+def difference_families(page: Page, plan: Plan, num_blocks: int) -> None:
+    """``num_blocks``: those the engine has, the null block included."""
+    difference = num_blocks - plan.kv_cache.num_blocks
+    page.gauge(
+        "tonnage_pool_difference_blocks",
+        "KV blocks that the engine has beyond those planned; negative: it has fewer.",
+        difference,
+    )
+    page.gauge(
+        "tonnage_pool_difference_bytes",
+        "Bytes of the KV blocks that the engine has beyond those planned; negative: it has fewer.",
+        difference * plan.kv_cache.layout.bytes_per_block,
+    )
+
+
+def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> None:
+    """``layout`` None: nobody knows what a block is worth, so they are told in blocks only."""
     pool = stats.pool
     states = {
         ("used",): pool.used,
@@ -17,11 +34,11 @@ def pool_families(page: Page, layout: KVLayout, stats: EngineStats) -> None:
         ("free",): pool.free,
         ("reserved",): pool.num_blocks - pool.usable,
     }
-    for unit, factor, text in (
-        ("blocks", 1, "KV blocks"),
-        ("bytes", layout.bytes_per_block, "Bytes of the KV blocks"),
-        ("tokens", layout.block_size, "Token slots of the KV blocks"),
-    ):
+    units = [("blocks", 1, "KV blocks")]
+    if layout is not None:
+        units.append(("bytes", layout.bytes_per_block, "Bytes of the KV blocks"))
+        units.append(("tokens", layout.block_size, "Token slots of the KV blocks"))
+    for unit, factor, text in units:
         page.gauges(
             f"tonnage_pool_{unit}",
             f"{text} by state: used by running requests, cached (reclaimable prefixes), free, reserved (never "
@@ -41,22 +58,24 @@ def pool_families(page: Page, layout: KVLayout, stats: EngineStats) -> None:
         "KV blocks reserved to admitted requests, not yet held.",
         unused,
     )
-    page.gauge(
-        "tonnage_pool_promised_unused_bytes",
-        "Bytes of the KV blocks reserved to admitted requests, not yet held.",
-        unused * layout.bytes_per_block,
-    )
+    if layout is not None:
+        page.gauge(
+            "tonnage_pool_promised_unused_bytes",
+            "Bytes of the KV blocks reserved to admitted requests, not yet held.",
+            unused * layout.bytes_per_block,
+        )
     if pool.tail_waste_slots is not None:
         page.gauge(
             "tonnage_pool_tail_waste_tokens",
             "Token slots in used blocks that hold no token yet: the unfilled ends of the sequences.",
             pool.tail_waste_slots,
         )
-        page.gauge(
-            "tonnage_pool_tail_waste_bytes",
-            "Bytes of the token slots in used blocks that hold no token yet.",
-            pool.tail_waste_slots * layout.bytes_per_block // layout.block_size,
-        )
+        if layout is not None:
+            page.gauge(
+                "tonnage_pool_tail_waste_bytes",
+                "Bytes of the token slots in used blocks that hold no token yet.",
+                pool.tail_waste_slots * layout.bytes_per_block // layout.block_size,
+            )
     if pool.evictions_by_cause:
         page.counters(
             "tonnage_evictions",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tonnage.cache.admission import NeverReason, WaitReason
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage
-from tonnage.server.requests.counts import OUTCOMES, RequestCounts
+from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
 # Decisions that can occur; (wait, max_num_queued_reqs) and (never, max_num_queued_reqs) are made at the door.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
@@ -60,9 +60,9 @@ def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[st
     )
 
 
-def request_families(page: Page, counts: RequestCounts, *, aborts_known: bool = True) -> None:
-    """``aborts_known`` False: nobody says who hung up, so neither how many came."""
-    if aborts_known:
+def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outcome] = OUTCOMES) -> None:
+    """``outcomes``: those that are known; with all of them it is known how many came, too."""
+    if len(outcomes) == len(OUTCOMES):
         page.counter(
             "tonnage_requests_received",
             "Requests to generating endpoints; equals the sum of tonnage_requests_total plus those in flight.",
@@ -73,11 +73,7 @@ def request_families(page: Page, counts: RequestCounts, *, aborts_known: bool = 
         "tonnage_requests",
         "Requests by their one outcome.",
         ("outcome",),
-        {
-            (outcome,): counts.outcomes[outcome]
-            for outcome in OUTCOMES
-            if aborts_known or outcome in ("stop", "length", "error")
-        },
+        {(outcome,): counts.outcomes[outcome] for outcome in outcomes},
     )
 
 
@@ -99,12 +95,18 @@ def latency_families(page: Page, counts: RequestCounts) -> None:
         page.histogram(f"tonnage_{name}_seconds", text, histogram)
 
 
-def tenant_families(page: Page, tenants: Mapping[str, TenantUsage], bytes_per_block: int) -> None:
+def tenant_families(
+    page: Page,
+    tenants: Mapping[str, TenantUsage],
+    bytes_per_block: int | None,
+    outcomes: Sequence[Outcome] = OUTCOMES,
+) -> None:
+    """``bytes_per_block`` None: nobody knows what they ask for. ``outcomes``: those that are known."""
     page.counters(
         "tonnage_tenant_requests",
         "Requests by tenant and outcome; tenants beyond the first 64 are one, other.",
         ("tenant", "outcome"),
-        {(name, outcome): one.outcomes[outcome] for name, one in tenants.items() for outcome in OUTCOMES},
+        {(name, outcome): one.outcomes[outcome] for name, one in tenants.items() for outcome in outcomes},
     )
     page.gauges(
         "tonnage_tenant_requests_in_flight",
@@ -112,12 +114,13 @@ def tenant_families(page: Page, tenants: Mapping[str, TenantUsage], bytes_per_bl
         ("tenant",),
         {(name,): one.in_flight for name, one in tenants.items()},
     )
-    page.gauges(
-        "tonnage_tenant_asked_bytes",
-        "Bytes of the KV blocks that the tenant's unfinished requests may come to hold.",
-        ("tenant",),
-        {(name,): one.asked_blocks * bytes_per_block for name, one in tenants.items()},
-    )
+    if bytes_per_block is not None:
+        page.gauges(
+            "tonnage_tenant_asked_bytes",
+            "Bytes of the KV blocks that the tenant's unfinished requests may come to hold.",
+            ("tenant",),
+            {(name,): one.asked_blocks * bytes_per_block for name, one in tenants.items()},
+        )
     page.counters(
         "tonnage_tenant_prompt_tokens",
         "Prompt tokens of the tenant's finished requests.",

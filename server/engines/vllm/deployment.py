@@ -1,0 +1,120 @@
+"""vLLM's own config object -> our Deployment, so that a plan made for a running vLLM cannot differ in a flag.
+
+Pure: reads the object of ``vllm.config.VllmConfig`` (0.30 to 0.33) as it is once vLLM has filled it in, imports
+nothing of vLLM. What the planner has no word for is refused by its name in vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.plans import Deployment
+from tonnage.planner.units import GiB
+
+# What vLLM makes of 16-bit weights while it loads them, by its own name -> ours (planner, quantizes_to).
+_MADE_WHILE_LOADING = {"bitsandbytes": "nf4", "fp8": "fp8"}
+# Formats that only a checkpoint has and whose config may lie beside config.json.
+_OF_CHECKPOINTS = ("gguf", "modelopt")
+# Drafts without weights of their own (SpeculativeMethod, config/speculative.py).
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """``model``: folder or hub id of what vLLM loads; ``name``: what clients call it."""
+
+    model: str
+    name: str
+    deployment: Deployment
+
+
+def asked_of(config: Any) -> Asked:
+    """The model and the flags of a VllmConfig. Raises DeploymentError, naming the setting, for one that would
+    make another plan and is not understood."""
+    model, cache, parallel, batch = (
+        config.model_config, config.cache_config, config.parallel_config, config.scheduler_config,
+    )  # fmt: skip
+    _refuse_unknown(config)
+    device = str(config.device_config.device_type)
+    speculative, drafted = _draft(config)
+    deployment = Deployment(
+        engine="vllm",
+        device=device,
+        gpu="auto" if device == "cuda" else None,
+        gpu_memory_utilization=cache.gpu_memory_utilization,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=_quantization(model),
+        kv_cache_dtype=cache.cache_dtype,
+        max_model_len=model.max_model_len,
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        # One that vLLM chose itself the planner derives as it does; a hybrid's is no flag at all.
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+        enable_prefix_caching=bool(cache.enable_prefix_caching),
+        num_gpu_blocks_override=cache.num_gpu_blocks_override,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        enable_expert_parallel=parallel.enable_expert_parallel,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        enforce_eager=bool(model.enforce_eager),
+        cpu_offload_bytes=int(config.offload_config.uva.cpu_offload_gb * GiB),
+        enable_lora=config.lora_config is not None,
+        max_loras=1 if config.lora_config is None else config.lora_config.max_loras,
+        max_lora_rank=16 if config.lora_config is None else int(config.lora_config.max_lora_rank),
+        speculative_model=speculative,
+        num_speculative_tokens=drafted,
+    )
+    return Asked(model=str(model.model), name=served_name(config), deployment=deployment)
+
+
+def served_name(config: Any) -> str:
+    """What vLLM's own series call ``model_name`` (the first of several names)."""
+    name = config.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name or config.model_config.model)
+
+
+def _quantization(model: Any) -> str | None:
+    """None: as the checkpoint says, which the planner reads itself."""
+    method = model.quantization
+    if method is None or getattr(model.hf_config, "quantization_config", None) is not None:
+        return None
+    if method.startswith(_OF_CHECKPOINTS):
+        return None
+    if method not in _MADE_WHILE_LOADING:
+        _refuse("quantization", str(method))
+    return _MADE_WHILE_LOADING[method]
+
+
+def _draft(config: Any) -> tuple[str | None, int]:
+    """The Deployment's speculative_model and num_speculative_tokens."""
+    draft = config.speculative_config
+    if draft is None or draft.method in _WITHOUT_WEIGHTS:
+        return None, 0
+    if draft.method == "mtp" or str(draft.method).endswith("_mtp"):
+        return "mtp", draft.num_speculative_tokens
+    if draft.method != "draft_model" or not draft.model:
+        _refuse("speculative_config.method", str(draft.method))
+    return str(draft.model), draft.num_speculative_tokens
+
+
+def _refuse_unknown(config: Any) -> None:
+    model, parallel = config.model_config, config.parallel_config
+    others = {
+        "hf_overrides": model.hf_overrides if not callable(model.hf_overrides) else "a function",
+        "hf_config_path": model.hf_config_path,
+        "revision": model.revision,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size - 1,
+        "offload_group_size": config.offload_config.prefetch.offload_group_size,
+        "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
+    }
+    for name, value in others.items():
+        if value:
+            _refuse(name, str(value))
+
+
+def _refuse(name: str, value: str) -> NoReturn:
+    raise DeploymentError(f"{value[:120]!r} of vLLM is not planned", field=name)

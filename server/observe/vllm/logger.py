@@ -1,0 +1,209 @@
+"""TonnageStatLogger: our families on the ``/metrics`` of a plain ``vllm serve``.
+
+vLLM finds it by its entry point (group ``vllm.stat_logger_plugins``, name ``tonnage``) wherever tonnage is
+installed beside it; ``VLLM_PLUGINS`` without that name leaves it out. It runs in vLLM's API process. The plan
+is made from vLLM's own config; a model that the planner refuses is shown without one. What goes wrong in here
+is counted, logged once and reaches nothing of vLLM. Written against vLLM 0.30 to 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.registry import Collector
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from tonnage.cache.admission import Limits
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Plan
+from tonnage.planner.units import gib
+from tonnage.server.engines.capacity import limits_of
+from tonnage.server.engines.process_memory import PeakSampler
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory
+from tonnage.server.engines.vllm.deployment import asked_of, served_name
+from tonnage.server.observe.metrics.config import engine_families, plan_families
+from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
+from tonnage.server.observe.metrics.memory import memory_families
+from tonnage.server.observe.metrics.pool import difference_families, pool_families
+from tonnage.server.observe.metrics.requests import (
+    engine_request_families,
+    latency_families,
+    request_families,
+    tenant_families,
+)
+from tonnage.server.observe.metrics.usage import NO_TENANT
+from tonnage.server.observe.vllm.page import CollectedPage
+from tonnage.server.observe.vllm.seen import KNOWN_OUTCOMES, Seen
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
+# max_tokens of a /v1/completions request that names none (vLLM's SamplingParams and OpenAI's API).
+_DEFAULT_MAX_TOKENS = 16
+# Seconds between two looks at the memory of vLLM's processes: we are guests here.
+_SAMPLE_SECONDS = 0.25
+
+
+class TonnageStatLogger(AggregateStatLoggerBase, Collector):
+    """One for all engines of an API process; the collector of its page."""
+
+    _shown: TonnageStatLogger | None = None  # vLLM makes new ones when it scales
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        self._engines: dict[int, Engine] = {}
+        self._errors = 0
+        self._name = ""
+        self._sampler: PeakSampler | None = None
+        parallel = vllm_config.parallel_config
+        if parallel.worker_extension_cls.startswith("tonnage."):
+            return  # `tonnage serve --backend vllm` shows all this on its own page
+        if getattr(parallel, "_api_process_count", 1) > 1:
+            logger.warning(
+                "Tonnage: with several API servers vLLM puts its page together from files of its own; for ours "
+                "start it with --api-server-count 1"
+            )
+            return
+        plan = None
+        with self._ours("while planning"):
+            plan = _plan(vllm_config)
+        with self._ours("at start"):
+            self._name = served_name(vllm_config)
+            self._show()
+            if vllm_config.device_config.device_type == "cpu":
+                self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
+                self._sampler.start()
+            # vLLM's client adds up the blocks of its engines.
+            blocks = (vllm_config.cache_config.num_gpu_blocks or 0) // max(1, len(engine_indexes))
+            queued = getattr(vllm_config.scheduler_config, "max_num_queued_reqs", None)
+            caching = bool(vllm_config.cache_config.enable_prefix_caching)
+            for index in engine_indexes:
+                self._engines[index] = Engine(plan, blocks, queued, caching=caching)
+            if plan is not None:
+                _compare(plan, blocks)
+
+    # -- vLLM calls these ------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        engine = self._engines.get(engine_idx)
+        if engine is not None:
+            with self._ours("after a step"):
+                engine.seen.record(scheduler_stats, iteration_stats)
+
+    def log_engine_initialized(self) -> None: ...
+
+    # -- prometheus_client calls these -----------------------------------------------------------------------
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # asked when it is registered: nothing has been seen yet
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        with self._ours("in a scrape"):
+            memory = self._memory()
+            for index, engine in self._engines.items():
+                labels = {"engine_index": str(index)} if len(self._engines) > 1 else {}
+                engine.write(CollectedPage(families, model=self._name, **labels), memory)
+        page = CollectedPage(families, model=self._name)
+        page.counter(
+            "tonnage_plugin_errors",
+            "Exceptions of Tonnage inside vLLM; they reach nothing of vLLM, but figures may be missing.",
+            self._errors,
+        )
+        return families.values()
+
+    # ---------------------------------------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        if TonnageStatLogger._shown is not None:
+            REGISTRY.unregister(TonnageStatLogger._shown)
+        REGISTRY.register(self)
+        TonnageStatLogger._shown = self
+
+    def _memory(self) -> MeasuredMemory:
+        sampler = self._sampler
+        if sampler is None:  # what a GPU holds is not among the memory of processes
+            return MeasuredMemory()
+        return MeasuredMemory(process=sampler.current or None, process_peak=sampler.peak or None)
+
+    @contextmanager
+    def _ours(self, when: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._errors += 1
+            if self._errors == 1:
+                logger.exception("Tonnage failed %s; vLLM goes on, this is logged once", when)
+
+
+class Engine:
+    """What is shown of one engine. ``num_blocks``: those vLLM has, the null block included."""
+
+    def __init__(self, plan: Plan | None, num_blocks: int, max_num_queued_reqs: int | None, *, caching: bool):
+        self._plan, self._queued = plan, max_num_queued_reqs
+        self._limits: Limits | None = None
+        if plan is not None:
+            self._limits = replace(limits_of(plan), usable_blocks=max(0, num_blocks - 1))
+        self.seen = Seen(num_blocks, self._limits, caching=caching)
+        self._trend = Trend()
+
+    def write(self, page: CollectedPage, memory: MeasuredMemory) -> None:
+        plan, seen = self._plan, self.seen
+        if plan is not None:
+            pool = seen.num_blocks * plan.kv_cache.layout.bytes_per_block
+            memory = replace(memory, kv_pool=pool)
+        stats = seen.stats(memory)
+        layout = None if plan is None else plan.kv_cache.layout
+        if plan is not None:
+            self._write_planned(page, plan, stats)
+        engine_families(page, stats, "greedy", ready=True)
+        pool_families(page, layout, stats)
+        engine_request_families(page, stats)
+        request_families(page, seen.counts, KNOWN_OUTCOMES)
+        latency_families(page, seen.counts)
+        tenant_families(page, {NO_TENANT: seen.tenant}, None, KNOWN_OUTCOMES)
+
+    def _write_planned(self, page: CollectedPage, plan: Plan, stats: EngineStats) -> None:
+        pool, size = stats.pool, plan.kv_cache.layout.bytes_per_block
+        memory_families(page, plan, stats.memory)
+        plan_families(page, [plan, _loaded(plan, stats)], self._queued)
+        difference_families(page, plan, pool.num_blocks)
+        assert self._limits is not None
+        room = headroom(pool, stats.running, self.seen.mix, self._limits, _DEFAULT_MAX_TOKENS)
+        headroom_families(page, room, pool.usable, size, self._trend, self.seen.counts)
+
+
+def _plan(config: Any) -> Plan | None:
+    """The plan of what vLLM has loaded; None, and one line in the log: the planner refuses it."""
+    try:
+        asked = asked_of(config)
+        return make_plan(asked.model, asked.deployment)
+    except TonnageError as error:
+        logger.warning("Tonnage: no plan for %s, metrics are shown without one: %s", served_name(config), error)
+        return None
+
+
+def _compare(plan: Plan, num_blocks: int) -> None:
+    planned, size = plan.kv_cache.num_blocks, plan.kv_cache.layout.bytes_per_block
+    logger.info(
+        "Tonnage: plan %s: weights %s, KV pool %s in %d blocks; vLLM allocated %d blocks (%+d, %+d bytes)",
+        plan.plan_id, gib(plan.rank.weights_bytes), gib(plan.rank.kv_pool_bytes), planned, num_blocks,
+        num_blocks - planned, (num_blocks - planned) * size,
+    )  # fmt: skip
+
+
+def _loaded(plan: Plan, stats: EngineStats) -> Plan:
+    """Revision 1: the same with the pool that vLLM has."""
+    pool = stats.pool
+    cache = replace(plan.kv_cache, num_blocks=pool.num_blocks, usable_blocks=pool.usable)
+    return replace(plan, revision=1, kv_cache=cache)

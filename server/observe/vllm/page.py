@@ -1,0 +1,41 @@
+"""The families of `tonnage.server.observe.metrics` for the registry whose page vLLM serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from prometheus_client import Metric
+
+from tonnage.server.observe.metrics.families import Key, Labels, Page
+from tonnage.server.requests.histogram import Histogram
+
+
+class CollectedPage(Page):
+    """Adds what is written to ``families`` (by name), so that the pages of several engines make one."""
+
+    def __init__(self, families: dict[str, Metric], **labels: str) -> None:
+        super().__init__(**labels)
+        self._families = families
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        family = self._metric(name, "histogram", text)
+        count = 0
+        for border, count in zip(
+            (*map(float, histogram.borders), "+Inf"), accumulate(histogram.counts), strict=True
+        ):
+            family.add_sample(f"{name}_bucket", {**self._base, "le": str(border)}, float(count))
+        family.add_sample(f"{name}_count", self._base, float(count))
+        family.add_sample(f"{name}_sum", self._base, float(histogram.total))
+
+    def _family(self, name: str, kind: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
+        if values:
+            family = self._metric(name.removesuffix("_total") if kind == "counter" else name, kind, text)
+            for key, value in values.items():
+                family.add_sample(name, {**self._base, **dict(zip(labels, key, strict=True))}, float(value))
+
+    def _metric(self, name: str, kind: str, text: str) -> Metric:
+        known = self._families.get(name)
+        if known is None:
+            known = self._families[name] = Metric(name, text, kind)
+        return known

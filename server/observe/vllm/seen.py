@@ -1,0 +1,101 @@
+"""What vLLM has told of one engine, step by step, as the snapshots the families are made of.
+
+vLLM tells a stat logger, after each step, how many run and wait, the share of blocks in use, and what became of
+the tokens and requests of the step. It does not tell who came and who hung up, what was promised, and which of
+the free blocks are cached: those families are absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
+from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
+from tonnage.server.requests.counts import Outcome, RequestCounts
+
+# FinishReason (v1/engine/__init__.py, 0.32) -> our outcome; vLLM ends what repeats itself as a stop.
+_OUTCOMES: dict[str, Outcome] = {
+    "stop": "stop", "length": "length", "abort": "aborted", "error": "error", "repetition": "stop",
+}  # fmt: skip
+# What a stat logger hears of.
+KNOWN_OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error")
+
+
+class Seen:
+    """One engine. ``num_blocks``: of its pool, the null block included. ``limits`` None: there is no plan, so
+    nobody knows what a request asks for. ``caching``: vLLM looks prompts up in its prefix cache."""
+
+    def __init__(self, num_blocks: int, limits: Limits | None, *, caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.counts = RequestCounts()
+        self.mix = RequestMix()
+        self.tenant = TenantUsage()
+        self._limits, self._caching = limits, caching
+        self._running = self._waiting = 0
+        self._usage = 0.0
+        self._preemptions = self._preempted_tokens = 0
+        self._prompt_tokens = self._generation_tokens = self._hit_tokens = 0
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """``scheduler``: a SchedulerStats or None, ``iteration``: an IterationStats or None."""
+        if scheduler is not None:
+            self._of_scheduler(scheduler)
+        if iteration is not None:
+            self._of_iteration(iteration)
+        self.counts.in_flight = self.tenant.in_flight = self._running + self._waiting
+
+    def _of_scheduler(self, stats: Any) -> None:
+        self._running = stats.num_running_reqs
+        self._waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        self._usage = stats.kv_cache_usage
+        found = stats.prefix_cache_stats
+        # A preempted request looks its tokens up again; what is not there is computed again, but for the last
+        # one, which was sampled and not computed yet.
+        self._preempted_tokens += found.preempted_queries - found.preempted_hits - found.preempted_requests
+
+    def _of_iteration(self, stats: Any) -> None:
+        self._preemptions += stats.num_preempted_reqs
+        self._prompt_tokens += stats.prompt_token_stats.total
+        self._hit_tokens += stats.prompt_token_stats.cached_tokens
+        self._generation_tokens += stats.num_generation_tokens
+        for seconds in stats.time_to_first_tokens_iter:
+            self.counts.time_to_first_token.observe(seconds)
+        for seconds in stats.inter_token_latencies_iter:
+            self.counts.inter_token_latency.observe(seconds)
+        for request in stats.finished_requests:
+            self._finished(request)
+
+    def _finished(self, request: Any) -> None:
+        outcome = _OUTCOMES.get(str(request.finish_reason), "error")
+        self.counts.outcomes[outcome] += 1
+        self.tenant.outcomes[outcome] += 1
+        self.tenant.prompt_tokens += request.num_prompt_tokens
+        self.tenant.generation_tokens += request.num_generation_tokens
+        self.counts.queue_wait.observe(request.queued_time)
+        if outcome in ("stop", "length"):
+            self.counts.completed(request.e2e_latency)
+        if self._limits is not None:
+            room = self._limits.max_model_len - request.num_prompt_tokens
+            most = max(1, min(request.max_tokens_param or room, room))
+            asked = AdmissionRequest(max(1, request.num_prompt_tokens), most)
+            self.mix.observe(reserved_blocks(asked, self._limits), 1)
+
+    def stats(self, memory: MeasuredMemory) -> EngineStats:
+        """The snapshot now. vLLM promises nothing: what is reserved is what is held."""
+        usable = max(0, self.num_blocks - 1)
+        used = min(usable, round(self._usage * usable))
+        return EngineStats(
+            ready=True,
+            running=self._running,
+            waiting=self._waiting,
+            pool=PoolStats(self.num_blocks, usable, used, None, usable - used, reserved=used),
+            memory=memory,
+            preemptions=self._preemptions,
+            preempted_tokens=self._preempted_tokens if self._caching else None,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_hit_tokens=self._hit_tokens,
+            shared_hit_tokens=None,
+            invariant_violations=None,
+        )

@@ -1,0 +1,117 @@
+"""A real VllmConfig -> our Deployment, field by field: whatever flag vLLM is started with is in the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import asdict
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.vllm.deployment import asked_of
+
+POOL = 256 * 2**20
+
+# Deployment field -> (flags of vLLM, what the field is then).
+FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
+    "gpu_memory_utilization": ({"gpu_memory_utilization": 0.5}, 0.5),
+    "dtype": ({"dtype": "float32"}, "float32"),
+    "kv_cache_dtype": ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
+    "max_model_len": ({"max_model_len": 777}, 777),
+    "max_num_seqs": ({"max_num_seqs": 7}, 7),
+    "max_num_batched_tokens": ({"max_num_batched_tokens": 1234}, 1234),
+    "block_size": ({"block_size": 64}, 64),
+    "kv_cache_memory_bytes": ({"kv_cache_memory_bytes": 2 * POOL}, 2 * POOL),
+    "enable_prefix_caching": ({"enable_prefix_caching": False}, False),
+    "num_gpu_blocks_override": ({"num_gpu_blocks_override": 99}, 99),
+    "tensor_parallel_size": ({"tensor_parallel_size": 3}, 3),
+    "pipeline_parallel_size": ({"pipeline_parallel_size": 2}, 2),
+    "data_parallel_size": ({"data_parallel_size": 2}, 2),
+    "enforce_eager": ({"enforce_eager": True}, True),
+    "cpu_offload_bytes": ({"cpu_offload_gb": 1.5}, 3 * 2**29),
+    "enable_lora": ({"enable_lora": True}, True),
+    "max_loras": ({"enable_lora": True, "max_loras": 3}, 3),
+    "max_lora_rank": ({"enable_lora": True, "max_lora_rank": 64}, 64),
+    "speculative_model": ({"speculative_config": "draft"}, "draft"),
+    "num_speculative_tokens": ({"speculative_config": "draft"}, 3),
+    "quantization": ({"quantization": "fp8"}, "fp8"),
+}
+# Set by other things than a flag of vLLM's, or not by vLLM on this machine.
+OTHERS = {
+    "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
+    "swa_full_tokens_ratio", "decode_context_parallel_size", "enable_expert_parallel",
+}  # fmt: skip
+
+
+def config_of(**flags: Any) -> Any:
+    if flags.get("speculative_config") == "draft":
+        flags["speculative_config"] = {
+            "method": "draft_model", "model": str(ensure_demo()), "num_speculative_tokens": 3,
+        }  # fmt: skip
+    flags = {"kv_cache_memory_bytes": POOL, "max_model_len": 2048, "enforce_eager": False, **flags}
+    return EngineArgs(model=str(ensure_demo()), **flags).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return config_of()
+
+
+def test_every_field_has_a_flag_here() -> None:
+    assert set(FLAGS) | OTHERS == set(Deployment.__match_args__)
+
+
+def test_plain(plain: Any) -> None:
+    asked = asked_of(plain)
+    assert asked.model == str(ensure_demo())
+    flags = asked.deployment
+    assert (flags.engine, flags.device, flags.gpu) == ("vllm", "cpu", None)
+    assert flags.decode_context_parallel_size == 1
+    assert flags.block_size is None  # vLLM's own 128 is the planner's too
+    assert make_plan(asked.model, flags).kv_cache.layout.block_size == plain.cache_config.block_size == 128
+
+
+@pytest.mark.parametrize("field", FLAGS)
+def test_flag_by_flag(field: str, plain: Any) -> None:
+    flags, value = FLAGS[field]
+    if value == "draft":
+        value = str(ensure_demo())
+    found, before = asdict(asked_of(config_of(**flags)).deployment), asdict(asked_of(plain).deployment)
+    assert found[field] == value
+    assert before[field] != value
+    # Nothing else changes, but for what vLLM itself makes of the flag.
+    changed = {name for name in found if found[name] != before[name]}
+    follows = {"max_num_batched_tokens", "max_num_seqs", "enable_lora", "speculative_model", "enforce_eager"}
+    assert changed <= {field, "num_speculative_tokens"} | follows
+
+
+def test_what_this_model_or_machine_does_not_take() -> None:
+    config = config_of()
+    config.parallel_config.enable_expert_parallel = True
+    config.parallel_config.decode_context_parallel_size = 2
+    config.device_config.device_type = "cuda"
+    flags = asked_of(config).deployment
+    assert (flags.enable_expert_parallel, flags.decode_context_parallel_size) == (True, 2)
+    assert (flags.device, flags.gpu) == ("cuda", "auto")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"hf_overrides": {"max_position_embeddings": 4096}}, "hf_overrides"),
+        ({"revision": "0123abc"}, "revision"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+    ],
+)
+def test_what_would_be_another_plan_is_refused_by_name(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(DeploymentError, match=named):
+        asked_of(config_of(**flags))
+
+
+def test_served_name() -> None:
+    assert asked_of(config_of(served_model_name=["first", "second"])).name == "first"
+    assert asked_of(config_of()).name == str(ensure_demo())

@@ -1,0 +1,239 @@
+"""The plugin's page from hand-made statistics of vLLM and a real VllmConfig: the same families, absent what is
+unknown, and nothing that goes wrong in it reaches vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from metric_families import FAMILIES
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import FinishReason
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, PrefixCacheStats, SchedulerStats
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.demo.model import ensure_demo
+from tonnage.server.observe.vllm import logger as module
+from tonnage.server.observe.vllm.logger import TonnageStatLogger
+
+BLOCKS = 22  # of 128 tokens in 64 MiB, 2,949,120 bytes each
+
+
+def config(**flags: Any) -> Any:
+    made = EngineArgs(
+        model=str(ensure_demo()), served_model_name="demo", max_model_len=1024, max_num_seqs=8,
+        kv_cache_memory_bytes=64 * 2**20, enforce_eager=True, **flags,
+    ).create_engine_config()  # fmt: skip
+    made.cache_config.num_gpu_blocks = BLOCKS
+    return made
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    return config()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    shown = TonnageStatLogger._shown
+    if shown is not None:
+        REGISTRY.unregister(shown)
+        TonnageStatLogger._shown = None
+        if shown._sampler is not None:
+            shown._sampler.stop()
+
+
+def page() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Ours of the registry that vLLM serves; the label model is on all."""
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(REGISTRY).decode()):
+        for sample in family.samples:
+            if sample.name.startswith("tonnage_"):
+                labels = dict(sample.labels)
+                assert labels.pop("model") == "demo"
+                key = sample.name, frozenset(labels.items())
+                assert key not in found
+                found[key] = sample.value
+    return found
+
+
+def value(samples: dict[Any, float], name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def iteration(*finished: FinishedRequestStats) -> IterationStats:
+    stats = IterationStats()
+    stats.finished_requests = list(finished)
+    return stats
+
+
+def finished(reason: FinishReason, prompt: int, output: int, most: int | None = 100) -> FinishedRequestStats:
+    return FinishedRequestStats(
+        reason, e2e_latency=2.0, num_prompt_tokens=prompt, num_generation_tokens=output, max_tokens_param=most,
+        queued_time=0.5,
+    )  # fmt: skip
+
+
+def test_a_step(made: Any) -> None:
+    logger = TonnageStatLogger(made, [0])
+    logger.log_engine_initialized()
+    stats = iteration(finished(FinishReason.LENGTH, 100, 7), finished(FinishReason.REPETITION, 50, 3))
+    stats.num_preempted_reqs = 2
+    stats.num_generation_tokens = 10
+    stats.prompt_token_stats.total, stats.prompt_token_stats.cached_tokens = 150, 128
+    stats.time_to_first_tokens_iter, stats.inter_token_latencies_iter = [0.2], [0.02, 0.04]
+    found = PrefixCacheStats(preempted_requests=2, preempted_queries=60, preempted_hits=32)
+    logger.record(
+        SchedulerStats(
+            num_running_reqs=3, num_waiting_reqs=4, num_skipped_waiting_reqs=1, kv_cache_usage=7 / 21,
+            prefix_cache_stats=found,
+        ),
+        stats,
+    )  # fmt: skip
+    seen = page()
+    assert value(seen, "tonnage_pool_blocks", state="used") == 7
+    assert value(seen, "tonnage_pool_blocks", state="free") == 14
+    assert value(seen, "tonnage_pool_blocks", state="reserved") == 1
+    assert value(seen, "tonnage_pool_bytes", state="used") == 7 * 2_949_120
+    assert value(seen, "tonnage_engine_requests", state="running") == 3
+    assert value(seen, "tonnage_engine_requests", state="waiting") == 5
+    assert value(seen, "tonnage_requests_in_flight") == 8
+    assert value(seen, "tonnage_preemptions_total") == 2
+    assert value(seen, "tonnage_preempted_tokens_total") == 60 - 32 - 2
+    assert value(seen, "tonnage_prefix_query_tokens_total") == 150
+    assert value(seen, "tonnage_prefix_hit_tokens_total", source="unknown") == 128
+    assert value(seen, "tonnage_requests_total", outcome="length") == 1
+    assert value(seen, "tonnage_requests_total", outcome="stop") == 1
+    assert value(seen, "tonnage_tenant_prompt_tokens_total", tenant="none") == 150
+    assert value(seen, "tonnage_tenant_generation_tokens_total", tenant="none") == 10
+    assert value(seen, "tonnage_inter_token_latency_seconds_count") == 2
+    assert value(seen, "tonnage_queue_wait_seconds_sum") == 1.0
+    # 14 free blocks; two blocks (200 tokens) and one (150) were asked for, and 5 seats are left.
+    assert value(seen, "tonnage_headroom_blocks") == 14
+    assert value(seen, "tonnage_headroom_requests") == 5
+    assert value(seen, "tonnage_plugin_errors_total") == 0
+
+
+def test_plan_and_what_vllm_has(made: Any) -> None:
+    TonnageStatLogger(made, [0])
+    seen = page()
+    assert value(seen, "tonnage_config_num_blocks") == BLOCKS
+    assert value(seen, "tonnage_pool_difference_blocks") == 0
+    assert value(seen, "tonnage_memory_measured_to_planned_ratio", device="cpu", component="kv_pool") == 1.0
+    planned = {labels: size for (name, labels), size in seen.items() if name == "tonnage_memory_planned_bytes"}
+    assert sum(planned.values()) == value(seen, "tonnage_config_device_memory_bytes")
+
+
+def test_a_pool_that_is_not_the_planned_one(made: Any) -> None:
+    made.cache_config.num_gpu_blocks = BLOCKS - 3
+    try:
+        TonnageStatLogger(made, [0])
+    finally:
+        made.cache_config.num_gpu_blocks = BLOCKS
+    seen = page()
+    assert value(seen, "tonnage_pool_difference_blocks") == -3
+    assert value(seen, "tonnage_pool_difference_bytes") == -3 * 2_949_120
+    assert value(seen, "tonnage_pool_usable_blocks") == BLOCKS - 4
+
+
+def test_two_engines_have_a_label_each(made: Any) -> None:
+    logger = TonnageStatLogger(made, [0, 1])
+    logger.record(SchedulerStats(num_running_reqs=1), None, engine_idx=0)
+    logger.record(SchedulerStats(num_running_reqs=2), None, engine_idx=1)
+    logger.record(SchedulerStats(num_running_reqs=9), None, engine_idx=7)  # nobody's
+    seen = page()
+    running = [value(seen, "tonnage_engine_requests", state="running", engine_index=str(at)) for at in (0, 1)]
+    assert running == [1, 2]
+    assert value(seen, "tonnage_pool_usable_blocks", engine_index="1") == BLOCKS / 2 - 1
+
+
+def test_what_nobody_knows_is_absent(made: Any) -> None:
+    TonnageStatLogger(made, [0])
+    names = {name for name, _ in page()}
+    assert not names & {
+        "tonnage_evictions_total", "tonnage_admission_decisions_total", "tonnage_pool_tail_waste_tokens",
+        "tonnage_requests_received_total", "tonnage_tenant_asked_bytes", "tonnage_invariant_violations_total",
+    }  # fmt: skip
+    assert ("tonnage_pool_blocks", frozenset({("state", "cached")})) not in page()
+    assert ("tonnage_requests_total", frozenset({("outcome", "aborted")})) not in page()
+
+
+def test_a_model_without_a_plan(made: Any, monkeypatch: Any, caplog: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise DeploymentError("is not understood", field="quantization")
+
+    monkeypatch.setattr(module, "make_plan", refuse)
+    monkeypatch.setattr(module.logger, "propagate", True)
+    TonnageStatLogger(made, [0]).record(SchedulerStats(num_running_reqs=2, kv_cache_usage=1 / 21), None)
+    seen = page()
+    names = {name for name, _ in seen}
+    planned = ("tonnage_plan_", "tonnage_config_", "tonnage_pool_difference_", "tonnage_headroom_")
+    assert not [name for name in names if "planned" in name or name.startswith(planned)]
+    assert value(seen, "tonnage_pool_blocks", state="used") == 1
+    assert value(seen, "tonnage_engine_requests", state="running") == 2
+    assert value(seen, "tonnage_plugin_errors_total") == 0
+    (line,) = [record.message for record in caplog.records if "no plan" in record.message]
+    assert "quantization" in line
+
+
+def test_what_goes_wrong_reaches_nobody(made: Any, monkeypatch: Any, caplog: Any) -> None:
+    logger = TonnageStatLogger(made, [0])
+    monkeypatch.setattr(module.logger, "propagate", True)
+    logger.record(object(), object())
+    logger.record(object(), object())
+    logger.record(SchedulerStats(num_running_reqs=1), None)
+    assert value(page(), "tonnage_plugin_errors_total") == 2
+    assert value(page(), "tonnage_engine_requests", state="running") == 1
+    assert sum("Tonnage failed" in record.message for record in caplog.records) == 1
+    monkeypatch.setattr(module, "pool_families", None)
+    assert value(page(), "tonnage_plugin_errors_total") >= 3
+
+
+def test_a_planner_that_breaks_leaves_the_rest(made: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "make_plan", None)
+    TonnageStatLogger(made, [0])
+    seen = page()
+    assert value(seen, "tonnage_plugin_errors_total") == 1
+    assert value(seen, "tonnage_pool_usable_blocks") == BLOCKS - 1
+
+
+def test_made_again_it_is_shown_once(made: Any) -> None:
+    TonnageStatLogger(made, [0])
+    second = TonnageStatLogger(made, [0])
+    second.record(SchedulerStats(num_running_reqs=5), None)
+    assert value(page(), "tonnage_engine_requests", state="running") == 5
+
+
+def test_behind_our_own_server_it_shows_nothing(made: Any) -> None:
+    before = made.parallel_config.worker_extension_cls
+    made.parallel_config.worker_extension_cls = "tonnage.server.engines.vllm.worker.WorkerExtension"
+    try:
+        TonnageStatLogger(made, [0]).record(SchedulerStats(), IterationStats())
+    finally:
+        made.parallel_config.worker_extension_cls = before
+    assert page() == {}
+
+
+def test_several_api_servers_are_named(made: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(module.logger, "propagate", True)
+    monkeypatch.setattr(made.parallel_config, "_api_process_count", 2)
+    TonnageStatLogger(made, [0]).record(SchedulerStats(), IterationStats())
+    assert page() == {}
+    assert any("--api-server-count 1" in record.message for record in caplog.records)
+
+
+def test_names_and_types_are_the_servers_own(made: Any) -> None:
+    """One declaration: what is here is in the contract of our own /metrics."""
+    TonnageStatLogger(made, [0])
+    text = generate_latest(REGISTRY).decode()
+    types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE tonnage_"))
+    assert types.pop("tonnage_plugin_errors_total") == "counter"
+    assert types == {name: kind for name, (kind, _) in FAMILIES.items() if name in types}
+    for (name, labels), _ in page().items():
+        if name != "tonnage_plugin_errors_total":
+            family = next(f for f in (name, name.rpartition("_")[0]) if f in FAMILIES)
+            assert {label for label, _ in labels} - {"le"} == FAMILIES[family][1]
