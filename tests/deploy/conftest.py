@@ -2,95 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import json
-import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import httpx
-import promql_parser
 import pytest
-import yaml
+import queries
+from queries import Prometheus, Traffic, scraping, selectors
 from serving import PATIENCE
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
 
 @pytest.fixture(scope="session")
-def grafana_build() -> ModuleType:
-    """deploy/grafana/build.py as a module."""
-    spec = importlib.util.spec_from_file_location("grafana_build", DEPLOY / "grafana" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def dashboards(grafana_build: ModuleType) -> dict[str, dict[str, Any]]:
-    """File name -> dashboard, as the code makes them."""
-    return {name: json.loads(text) for name, text in grafana_build.rendered().items()}
+def dashboards() -> dict[str, dict[str, Any]]:
+    return queries.dashboards()
 
 
 @pytest.fixture(scope="session")
 def rules() -> list[dict[str, Any]]:
-    """All recording rules and alerts."""
-    files = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
-    groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-class Traffic:
-    """Streams, whole answers, repeated prefixes, refusals and waiting, until it is stopped."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(14)
-        self.answers: list[int] = []
-
-    def __enter__(self) -> Traffic:
-        for number in range(12):
-            self._pool.submit(self._completions, number)
-        self._pool.submit(self._refused)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown()
-
-    def _completions(self, number: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
-            for turn in itertools.count():
-                if self._stop.is_set():
-                    return
-                # the same beginning in every turn: hits; a different end: new blocks, and so evictions
-                prompt = f"Conversation {number}. " * 12 + f"Turn {turn}. " * 20
-                body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0}
-                self.answers.append(client.post("/v1/completions", json=body).status_code)
-
-    def _refused(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
-            while not self._stop.wait(0.2):
-                body = {"model": "demo", "prompt": "too long", "max_tokens": 5000}
-                self.answers.append(client.post("/v1/completions", json=body).status_code)
+    return queries.rules()
 
 
 @pytest.fixture(scope="module")
@@ -120,78 +51,10 @@ def server() -> Iterator[str]:
     assert set(traffic.answers) <= {200, 400}
 
 
-class Prometheus:
-    """The HTTP API of a running Prometheus."""
-
-    def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, trust_env=False)
-
-    def get(self, path: str, **parameters: str) -> dict[str, Any]:
-        answer = self._client.get(f"/api/v1/{path}", params=parameters).json()
-        assert answer["status"] == "success", answer
-        data: dict[str, Any] = answer["data"]
-        return data
-
-    def instant(self, expression: str) -> list[float]:
-        """Values of an instant query; NaN and infinities included."""
-        return [float(sample["value"][1]) for sample in self.get("query", query=expression)["result"]]
-
-
 @pytest.fixture(scope="module")
 def prometheus(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Prometheus with our configuration and rules, every interval a second, scraping ``server``."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (apt-get install prometheus): NO query was run")
-    folder = tmp_path_factory.mktemp("prometheus")
-    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.removeprefix("http://")]
-    del config["alerting"]
-    shutil.copytree(DEPLOY / "prometheus" / "rules", folder / "rules")
-    for file in (folder / "rules").iterdir():
-        file.write_text(file.read_text().replace("interval: 15s", "interval: 1s"))
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
-             f"--web.listen-address=127.0.0.1:{port}"],
-            stdout=log, stderr=log,
-        )  # fmt: skip
-    client = Prometheus(f"http://127.0.0.1:{port}")
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            assert process.poll() is None, (folder / "log").read_text()[-2000:]
-            assert time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
-            try:
-                if client.instant("count_over_time(tonnage_engine_ready[1m]) > 8"):
-                    break
-            except httpx.TransportError:  # not up yet
-                pass
-            time.sleep(0.2)
+    with scraping(server, tmp_path_factory.mktemp("prometheus")) as client:
         yield client
-    finally:
-        process.terminate()
-        process.wait(timeout=PATIENCE)
-
-
-def selectors(expression: str) -> list[Any]:
-    """All vector selectors of a query."""
-    found: list[Any] = []
-
-    def walk(node: Any) -> None:
-        if isinstance(node, promql_parser.VectorSelector):
-            found.append(node)
-        for name in ("expr", "lhs", "rhs", "vector_selector", "vs"):
-            child = getattr(node, name, None)
-            if child is not None and not isinstance(child, str):
-                walk(child)
-        for child in getattr(node, "args", None) or ():
-            walk(child)
-
-    walk(promql_parser.parse(expression))
-    return found
 
 
 @pytest.fixture(scope="session")

@@ -9,18 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import promql_parser
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from queries import filled, operands, panel_queries, wrong
 from serving import PATIENCE
 
 # Labels that Prometheus itself puts on every sample.
 TARGET_LABELS = {"instance", "job"}
 # Made by Prometheus, not by the server.
 OWN = {"up": [{}]}
-# The largest value that makes sense in a unit of our panels.
-LARGEST = {"bytes": 1e15, "s": 86_400.0, "percentunit": 2.0, "reqps": 1e4, "short": 1e9}
-
 Series = dict[str, list[dict[str, str]]]
 
 
@@ -32,41 +29,6 @@ def series(server: str) -> Series:
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)
     return found
-
-
-def filled(expression: str) -> str:
-    """With the dashboard's variables set to All, and the rate interval of a scrape each second."""
-    return re.sub(r"\$(job|model|instance)", ".*", expression.replace("$__rate_interval", "15s"))
-
-
-def panel_queries(dashboards: dict[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """(where, unit, expression) of every target."""
-    return [
-        (
-            f"{built['title']}: {panel['title']}",
-            panel["fieldConfig"]["defaults"]["unit"],
-            filled(target["expr"]),
-        )
-        for built in dashboards.values()
-        for panel in built["panels"]
-        for target in panel["targets"]
-    ]
-
-
-def operands(expression: str) -> list[str]:
-    """The sides of comparisons and set operators: what an alert looks at, whether it fires or not."""
-    node = promql_parser.parse(expression)
-    while isinstance(node, promql_parser.ParenExpr):
-        node = node.expr
-    if isinstance(node, promql_parser.NumberLiteral):
-        return []
-    if isinstance(node, promql_parser.BinaryExpr) and str(node.op) in {
-        "and", "or", "unless", "<", "<=", ">", ">=", "==", "!=",
-    }:  # fmt: skip
-        return operands(str(node.lhs)) + operands(str(node.rhs))
-    if isinstance(node, promql_parser.Call) and node.func.name == "absent":
-        return []
-    return [str(node)]
 
 
 def check_names(where: str, expression: str, series: Series, selectors: list[Any]) -> None:
@@ -125,23 +87,11 @@ def test_no_panel_is_empty(dashboards: dict[str, dict[str, Any]], prometheus: An
     left = panel_queries(dashboards)
     deadline = time.monotonic() + PATIENCE
     while left:
-        wrong = [(item, _wrong(prometheus.instant(item[2]), item[1])) for item in left]
-        left = [item for item, reason in wrong if reason]
+        bad = [(item, wrong(prometheus.instant(item[2]), item[1])) for item in left]
+        left = [item for item, reason in bad if reason]
         if left:
-            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in wrong if reason]
+            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in bad if reason]
             time.sleep(0.5)
-
-
-def _wrong(values: list[float], unit: str) -> str:
-    """Why these values are no answer; empty: they are one."""
-    if not values:
-        return "empty"
-    # A server with no traffic yet has a quantile of NaN; every series has some here.
-    if not all(map(math.isfinite, values)):
-        return f"not finite: {values}"
-    if not all(0 <= value <= LARGEST[unit] for value in values):
-        return f"out of the range of {unit}: {values}"
-    return ""
 
 
 def test_every_rule_sees_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:

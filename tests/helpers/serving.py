@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +38,11 @@ def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
     result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
     return result
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 @contextmanager

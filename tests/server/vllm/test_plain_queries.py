@@ -1,0 +1,111 @@
+"""Every query of every panel and rule on a real Prometheus that scrapes a plain vLLM with our plugin."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from queries import Prometheus, Traffic, dashboards, operands, panel_queries, rules, scraping, selectors, wrong
+from serving import PATIENCE
+
+# What vLLM tells a stat logger nothing of (docs/vllm.md).
+ABSENT = {
+    "tonnage_admission_decisions_total", "tonnage_admission_refused_blocks_total", "tonnage_evictions_total",
+    "tonnage_invariant_violations_total", "tonnage_pool_tail_waste_bytes", "tonnage_requests_received_total",
+    "tonnage_tenant_asked_bytes",
+}  # fmt: skip
+ABSENT_SERIES = ('state="cached"', 'outcome="rejected"', 'mode="guaranteed"')
+
+
+@pytest.fixture(scope="module")
+def busy(plain: str) -> Iterator[str]:
+    with Traffic(plain) as traffic:
+        deadline = time.monotonic() + PATIENCE
+        while traffic.answers.count(200) < 4:
+            assert time.monotonic() < deadline, traffic.answers
+            time.sleep(0.2)
+        yield plain
+    assert set(traffic.answers) <= {200, 400}
+
+
+@pytest.fixture(scope="module")
+def prometheus(busy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    with scraping(busy, tmp_path_factory.mktemp("prometheus")) as client:
+        yield client
+
+
+def absent(expression: str) -> bool:
+    names = {selector.name for selector in selectors(expression)}
+    return bool(names & ABSENT) or any(part in expression for part in ABSENT_SERIES)
+
+
+def test_no_panel_is_empty_but_of_what_nobody_knows(prometheus: Prometheus) -> None:
+    queries = panel_queries(dashboards())
+    left = [item for item in queries if not absent(item[2])]
+    assert len(left) > 0.75 * len(queries)
+    deadline = time.monotonic() + PATIENCE
+    while left:
+        bad = [(item, wrong(prometheus.instant(item[2]), item[1])) for item in left]
+        left = [item for item, reason in bad if reason]
+        if left:
+            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in bad if reason]
+            time.sleep(0.5)
+    for where, _, expression in queries:  # the others are answered, with nothing
+        if absent(expression):
+            assert prometheus.instant(expression) == [], where
+
+
+def test_every_rule_is_evaluated(prometheus: Prometheus) -> None:
+    known = rules()
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        loaded = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+        if all(rule["health"] != "unknown" for rule in loaded):
+            break
+        assert time.monotonic() < deadline, loaded
+        time.sleep(0.5)
+    assert {rule["health"] for rule in loaded} == {"ok"}, loaded
+    left = [part for rule in known for part in operands(rule["expr"]) if not absent(part)]
+    assert len(left) > 15
+    while left:
+        left = [
+            part
+            for part in left
+            if not (values := prometheus.instant(part)) or not all(map(math.isfinite, values))
+        ]
+        assert not left or time.monotonic() < deadline, left
+        time.sleep(0.5 if left else 0)
+
+
+def test_the_page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    text = httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("tonnage_"))
+    assert samples['tonnage_plugin_errors_total{model="demo"}'] == "0.0"
+    assert samples['tonnage_pool_difference_blocks{model="demo"}'] == "0.0"
+    blocks = float(samples['tonnage_config_num_blocks{model="demo"}'])
+    states = [float(v) for name, v in samples.items() if name.startswith("tonnage_pool_blocks{")]
+    assert sum(states) == blocks
+    assert "vllm:num_requests_running" in text  # its own are there as before
+    (log,) = Path(tmp_path_factory.getbasetemp()).glob("plain0/log")
+    assert log.read_text().count("Tonnage: plan ") == 1
+
+
+def test_what_it_counts_is_what_clients_saw(busy: str) -> None:
+    """vLLM's own counters are the other witness."""
+
+    text = httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    for ours, theirs in (
+        ("tonnage_generation_tokens_total", "vllm:generation_tokens_total"),
+        ("tonnage_prompt_tokens_total", "vllm:prompt_tokens_total"),
+        ("tonnage_preemptions_total", "vllm:num_preemptions_total"),
+        ("tonnage_time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_count"),
+        ("tonnage_request_duration_seconds_count", "vllm:e2e_request_latency_seconds_count"),
+    ):
+        (own,) = [float(v) for name, v in samples.items() if name.startswith(ours + "{")]
+        (other,) = [float(v) for name, v in samples.items() if name.startswith(theirs + "{")]
+        assert own == other, ours
