@@ -13,9 +13,9 @@ import numpy as np
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.passing import Head, head_start
-from tonnage.cache.admission.policy import AdmissionMode, Policy, blocks_taken
+from tonnage.cache.admission.policy import AdmissionMode, Policy, blocks_short, blocks_taken
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
-from tonnage.cache.admission.safety import IntArray, Leaving, committed_peak, grant, is_safe, last_owners
+from tonnage.cache.admission.safety import IntArray, Leaving, grant, is_safe, last_owners
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Wait, WaitReason
 from tonnage.cache.blocks.groups import FULL
@@ -81,13 +81,9 @@ class Admission:
         output_left = self._forecast(state.output, state.output_left, [*self.reservations.requests(), request])
         if int(state.prompt_left.sum()) <= limits.max_num_batched_tokens:
             output_left[-1] -= 1  # its whole prompt in one step: that step gives the first token too
-        for taken in blocks_taken(state, output_left, limits, self.policy, head):
-            if taken + self._margin > limits.usable_blocks:
-                return Wait(WaitReason.BLOCKS, taken + self._margin - limits.usable_blocks)
-        if self.policy.mode is AdmissionMode.GUARANTEED:
-            short = committed_peak(state) - state.capacity
-            if short > 0:
-                return Wait(WaitReason.BLOCKS, short)
+        short = blocks_short(state, output_left, limits, self.policy, head)
+        if short:
+            return Wait(WaitReason.BLOCKS, short)
         return Admit(full + windowed)
 
     def start_of(self, request: AdmissionRequest) -> Head:

@@ -25,7 +25,7 @@ import numpy as np
 
 from tonnage.cache.admission.passing import Head, with_head
 from tonnage.cache.admission.peak import growth_of, peak_of
-from tonnage.cache.admission.safety import IntArray
+from tonnage.cache.admission.safety import IntArray, committed_peak
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import Limits
 from tonnage.cache.blocks.groups import num_full
@@ -120,3 +120,19 @@ def blocks_taken(
     yield common + groups * peak_of(growth, block_size)
     if head is not None:
         yield common + groups * peak_of(with_head(growth, head, block_size), block_size, head.start)
+
+
+def blocks_short(
+    state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
+) -> int:
+    """Blocks that must come back before the last request of ``state`` may start; 0: it may start now.
+
+    Arguments as `blocks_taken`. In guaranteed mode ``state`` must be safe, too.
+    """
+    room = limits.usable_blocks - policy.margin(limits)
+    for taken in blocks_taken(state, output_left, limits, policy, head):
+        if taken > room:
+            return taken - room
+    if policy.mode is AdmissionMode.GUARANTEED:
+        return max(0, committed_peak(state) - state.capacity)
+    return 0

@@ -1,0 +1,16 @@
+"""Tonnage's admission inside vLLM.
+
+``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``
+
+=============== ==================================================================================
+``scheduler``   `TonnageScheduler`: takes out who may not take part in a step, asks vLLM, puts back
+``admission``   who may start, who sits a step out: `tonnage.cache.admission` asked with vLLM's figures
+``account``     what the running requests hold and may still ask for, beside vLLM's books
+``groups``      vLLM's KV cache groups as admission counts them
+``options``     ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
+=============== ==================================================================================
+"""
+
+from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler
+
+__all__ = ["TonnageScheduler"]

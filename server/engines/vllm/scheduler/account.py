@@ -1,0 +1,203 @@
+"""What the running requests hold and may still ask for, kept beside vLLM's own books; a few array operations
+a step.
+
+Kept for each running request when it starts: its reservation, its prompt, what it found in the prefix cache.
+Read from vLLM each time: how far it is computed, and the pool's free blocks. Never read: block tables, but
+for the blocks of a prefix that a newcomer finds.
+
+**Sharing.** A block that two requests reference does not come back when one of them leaves. A newcomer that
+finds a block in use makes it nobody's own for as long as anybody holds it: ``private`` is exact or too low,
+and too low is safe (`tonnage.cache.admission.snapshot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tonnage.cache.admission import Leaving, last_owners
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.blocks.state import Int32Array
+from tonnage.server.engines.vllm.scheduler.groups import Groups
+
+# Columns of what is kept for a request; blocks count full groups only, but WINDOWED.
+PROMPT, MAX_TOKENS, RESERVED, WINDOWED, SHARED, PREFILL_END = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a waiting request would find: ``used`` blocks that running requests hold and ``cached`` ones that
+    nobody does (of one full group), ``tokens``; ``blocks`` of the first full group."""
+
+    blocks: Sequence[Any] = ()
+    tokens: int = 0
+    used: int = 0
+    cached: int = 0
+
+
+class Account:
+    """One entry for each request in ``scheduler.running``. `sync` after every change of that list."""
+
+    def __init__(self, scheduler: Any, groups: Groups) -> None:
+        self.scheduler, self.groups = scheduler, groups
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.reserved = 0  # blocks of all groups, all entries
+        self.version = 0  # of the set of entries
+        self._slots: dict[str, int] = {}
+        self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
+        self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
+        self._rows = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
+        # Blocks of the first full group: whose prompt's each is (he may have left), and which are nobody's own,
+        # by what they hold: a block that was given back and is taken for other tokens is somebody's own again.
+        self._owner: dict[int, str] = {}
+        self._shared: dict[int, Any] = {}
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._tables: Any = {} if groups.full is None else managers[groups.full].req_to_blocks
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def sync(self, scheduled: dict[str, int] | None = None) -> None:
+        """Take out who has left; with the tokens ``scheduled`` for each in this step, enter who has come."""
+        running = self.scheduler.running
+        if len(self._slots) > len(running):
+            here = {request.request_id for request in running}
+            for id in [id for id in self._slots if id not in here]:
+                self._leave(id)
+        if scheduled is not None and len(self._slots) < len(running):
+            for request in running:
+                if request.request_id not in self._slots:
+                    self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
+
+    def reservation(self, request: Any) -> tuple[int, int]:
+        """Most blocks the request ever holds: (in full groups, in those set aside whole)."""
+        encoder = 0
+        if self.scheduler.is_encoder_decoder:
+            encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
+        return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
+
+    def snapshot(self) -> RunningSnapshot:
+        """The running requests, in vLLM's order; O(running)."""
+        requests = self.scheduler.running
+        rows = self._rows[[self._slots[request.request_id] for request in requests]]
+        computed = np.array([request.num_computed_tokens for request in requests], np.int32)
+        return snapshot_of(rows, computed, self.groups, self._used())
+
+    def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
+        """In which order those of ``snapshot`` can finish, and what each gives back; walks all tables.
+        ``fresh``: what the last of them, still waiting, would find."""
+        tables = [self._tables.get(request.request_id, ()) for request in self.scheduler.running]
+        tables += [hit.blocks for hit in fresh]
+        blocks = np.array([block.block_id for table in tables for block in table], np.int32)
+        owners = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+        found = last_owners(snapshot, blocks, owners, self.pool.num_gpu_blocks)
+        return Leaving(found.order, found.returns * self.groups.count)
+
+    def find(self, request: Any) -> Hit:
+        """What the request would find in the prefix cache now; changes nothing, not even vLLM's statistics."""
+        manager, full = self.scheduler.kv_cache_manager, self.groups.full
+        if full is None or request.num_computed_tokens or not manager.enable_caching:
+            return Hit()
+        if request.skip_reading_prefix_cache:
+            return Hit()
+        found, tokens = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )[:2]
+        blocks = found[full][: tokens // self.groups.limits.layout.block_size]
+        used = sum(block.ref_cnt > 0 for block in blocks)
+        return Hit(blocks, tokens, used, len(blocks) - used)
+
+    def lost(self, hit: Hit) -> Int32Array:
+        """int32 [running]: blocks that are each one's own and would be shared with a request that finds
+        ``hit``."""
+        running = self.scheduler.running
+        lost = np.zeros(len(running), np.int32)
+        if hit.used:
+            place = {request.request_id: at for at, request in enumerate(running)}
+            for index, block in enumerate(hit.blocks):
+                owner = self._owner_of(index, block) if block.ref_cnt > 0 else None
+                if owner is not None:
+                    lost[place[owner]] += self.groups.count
+        return lost
+
+    def _owner_of(self, index: int, block: Any, newcomer: str = "") -> str | None:
+        """Whose own a block at place ``index`` of a prefix is; None: nobody's, or no running request's."""
+        if self._shared.get(block.block_id) == block.block_hash:
+            return None
+        known = self._owner.get(block.block_id)
+        for id in [known, *self._slots] if known in self._slots else self._slots:  # the known one nearly always
+            table = self._tables.get(id, ())
+            if id != newcomer and index < len(table) and table[index] is block:
+                return id
+        return None
+
+    def _enter(self, request: Any, hit: int) -> None:
+        id, groups = request.request_id, self.groups
+        full, windowed = self.reservation(request)
+        shared = self._share(id, hit // groups.limits.layout.block_size) * groups.count
+        slot = self._slots[id] = self._unused.pop()
+        self._rows[slot] = (
+            request.num_prompt_tokens, request.max_tokens, full, windowed, shared, request.num_tokens
+        )  # fmt: skip
+        if groups.others:
+            self._hits[id] = hit
+        self.reserved += full + windowed
+        self.version += 1
+
+    def _share(self, id: str, found: int) -> int:
+        """How many of the first ``found`` blocks of a newcomer others hold too; all its blocks are
+        registered."""
+        shared = 0
+        for index, block in enumerate(self._tables.get(id, ())):
+            if index < found and block.ref_cnt > 1:
+                owner = self._owner_of(index, block, id)
+                if owner is not None:
+                    self._rows[self._slots[owner], SHARED] += self.groups.count
+                self._shared[block.block_id] = block.block_hash
+                shared += 1
+            else:
+                self._owner[block.block_id] = id
+                self._shared.pop(block.block_id, None)
+        return shared
+
+    def _leave(self, id: str) -> None:
+        slot = self._slots.pop(id)
+        self._hits.pop(id, None)
+        self.reserved -= int(self._rows[slot, RESERVED] + self._rows[slot, WINDOWED])
+        self._unused.append(slot)
+        self.version += 1
+
+    def _used(self) -> int:
+        """Blocks of full groups that somebody references, or more."""
+        used = self.groups.limits.usable_blocks - int(self.pool.get_num_free_blocks())
+        for other in self.groups.others:
+            for request in self.scheduler.running:
+                processed = request.num_computed_tokens - request.num_in_flight_tokens
+                used -= other.own_blocks(
+                    request.request_id, max(0, processed), self._hits.get(request.request_id, 0)
+                )
+        return used
+
+
+def snapshot_of(rows: Int32Array, computed: Int32Array, groups: Groups, used: int) -> RunningSnapshot:
+    """The state admission reads, from what is kept (`Account`) and how far each is computed."""
+    size, count = groups.limits.layout.block_size, groups.count
+    prompt = rows[:, PROMPT] + groups.lookahead
+    held = np.minimum(-(-(computed + groups.lookahead) // size) * count, rows[:, RESERVED])
+    output = np.maximum(computed, rows[:, PREFILL_END]) - rows[:, PROMPT]
+    return RunningSnapshot(
+        usable=groups.limits.usable_blocks,
+        used=used,
+        windowed=int(rows[:, WINDOWED].sum()),
+        held=held,
+        private=np.maximum(held - rows[:, SHARED], 0),
+        reserved=rows[:, RESERVED],
+        prompt=prompt,
+        prompt_left=np.maximum(rows[:, PREFILL_END] - computed, 0),
+        output=output,
+        output_left=np.maximum(rows[:, MAX_TOKENS] - output, 1),
+        sequences=np.ones_like(held),
+    )  # fmt: skip

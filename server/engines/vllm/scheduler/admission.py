@@ -1,0 +1,203 @@
+"""Who of the waiting may start in this step, and who of the running sits it out: the rules of
+`tonnage.cache.admission` asked with vLLM's figures. Changes nothing but what it has learned of output
+lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from tonnage.cache.admission import AdmissionMode, Policy, grant, is_safe
+from tonnage.cache.admission.forecast import LengthForecast
+from tonnage.cache.admission.policy import blocks_short
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.blocks.state import Int64Array
+from tonnage.server.engines.vllm.scheduler.account import Account, Hit
+from tonnage.server.engines.vllm.scheduler.groups import Groups
+
+
+@dataclass(slots=True)
+class State:
+    """What is decided on in one step: the running requests, then those that may start, in order."""
+
+    snapshot: RunningSnapshot
+    reserved: int
+    fresh: list[Hit] = field(default_factory=list)
+    lengths: Int64Array | None = None  # tokens still to come of each of ``snapshot``; asked for once a step
+
+
+class VllmAdmission:
+    """``policy`` over ``account``. Not asked in greedy mode, which is vLLM's own."""
+
+    def __init__(self, policy: Policy, account: Account) -> None:
+        self.policy, self.account = policy, account
+        self.groups: Groups = account.groups
+        self.limits = account.groups.limits
+        self.forecast = LengthForecast(policy.quantile)
+        self._margin = policy.margin(self.limits)
+        self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self.groups.count
+        self._refused: tuple[str, int, int] | None = None  # id, version of the account, step to ask again
+
+    # -- what never fits -------------------------------------------------------------------------------------
+
+    def never(self, request: Any) -> str | None:
+        """Why the request does not fit an empty pool, with the numbers; None: it does.
+
+        Modes that promise nothing ask for what it has now, the others for all it may become.
+        """
+        promised = self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT)
+        if promised:
+            needed, what = sum(self.account.reservation(request)), "prompt and max_tokens"
+        else:
+            # One token beyond what it has: its next one is sampled without a slot.
+            needed, what = sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
+        usable = self.limits.usable_blocks
+        if needed <= usable:
+            return None
+        return (
+            f"the request needs {needed} KV blocks for {what} ({request.num_prompt_tokens} prompt tokens, "
+            f"max_tokens {request.max_tokens}), the pool has {usable}"
+        )
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def plan(self, waiting: Iterable[Any], room: int, step: int) -> tuple[list[Any], list[Any]]:
+        """(those of ``waiting``, at most ``room``, that may start in this step; running ones that sit it out).
+
+        ``waiting`` in order; those who may start are the first of it, as vLLM lets nobody pass either.
+        """
+        waiting = iter(waiting)
+        head = next(waiting, None) if room > 0 else None
+        if head is not None and self._still_refused(head, step):
+            head = None
+        if head is None and not self._may_stall():
+            return [], []
+        state = self._state()
+        allowed = self._may_start(chain((head,), waiting), room, step, state) if head is not None else []
+        if not self._may_stall(state):
+            return allowed, []
+        return self._granted(allowed, state)
+
+    def _may_start(self, waiting: Iterable[Any], room: int, step: int, state: State) -> list[Any]:
+        allowed: list[Any] = []
+        budget = self.limits.max_num_batched_tokens
+        for request in waiting:
+            if len(allowed) >= room or budget <= 0:
+                break
+            hit = self.account.find(request)
+            if self._decide(request, hit, state):
+                # Within a block's worth of steps nothing changes that a forecast could see.
+                until = step + self.limits.layout.block_size
+                self._refused = (request.request_id, self.account.version, until)
+                break
+            allowed.append(request)
+            budget -= request.num_tokens - hit.tokens
+        return allowed
+
+    def _still_refused(self, request: Any, step: int) -> bool:
+        """Whether it has been refused lately and nobody has left since."""
+        if self._refused is None:
+            return False
+        id, version, until = self._refused
+        return id == request.request_id and version == self.account.version and step < until
+
+    def _decide(self, request: Any, hit: Hit, state: State) -> int:
+        """Blocks short; 0: it may start, and ``state`` is the one with it."""
+        groups, snapshot = self.groups, state.snapshot
+        full, windowed = self.account.reservation(request)
+        lost = np.append(self.account.lost(hit), np.zeros(len(state.fresh), np.int32)).astype(np.int32)
+        output = request.num_tokens - request.num_prompt_tokens
+        entry = (
+            len(hit.blocks) * groups.count, hit.cached * groups.count, full,
+            request.num_prompt_tokens + groups.lookahead, request.num_tokens - hit.tokens,
+            output, max(1, request.max_tokens - output), 1,
+        )  # fmt: skip
+        after = snapshot.with_one(hit.cached * groups.count, windowed, lost, entry)
+        reserved = state.reserved + full + windowed
+        # Alone it fits, as it is not refused; where all reservations fit together no schedule can go wrong.
+        short = reserved + self._margin - self.limits.usable_blocks
+        lengths = None
+        if len(snapshot) and (short > 0 or self._outsiders()):
+            if not self._by_sum:
+                lengths = self._lengths(state, after)
+                short = blocks_short(after, lengths, self.limits, self.policy)
+            if short > 0:
+                return short
+        state.snapshot, state.reserved, state.lengths = after, reserved, lengths
+        state.fresh.append(hit)
+        return 0
+
+    def _lengths(self, state: State, after: RunningSnapshot) -> Int64Array:
+        """int64 [requests]: tokens still to come of each of ``after``, of at most ``output_left``.
+
+        Of those before the last it is known when another newcomer was decided on in this step: who has produced
+        nothing yet changes nobody's forecast.
+        """
+        if self.policy.quantile == 1:
+            return after.output_left.astype(np.int64)
+        if state.lengths is None or not state.fresh or after.output[-1] or after.output[-2]:
+            return self.forecast.left(after.output, after.output_left)
+        # As the newcomer before, which had a forecast of its own only where max_tokens did not cut it.
+        if state.lengths[-1] == after.output_left[-2] != after.output_left[-1]:
+            return self.forecast.left(after.output, after.output_left)
+        return np.append(state.lengths, min(int(state.lengths[-1]), int(after.output_left[-1])))
+
+    def _outsiders(self) -> bool:
+        """Whether somebody who is not in the account may hold blocks: streaming sessions that wait for input,
+        blocks that a connector still loads or sends."""
+        scheduler = self.account.scheduler
+        return bool(getattr(scheduler, "kv_holding_waiting", ())) or scheduler.connector is not None
+
+    # -- who sits out the step -------------------------------------------------------------------------------
+
+    def _may_stall(self, state: State | None = None) -> bool:
+        """Whether anybody could be short of blocks: not where all reservations fit together."""
+        if not self.policy.forecasts or not self.groups.count:
+            return False
+        reserved = self.account.reserved if state is None else state.reserved
+        return reserved > self.limits.usable_blocks or self._outsiders()
+
+    def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
+        """Of ``allowed``, the last of ``state``, those whose first chunk has its blocks; and who has to sit
+        this step out so that nobody is preempted. No one when that cannot be promised, or when none could go
+        on: then vLLM's own rule holds."""
+        running, snapshot = self.account.scheduler.running, state.snapshot
+        wanted = self._wanted(state)
+        if self.policy.mode is AdmissionMode.GUARANTEED:
+            entries = np.arange(len(wanted))
+            granted = grant(snapshot, entries, wanted)
+            if (granted < wanted).any() and not is_safe(
+                snapshot
+            ):  # the bound on shared blocks does not suffice
+                leaving = self.account.leaving(snapshot, state.fresh)
+                if not is_safe(snapshot, leaving):
+                    return allowed, []
+                granted = grant(snapshot, entries, wanted, leaving=leaving)
+        else:
+            granted = np.where(np.cumsum(wanted) <= snapshot.available, wanted, 0)
+            granted[len(running) :] = wanted[len(running) :]  # vLLM starts nobody without room
+        short = np.flatnonzero(granted < wanted).tolist()
+        stalled = [running[at] for at in short if at < len(running)]
+        started = next((at - len(running) for at in short if at >= len(running)), len(allowed))
+        if len(stalled) == len(running) and not started:
+            return allowed, []
+        return allowed[:started], stalled
+
+    def _wanted(self, state: State) -> Int64Array:
+        """int64 [requests]: most blocks of full groups that each may take in the next step."""
+        snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
+        left = snapshot.prompt_left
+        chunk = np.minimum(left, self.limits.max_num_batched_tokens)
+        # ``prompt`` and ``output`` say how far a decode is, with its lookahead; a prefill is at its end less
+        # ``left``.
+        at = snapshot.prompt + snapshot.output - left
+        reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
+        wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)
+        return np.maximum(wanted, 0)
+
+    def _state(self) -> State:
+        return State(self.account.snapshot(), self.account.reserved)

@@ -1,0 +1,122 @@
+"""vLLM's KV cache groups as admission counts them: which keep every token, and the most blocks a request can
+hold.
+
+Groups that keep every token in blocks of one size are *full*: their growth is forecast block by block. All
+others (windows, recurrent states, encoder tokens, other block sizes) are set aside whole for each request, at
+the most they can ever hold, as `tonnage.cache.admission.reservation` does. vLLM 0.32:
+v1/core/single_type_kv_cache_manager.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    CrossAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SinkFullAttentionManager,
+    SlidingWindowManager,
+)
+
+from tonnage.cache.admission import Limits
+from tonnage.planner.model.layout import KVGroup, KVLayout
+from tonnage.planner.units import ceil_div
+
+_KEEP_ALL = (FullAttentionManager, SinkFullAttentionManager)
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A group that is set aside whole: ``most`` blocks a request at any time, None: no bound but its tokens.
+    ``extra``: blocks beside those of its tokens (Mamba's, for speculation and checkpoints)."""
+
+    manager: Any
+    most: int | None
+    extra: int
+
+    def most_blocks(self, slots: int, encoder_slots: int) -> int:
+        """Most blocks held at any time by a request of ``slots`` token slots."""
+        tokens = encoder_slots if isinstance(self.manager, CrossAttentionManager) else slots
+        blocks = ceil_div(tokens, self.manager.block_size) + self.extra
+        return blocks if self.most is None else min(blocks, self.most)
+
+    def own_blocks(self, id: str, processed: int, hit: int) -> int:
+        """Blocks that the request holds and has not found in the prefix cache, or fewer. ``processed``: tokens
+        whose step has come back; ``hit``: tokens that it found."""
+        held = len(self.manager.req_to_blocks.get(id, ()))
+        if isinstance(self.manager, MambaManager):
+            return min(held, 1)  # of the others some may be null: only the last one is sure
+        size = self.manager.block_size
+        gone = self.manager.get_num_skipped_tokens(processed) // size if self._slides else 0
+        return max(0, held - max(gone, ceil_div(hit, size)))
+
+    @property
+    def _slides(self) -> bool:
+        return isinstance(self.manager, SlidingWindowManager | ChunkedLocalAttentionManager)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """``full``: index of the first full group in vLLM's list, None without one. ``lookahead``: slots that a
+    step takes beyond its last token (draft tokens and what their proposer writes ahead)."""
+
+    full: int | None
+    others: tuple[Other, ...]
+    limits: Limits
+    lookahead: int
+
+    @property
+    def count(self) -> int:
+        """Full groups."""
+        return len(self.limits.layout.groups)
+
+    def most_blocks(self, tokens: int, encoder_tokens: int) -> tuple[int, int]:
+        """Most blocks a request of ``tokens`` tokens ever holds: (in full groups, in those set aside whole).
+
+        The last token is sampled and never computed, so it needs no slot; a draft beyond it may.
+        """
+        slots = min(tokens - 1 + self.lookahead, self.limits.max_model_len)
+        full = self.count * ceil_div(slots, self.limits.layout.block_size)
+        return full, sum(other.most_blocks(slots, encoder_tokens) for other in self.others)
+
+
+def read_groups(scheduler: Any) -> Groups:
+    """The groups of a vLLM scheduler that has just been made."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    config = scheduler.vllm_config
+    keep_all = [
+        (at, manager.block_size)
+        for at, manager in enumerate(managers)
+        if type(manager) in _KEEP_ALL and manager.max_admission_blocks_per_request is None
+    ]
+    size = min((size for _, size in keep_all), default=min(manager.block_size for manager in managers))
+    full = [at for at, block_size in keep_all if block_size == size]
+    layout = KVLayout(
+        tuple(KVGroup("full", (at,)) for at in full), size, 1, 1, 1, str(config.model_config.dtype), 1
+    )  # only its groups and its block size are asked for
+    return Groups(
+        full=full[0] if full else None,
+        others=tuple(_other(manager, config) for at, manager in enumerate(managers) if at not in full),
+        limits=Limits(
+            layout,
+            usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
+            max_model_len=scheduler.max_model_len,
+            max_num_seqs=scheduler.max_num_running_reqs,
+            max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
+        ),
+        lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
+    )
+
+
+def _other(manager: Any, config: Any) -> Other:
+    most, spec = manager.max_admission_blocks_per_request, manager.kv_cache_spec
+    if not isinstance(manager, MambaManager):
+        return Other(manager, most, 0)
+    if getattr(spec, "mamba_cache_mode", "none") != "align":
+        return Other(manager, most, spec.num_speculative_blocks)
+    # A step of align mode holds the state it reads, the one it writes and a checkpoint; a hit is copied first.
+    bound = spec.max_memory_usage_bytes(config) // spec.page_size_bytes + 1
+    return Other(manager, bound, bound)

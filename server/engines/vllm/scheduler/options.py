@@ -1,0 +1,71 @@
+"""What the user says of the scheduler: ``--additional-config '{"tonnage": {...}}'`` or ``TONNAGE_*`` variables.
+
+The names are those of ``tonnage serve``. A key of the config wins over the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.cache.errors import CacheConfigError
+
+# Predictive is what a vLLM that runs already can take without losing: guaranteed mode counts with the
+# max_tokens of every request, and plain vLLM fills in max_model_len for clients that send none.
+DEFAULT = AdmissionMode.PREDICTIVE
+KEYS = ("admission_mode", "length_quantile", "watermark")
+
+
+class BadOption(ValueError):
+    """A key or a value of ``tonnage`` in the additional config (or a variable) that is not understood."""
+
+
+def read_policy(additional: object, environment: Mapping[str, str] = os.environ) -> Policy:
+    """The policy that ``vllm_config.additional_config`` and the environment ask for. Raises BadOption, naming
+    the key."""
+    given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
+    unknown = [str(key) for key in given if key not in KEYS]
+    if unknown:
+        raise BadOption(f'additional_config["tonnage"]: unknown {", ".join(unknown)}; known: {", ".join(KEYS)}')
+    values: dict[str, Any] = {
+        key: environment[_variable(key)] for key in KEYS if environment.get(_variable(key))
+    }
+    values.update(given)
+    try:
+        return Policy(
+            _mode(values.get("admission_mode", DEFAULT)),
+            _number(values, "length_quantile"),
+            _number(values, "watermark"),
+        )
+    except CacheConfigError as error:
+        raise BadOption(f"{_where(str(error.field), given)}: {error}") from None
+
+
+def _mode(value: object) -> AdmissionMode:
+    if not isinstance(value, str) or value not in list(AdmissionMode):
+        raise CacheConfigError(f"{value!r} is none of {', '.join(AdmissionMode)}", field="admission_mode")
+    return AdmissionMode(value)
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise CacheConfigError(f"{value!r} is not a number", field=key) from None
+
+
+def _variable(key: str) -> str:
+    return f"TONNAGE_{key.upper()}"
+
+
+def _where(key: str, given: Mapping[Any, Any]) -> str:
+    return f'additional_config["tonnage"]["{key}"]' if key in given else _variable(key)

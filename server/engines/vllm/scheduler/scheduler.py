@@ -1,0 +1,258 @@
+"""vLLM's scheduler with Tonnage's admission in front of it.
+
+vLLM decides what a step computes; before each step those who may not start yet, and those who have to sit it
+out, are taken from its lists, and put back after it. Its blocks, prefix cache, chunks, priorities, LoRA and
+encoder limits stay its own, and so does who already holds blocks while he waits (remote KV, streaming input).
+
+What goes wrong in here never reaches a request: from the first exception on vLLM's own rule holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from tonnage.cache.admission import AdmissionMode
+from tonnage.server.engines.vllm.scheduler.account import Account
+from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
+from tonnage.server.engines.vllm.scheduler.groups import read_groups
+from tonnage.server.engines.vllm.scheduler.options import read_policy
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
+# Those whose sources were read and tests run.
+KNOWN_VERSIONS = ("0.32",)
+
+
+class Admitting(Scheduler):
+    """What `TonnageScheduler` adds to vLLM's scheduler, whichever it is."""
+
+    admission: VllmAdmission | None = None
+    fallbacks = 0  # exceptions of ours so far: 0 or 1
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        policy = read_policy(self.vllm_config.additional_config)  # refuses what it does not know
+        self._refused: dict[str, tuple[RequestStatus, str]] = {}
+        if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
+            logger.warning(
+                "Tonnage knows vLLM %s, this is %s: vLLM schedules on its own, there is no admission",
+                ", ".join(KNOWN_VERSIONS),
+                vllm.__version__,
+            )
+            return
+        with self._ours("at start"):
+            self._account = Account(self, read_groups(self))
+            self.admission = VllmAdmission(policy, self._account)
+            logger.info(
+                "Tonnage admission: %s, %d usable blocks",
+                policy.mode,
+                self._account.groups.limits.usable_blocks,
+            )
+
+    # -- vLLM calls these ------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's; what can never fit is answered after the next step (`update_from_output`)."""
+        super().add_request(request)
+        if self.admission is not None and request.request_id in self.requests:
+            with self._ours("for a new request"):
+                self._refuse_never(request)
+
+    def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
+        """One step of vLLM's over those who may take part in it."""
+        if self.admission is None:
+            return super().schedule(*args, **named)
+        allowed: list[Request] | None = None
+        stalled: list[Request] = []
+        if self.admission.policy.mode is not AdmissionMode.GREEDY:
+            with self._ours("before a step"):
+                self._account.sync()
+                allowed, stalled = self._plan()
+        if allowed is None:
+            output = super().schedule(*args, **named)
+        else:
+            with self._only(allowed, stalled):
+                output = super().schedule(*args, **named)
+        if self.admission is not None and self.admission.policy.mode is not AdmissionMode.GREEDY:
+            with self._ours("after a step"):
+                self._account.sync(output.num_scheduled_tokens)
+        return output
+
+    def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's, with an answer to those that never fit."""
+        ended = self._end_refused() if self._refused else []
+        outputs = super().update_from_output(*args, **named)
+        for client, each in ended:
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(each)
+        return outputs
+
+    def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
+        if self.admission is not None and _by_itself(request):
+            with self._ours("when a request ended"):
+                self.admission.forecast.ended(request.num_output_tokens)
+        return super()._free_request(request, *args, **named)
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def _plan(self) -> tuple[list[Request], list[Request]]:
+        """(those who may start, running ones that sit the step out)."""
+        assert self.admission is not None
+        streaming = self.num_waiting_for_streaming_input
+        room = self.max_num_active_reqs - len(self.running) - streaming
+        return self.admission.plan(self._candidates(), room, self.current_step)
+
+    def _candidates(self) -> Iterator[Request]:
+        """Who waits for room, in order; the others wait for something else and hold up nobody."""
+        for request in self.waiting:
+            if request.request_id in self._refused or not self._grammar_ready(request):
+                continue
+            if request.num_preemptions:
+                if request.num_stale_output_tokens and not request.drop_stale_output:
+                    continue  # tokens of before are still to come, as vLLM's scan asks
+                if self._refuse_never(request):
+                    continue
+            yield request
+
+    def _grammar_ready(self, request: Request) -> bool:
+        if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return True
+        wanted = request.structured_output_request
+        grammar = None if wanted is None else wanted.grammar
+        if isinstance(grammar, Exception):  # vLLM answers it after the step
+            self.grammar_compile_error_reqs.add(request.request_id)
+            return False
+        return grammar is not None
+
+    # -- what never fits -------------------------------------------------------------------------------------
+
+    def _refuse_never(self, request: Request) -> bool:
+        """Whether it can never fit; it is answered after the next step, with what it has if it has anything."""
+        assert self.admission is not None
+        why = self.admission.never(request)
+        if why is None:
+            return False
+        status = (
+            RequestStatus.FINISHED_LENGTH_CAPPED if request.num_output_tokens else RequestStatus.FINISHED_ERROR
+        )
+        self._refused[request.request_id] = status, why
+        logger.warning("Tonnage refuses request %s: %s", request.request_id, why)
+        return True
+
+    def _end_refused(self) -> list[tuple[int, EngineCoreOutput]]:
+        """(client, answer) of each that is refused and has not been aborted meanwhile."""
+        refused, self._refused = self._refused, {}
+        ended = []
+        for id, (status, why) in refused.items():
+            for request in self.finish_requests(id, status):
+                answer = EngineCoreOutput(
+                    request_id=id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=why,
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+                ended.append((request.client_index, answer))
+        return ended
+
+    # -- taking out and putting back -------------------------------------------------------------------------
+
+    @contextmanager
+    def _only(self, allowed: list[Request], stalled: list[Request]) -> Iterator[None]:
+        """Only ``allowed`` wait and ``stalled`` do not run; everybody is back in his place afterwards."""
+        everybody, before, most = self.waiting, self.running, self.max_num_active_reqs
+        passed: list[Request] = []
+        if everybody:
+            self.waiting = create_request_queue(self.policy)
+            passed = self._take(everybody, set(allowed))
+        if stalled:
+            out = set(stalled)
+            self.running = [request for request in before if request not in out]
+            self.max_num_active_reqs = most - len(stalled)
+        try:
+            yield
+        finally:
+            if stalled:
+                still, known = set(self.running) | out, set(before)
+                self.running = [
+                    *(request for request in before if request in still),
+                    *(request for request in self.running if request not in known),
+                ]
+                self.max_num_active_reqs = most
+            if self.waiting is not everybody:
+                self._put_back(everybody, passed, allowed)
+
+    def _take(self, everybody: Any, allowed: set[Request]) -> list[Request]:
+        """Move ``allowed`` into the empty ``self.waiting``; all that were taken out of ``everybody`` for it."""
+        passed: list[Request] = []
+        left = len(allowed)
+        while left:
+            request = everybody.pop_request()
+            passed.append(request)
+            if request in allowed:
+                self.waiting.add_request(request)
+                left -= 1
+        return passed
+
+    def _put_back(self, everybody: Any, passed: list[Request], allowed: list[Request]) -> None:
+        """``everybody`` waits again: first whom vLLM has preempted, then who of ``passed`` did not start, in
+        order."""
+        waits, was = dict.fromkeys(self.waiting), set(passed)
+        held = was.difference(allowed)
+        first = [request for request in waits if request not in was]
+        first += [request for request in passed if request in held or request in waits]
+        self.waiting = everybody
+        for request in reversed(first):
+            everybody.prepend_request(request)
+
+    # -- when it goes wrong ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ours(self, when: str) -> Iterator[None]:
+        """From the first exception in here on, vLLM schedules on its own."""
+        try:
+            yield
+        except Exception:
+            self.admission = None
+            self.fallbacks += 1
+            logger.exception("Tonnage failed %s: from now on vLLM schedules on its own", when)
+
+
+def _by_itself(request: Request) -> bool:
+    """Whether its length says something of outputs: it was not cancelled. What ends at a stop string is
+    aborted by vLLM's front end, which alone sees text."""
+    sampling = request.sampling_params
+    if sampling is None or not request.num_output_tokens:
+        return False
+    if request.status == RequestStatus.FINISHED_ABORTED:
+        return bool(sampling.stop)
+    return request.status != RequestStatus.FINISHED_ERROR
+
+
+class TonnageSyncScheduler(Admitting):
+    """With ``--no-async-scheduling``, or where vLLM switches it off."""
+
+
+class TonnageScheduler(Admitting, AsyncScheduler):
+    """``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``.
+
+    vLLM keeps async scheduling on only for subclasses of its AsyncScheduler; where it is off all the same, the
+    object made is a `TonnageSyncScheduler`.
+    """
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        config = named["vllm_config"] if "vllm_config" in named else args[0]
+        if cls is TonnageScheduler and not config.scheduler_config.async_scheduling:
+            return TonnageSyncScheduler(*args, **named)
+        return super().__new__(cls)

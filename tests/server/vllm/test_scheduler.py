@@ -1,0 +1,324 @@
+"""Tonnage's admission inside vLLM: its real scheduler and block pool, made-up model outputs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
+from vllm_steps import BLOCK, World, config, full, request, scheduler, sliding
+
+from tonnage.cache.admission import AdmissionMode, is_safe
+from tonnage.server.engines.vllm.scheduler import TonnageScheduler
+from tonnage.server.engines.vllm.scheduler.options import BadOption, read_policy
+
+MODES = ("predictive", "guaranteed", "no_evict", "greedy")
+HYBRID = [full(), sliding(64), sliding(64)]
+
+
+def blocks_conserve(made: Any) -> None:
+    """Every block is free or referenced, as often as tables name it; nobody is in two lists or in none."""
+    pool = made.kv_cache_manager.block_pool
+    named: Counter[int] = Counter()
+    for manager in made.kv_cache_manager.coordinator.single_type_managers:
+        for table in manager.req_to_blocks.values():
+            named.update(block.block_id for block in table if not block.is_null)
+    for block in pool.blocks[1:]:
+        assert block.ref_cnt == named[block.block_id]
+    assert pool.get_num_free_blocks() == sum(block.ref_cnt == 0 for block in pool.blocks[1:])
+    lists = [r.request_id for r in (*made.running, *made.waiting, *made.kv_holding_waiting)]
+    assert sorted(lists) == sorted(made.requests)
+
+
+def account_holds(made: Any) -> None:
+    """What the account says of the running is what vLLM's tables say, or safer."""
+    if made.admission is None or made.admission.policy.mode is AdmissionMode.GREEDY:
+        return
+    account = made._account
+    assert sorted(account._slots) == sorted(r.request_id for r in made.running)
+    snapshot = account.snapshot()
+    tables = made.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    owners: Counter[int] = Counter()
+    for running in made.running:
+        owners.update({block.block_id for block in tables[running.request_id]})
+    assert snapshot.used >= len(owners)
+    for at, running in enumerate(made.running):
+        table = tables[running.request_id]
+        assert snapshot.held[at] == len(table) <= snapshot.reserved[at]
+        assert snapshot.private[at] <= sum(owners[block.block_id] == 1 for block in table)
+    if made.admission.policy.mode is AdmissionMode.GUARANTEED and made.running:
+        assert is_safe(snapshot) or is_safe(snapshot, account.leaving(snapshot, ()))
+
+
+def laws(made: Any) -> None:
+    blocks_conserve(made)
+    account_holds(made)
+
+
+def world(mode: str | None, blocks: int = 200, *, specs: Any = None, **flags: Any) -> World:
+    made = scheduler(TonnageScheduler, config(blocks + 1, mode=mode, **flags), specs)
+    return World(made, law=laws)
+
+
+def conversations(draw: random.Random, number: int, most: int) -> list[tuple[list[int], int]]:
+    """(prompt, true output length) of each; some share prefixes."""
+    documents = [[draw.randrange(50_000) for _ in range(draw.randrange(20, 200))] for _ in range(4)]
+    out = []
+    for _ in range(number):
+        prompt = list(draw.choice(documents)) if draw.random() < 0.5 else []
+        prompt += [draw.randrange(50_000) for _ in range(draw.randrange(1, 150))]
+        out.append((prompt, 1 + min(most - 1, int(draw.expovariate(1 / 30)))))
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("specs", [None, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> None:
+    """Arrivals, aborts, shared prefixes, priorities: nobody is lost, nobody gets less."""
+    draw = random.Random(f"{mode} {asynchronous} {seed}")
+    most = 150
+    blocks = draw.choice([60, 90, 130]) * (1 if specs is None else 2)
+    w = world(
+        mode, blocks, specs=specs, asynchronous=asynchronous, policy=draw.choice(["fcfs", "priority"]),
+        batched=draw.choice([64, 100, 512]), sequences=draw.choice([4, 64]), caching=draw.random() < 0.8,
+    )  # fmt: skip
+    expected, aborted = {}, set()
+    for number, (prompt, output) in enumerate(conversations(draw, 60, most)):
+        id = f"r{number}"
+        w.add(request(id, prompt, most, priority=draw.randrange(3), arrival=number), output)
+        expected[id] = output
+        for _ in range(draw.choice([0, 0, 1, 5])):
+            w.step()
+        if draw.random() < 0.1:
+            other = draw.choice(sorted(expected))
+            if other in w.scheduler.requests:
+                w.abort(other)
+                aborted.add(other)
+    w.run()
+    assert set(w.ended) == set(expected) - aborted
+    assert all(w.produced[id] == expected[id] for id in w.ended)
+    assert w.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks
+    assert w.scheduler.fallbacks == 0
+    assert w.scheduler.admission is not None
+    w.scheduler._account.sync()
+    assert not w.scheduler._account._slots
+    assert not w.scheduler._account.reserved
+    if mode in ("guaranteed", "no_evict"):
+        assert w.preemptions == 0
+
+
+def crowd(w: World, number: int = 40, prompt: int = 40, most: int = 120, output: int = 60) -> dict[str, int]:
+    for at in range(number):
+        w.add(request(f"r{at}", prompt, most, arrival=at), output)
+    return {f"r{at}": output for at in range(number)}
+
+
+def test_where_vllm_preempts_nobody_is() -> None:
+    draw = random.Random(0)
+    lengths = [1 + min(119, int(draw.expovariate(1 / 30))) for _ in range(150)]
+    preemptions = {}
+    for mode in (None, "predictive", "guaranteed", "no_evict"):
+        cls = AsyncScheduler if mode is None else TonnageScheduler
+        w = World(scheduler(cls, config(61, mode=mode)), law=blocks_conserve)
+        for at, output in enumerate(lengths):
+            w.add(request(f"r{at}", 40, 120, arrival=at), output)
+        w.run()
+        assert w.produced == {f"r{at}": output for at, output in enumerate(lengths)}
+        preemptions[mode] = w.preemptions
+    assert preemptions["guaranteed"] == preemptions["no_evict"] == 0
+    assert preemptions[None] > 20 > 10 * preemptions["predictive"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_greedy_takes_vllms_own_steps(asynchronous: bool) -> None:
+    taken = []
+    for cls in (TonnageScheduler, AsyncScheduler if asynchronous else Scheduler):
+        w = World(scheduler(cls, config(61, mode="greedy", asynchronous=asynchronous)))
+        crowd(w)
+        steps = []
+        while w.scheduler.has_unfinished_requests():
+            steps.append(w.step().num_scheduled_tokens)
+        taken.append((steps, w.preemptions))
+    assert taken[0] == taken[1]
+    assert taken[0][1] > 0
+
+
+def test_the_class_follows_the_flag() -> None:
+    assert isinstance(scheduler(TonnageScheduler, config(50)), AsyncScheduler)
+    assert not isinstance(scheduler(TonnageScheduler, config(50, asynchronous=False)), AsyncScheduler)
+
+
+def test_all_of_one_prompt_share_it() -> None:
+    """n = 8: vLLM makes a request of each; together they need 8 blocks of prompt and not 64."""
+    w = world("guaranteed", 30)
+    prompt = list(range(128))
+    w.add(request("first", prompt, 32), 30)
+    w.step()
+    for at in range(7):
+        w.add(request(f"r{at}", prompt, 32), 30)
+    most = 0
+    while w.scheduler.has_unfinished_requests():
+        w.step()
+        most = max(most, len(w.scheduler.running))
+    assert w.preemptions == 0
+    assert most == 8
+    assert set(w.produced.values()) == {30}
+
+
+def test_first_come_first_served() -> None:
+    w = world("predictive", 60, sequences=8)
+    crowd(w)
+    started: list[str] = []
+    while w.scheduler.has_unfinished_requests():
+        started += [new.req_id for new in w.step().scheduled_new_reqs]
+    assert started == [f"r{at}" for at in range(40)]
+
+
+def test_the_urgent_first() -> None:
+    w = world("predictive", 60, policy="priority", sequences=4)
+    for at in range(12):
+        w.add(request(f"r{at}", 40, 60, priority=-at, arrival=at), 30)
+    started: list[str] = []
+    while w.scheduler.has_unfinished_requests():
+        started += [new.req_id for new in w.step().scheduled_new_reqs]
+    assert started == [f"r{at}" for at in reversed(range(12))]
+
+
+# -- what never fits ---------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_never_fits_is_answered_and_holds_up_nobody(mode: str) -> None:
+    w = world(mode, 20)
+    w.add(request("before", 40, 50), 20)
+    w.add(request("never", 21 * BLOCK, 50), 5)
+    w.add(request("behind", 40, 50), 20)
+    w.step()
+    w.step()
+    answer = w.ended["never"]
+    assert answer.finish_reason is FinishReason.ERROR
+    assert "336 prompt tokens, max_tokens 50" in str(answer.stop_reason)
+    assert "the pool has 20" in str(answer.stop_reason)
+    w.run()
+    assert {id: w.produced[id] for id in ("before", "behind")} == {"before": 20, "behind": 20}
+
+
+def test_max_tokens_beyond_the_pool() -> None:
+    """Guaranteed mode refuses it at once. The others run it as far as the pool goes: its answer ends there."""
+    for mode, produced in (("guaranteed", 0), ("predictive", 20 * BLOCK - 40 + 1)):
+        w = world(mode, 20, length=2048)
+        w.add(request("long", 40, 1000), 1000)
+        w.add(request("other", 40, 50), 20)
+        w.run()
+        reason = w.ended["long"].finish_reason
+        assert reason is (FinishReason.LENGTH if produced else FinishReason.ERROR)
+        assert w.produced["long"] == produced
+        assert w.produced["other"] == 20
+        assert "the pool has 20" in str(w.ended["long"].stop_reason)
+
+
+def test_refused_and_aborted_before_its_answer() -> None:
+    w = world("predictive", 20)
+    w.add(request("never", 21 * BLOCK, 50), 5)
+    w.abort("never")
+    w.add(request("other", 40, 50), 20)
+    w.run()
+    assert set(w.ended) == {"other"}
+
+
+# -- what goes wrong ---------
+
+
+@pytest.mark.parametrize("where", ["plan", "never", "forecast"])
+def test_an_exception_of_ours_reaches_nobody(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = world("predictive", 60)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    expected = crowd(w)
+    w.step()
+    target = w.scheduler.admission if where != "forecast" else w.scheduler.admission.forecast
+    monkeypatch.setattr(target, "ended" if where == "forecast" else where, broken)
+    w.add(request("late", 40, 50), 20)
+    w.run()
+    assert w.produced == {**expected, "late": 20}
+    assert w.scheduler.fallbacks == 1
+    assert caplog.text.count("from now on vLLM schedules on its own") == 1
+
+
+def test_an_exception_of_vllms_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world("predictive", 60)
+    expected = crowd(w)
+    w.step()
+    order = [r.request_id for r in w.scheduler.waiting]
+    with monkeypatch.context() as patch:
+        patch.setattr(w.scheduler.kv_cache_manager, "new_step_starts", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            w.scheduler.schedule()
+    assert [r.request_id for r in w.scheduler.waiting] == order
+    w.run()
+    assert w.produced == expected
+    assert w.scheduler.fallbacks == 0
+
+
+def test_everybody_preempted_from_outside() -> None:
+    """As after new weights: vLLM puts all running ones back, and they are admitted again."""
+    w = world("guaranteed", 60, asynchronous=False)
+    expected = crowd(w)
+    for _ in range(5):
+        w.step()
+    assert w.scheduler.reset_prefix_cache(reset_running_requests=True)
+    w.run()
+    assert w.produced == expected
+    assert w.scheduler.fallbacks == 0
+
+
+def test_an_unknown_version_schedules_on_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    w = World(scheduler(TonnageScheduler, config(61, mode="predictive")))
+    expected = crowd(w)
+    w.run()
+    assert w.produced == expected
+    assert w.preemptions > 0
+    assert "this is 0.99.1" in caplog.text
+
+
+# -- options ---------
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"modus": "greedy"}, "unknown modus"),
+        ({"admission_mode": "fast"}, "admission_mode"),
+        ({"watermark": 2}, "watermark"),
+        ({"length_quantile": "half"}, "length_quantile"),
+        ({"length_quantile": True}, "length_quantile"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_start(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadOption, match=named):
+        scheduler(TonnageScheduler, config(50, **given))
+
+
+def test_options_from_the_environment() -> None:
+    environment = {"TONNAGE_ADMISSION_MODE": "guaranteed", "TONNAGE_WATERMARK": "0.1"}
+    policy = read_policy({}, environment)
+    assert (policy.mode, policy.reserve) == (AdmissionMode.GUARANTEED, 0.1)
+    assert read_policy({"tonnage": {"admission_mode": "greedy"}}, environment).mode is AdmissionMode.GREEDY
+    assert read_policy({}, {}).mode is AdmissionMode.PREDICTIVE
+    with pytest.raises(BadOption, match="TONNAGE_WATERMARK"):
+        read_policy({}, {"TONNAGE_WATERMARK": "much"})
+    with pytest.raises(BadOption, match="an object"):
+        read_policy({"tonnage": "guaranteed"}, {})
