@@ -78,7 +78,7 @@ def conversations(draw: random.Random, number: int, most: int) -> list[tuple[lis
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("specs", [None, HYBRID], ids=["full", "hybrid"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> None:
     """Arrivals, aborts, shared prefixes, priorities: nobody is lost, nobody gets less."""
     draw = random.Random(f"{mode} {asynchronous} {seed}")
@@ -89,7 +89,7 @@ def test_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> 
         batched=draw.choice([64, 100, 512]), sequences=draw.choice([4, 64]), caching=draw.random() < 0.8,
     )  # fmt: skip
     expected, aborted = {}, set()
-    for number, (prompt, output) in enumerate(conversations(draw, 60, most)):
+    for number, (prompt, output) in enumerate(conversations(draw, 40, most)):
         id = f"r{number}"
         w.add(request(id, prompt, most, priority=draw.randrange(3), arrival=number), output)
         expected[id] = output
