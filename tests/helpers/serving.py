@@ -26,7 +26,11 @@ BARE_ENVIRONMENT = {
 
 
 def ask_bare_vllm(script: str, *asked: Any) -> dict[str, Any]:
-    """What ``script``, which finds ``asked`` as JSON in its first argument, prints after ``RESULT``."""
+    """What ``script``, which finds ``asked`` as JSON in its first argument, prints after ``RESULT``.
+
+    It runs without the garbage collector and ends before the interpreter takes its heap apart: 3 s less.
+    """
+    script = f"import gc, os, sys\ngc.disable()\n{script}\nsys.stdout.flush()\nos._exit(0)"
     done = subprocess.run(
         [sys.executable, "-c", script, json.dumps(asked)],
         capture_output=True,

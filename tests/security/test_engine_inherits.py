@@ -35,7 +35,7 @@ def test_the_engine_does_not_inherit_the_key() -> None:
             with contextlib.suppress(psutil.Error):  # another child that has ended meanwhile
                 children = psutil.Process(server.pid).children(recursive=True)
                 # By its own command line: between fork and exec it still shows its parent's environment.
-                named = (child for child in children if "tonnage.server.engines.hf.child" in child.cmdline())
+                named = (child for child in children if "tonnage.server.engines.hf" in child.cmdline())
                 engine = next(named, None)
         inherited = engine.environ()
         assert "PATH" in inherited

@@ -1,7 +1,6 @@
 """The engine process: receives requests, steps, sends chunks and a snapshot.
 
-Started as ``python -m tonnage.server.engines.hf.child FD THREADS``. The first
-message on the socket is Load.
+Started by ``__main__.py`` here. The first message on the socket is Load.
 Imports torch; its parent does not.
 """
 
@@ -12,7 +11,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import sys
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
@@ -39,6 +37,7 @@ from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_ad
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
+from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats
@@ -96,17 +95,18 @@ class EngineLoop:
         policy: Policy | None = None,
         sharing: Sharing | None = None,
     ) -> None:
-        import transformers  # here, so that a broken installation is told as any failure of the load is
+        with no_collections():
+            import transformers  # here, so that a broken installation is told as any failure of the load is
 
+            transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+            # They import transformers too.
+            from tonnage.server.engines.hf.model.loading import storage_bytes
+            from tonnage.server.engines.hf.model.profile import device_bytes, profile
+            from tonnage.server.engines.hf.model.runner import ModelRunner
+            from tonnage.server.engines.hf.model.selfcheck import checked_attention
         set_threads(threads)
-        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-        # They import transformers too.
-        from tonnage.server.engines.hf.model.loading import storage_bytes
-        from tonnage.server.engines.hf.model.profile import device_bytes, profile
-        from tonnage.server.engines.hf.model.runner import ModelRunner
-        from tonnage.server.engines.hf.model.selfcheck import checked_attention
 
         self.plan = plan
         self.connection = connection
@@ -303,7 +303,3 @@ def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:
         Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)
         for index in range(request.n)
     ]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

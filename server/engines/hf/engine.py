@@ -154,7 +154,7 @@ class HFEngine(Engine):
             require_available(self._plan, available_memory())
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "tonnage.server.engines.hf.child"]
+            command = [sys.executable, "-m", "tonnage.server.engines.hf"]
             self._process = subprocess.Popen(  # noqa: ASYNC220 -- a spawn takes a millisecond
                 [*command, str(theirs.fileno()), str(self._threads)],
                 pass_fds=[theirs.fileno()],

@@ -25,6 +25,7 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
+from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
@@ -169,9 +170,10 @@ class VLLMEngine(Engine):
     def _load(self, arguments: dict[str, Any]) -> Any:
         """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
         try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-            from vllm.v1.metrics.loggers import StatLoggerBase
+            with no_collections():
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.v1.engine.async_llm import AsyncLLM
+                from vllm.v1.metrics.loggers import StatLoggerBase
         except ImportError as error:
             raise DeploymentError(
                 f"vLLM cannot be imported: {error}",
@@ -209,7 +211,7 @@ class VLLMEngine(Engine):
                 del os.environ[name]
             os.environ.update(before)
         if self._stopping:
-            llm.shutdown()
+            self._end(llm)
         return llm
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -414,8 +416,11 @@ class VLLMEngine(Engine):
                 llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it reports the end of its engine as a crash
-            await asyncio.get_running_loop().run_in_executor(self._loader, llm.shutdown)
+            await asyncio.get_running_loop().run_in_executor(self._loader, self._end, llm)
         self._loader.shutdown(wait=False)
+
+    def _end(self, llm: Any) -> None:
+        processes.shut_down(llm, at_once=self._plan.deployment.device == "cpu")
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -42,6 +43,17 @@ async def interrupt_loading(loading: Future[Any]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)
         await asyncio.sleep(0.1)
+
+
+def shut_down(llm: Any, *, at_once: bool) -> None:
+    """End the processes of an AsyncLLM; ``at_once`` where there is no device to leave in order.
+
+    vLLM 0.32 gives them 5 s and then kills them; on a CPU that is what it comes to, because a worker takes as
+    long to take its heap apart (2 s of processor time, on two quiet cores).
+    """
+    if at_once:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of the force that it is asked for
+    llm.shutdown(timeout=0 if at_once else None)
 
 
 def kill(pids: list[int]) -> None:
