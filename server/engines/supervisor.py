@@ -69,6 +69,7 @@ class SupervisedEngine(Engine):
         self._before: EngineStats | None = None  # counters of the engines that are gone
         self._watch: asyncio.Task[None] | None = None
         self._between = False
+        self._capacity: Capacity | None = None  # of the last engine that loaded; the next has the same plan
         self._stopping = False
 
     @property
@@ -110,6 +111,9 @@ class SupervisedEngine(Engine):
         return dataclasses.replace(stats, ready=stats.ready and not self._between, restarts=self._restarts)
 
     def capacity(self) -> Capacity:
+        if self._between:
+            assert self._capacity is not None
+            return self._capacity
         return self._engine.capacity()
 
     async def drain(self, seconds: float) -> None:
@@ -167,6 +171,7 @@ class SupervisedEngine(Engine):
         try:
             async with deadline:
                 await engine.start()
+            self._capacity = engine.capacity()
         except TimeoutError as error:
             if not deadline.expired():  # the engine's own
                 raise

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from serving import PATIENCE
 
-from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.capacity import Capacity
+from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.supervisor import SupervisedEngine
 
@@ -21,10 +22,24 @@ TOLD_WITHIN = 2.0  # seconds after the kill
 
 
 async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan) -> None:
+    class Loading(FakeEngine):
+        """As hf and vLLM, it has no capacity before it has loaded."""
+
+        loaded = False
+
+        async def start(self) -> None:
+            await super().start()
+            self.loaded = True
+
+        def capacity(self) -> Capacity:
+            if not self.loaded:
+                raise QueueFull("the engine is not ready")
+            return super().capacity()
+
     made: list[FakeEngine] = []
 
     def make() -> FakeEngine:
-        made.append(FakeEngine(small_plan(), token_rate=100, load_seconds=0.3 if made else 0.0))
+        made.append(Loading(small_plan(), token_rate=100, load_seconds=0.3 if made else 0.0))
         return made[-1]
 
     supervised = SupervisedEngine(make)
@@ -39,6 +54,10 @@ async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan
         assert (await server.http.get("/ready")).status_code == 503
         refused = await server.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+        await server.until(lambda: len(made) == 2)  # the next one loads
+        refused = await server.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
+        assert (await server.http.get("/v1/models")).status_code == 200
         await server.until(lambda: supervised.stats().ready)
         assert (await server.http.get("/ready")).status_code == 200
         assert (await server.complete(max_tokens=3)).status_code == 200
@@ -46,7 +65,7 @@ async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan
         assert (after.restarts, len(made)) == (1, 2)
         assert after.prompt_tokens > before.prompt_tokens
         assert after.generation_tokens > before.generation_tokens
-        assert server.state.accounts.outcomes["error"] == 6
+        assert server.state.accounts.outcomes["error"] == 7
         made[1].manager.check_invariants()
         # What the dead engine still held is gone with it; the fixture looks at the one it was given.
         for entry in list(made[0]._live):

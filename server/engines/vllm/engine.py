@@ -76,7 +76,8 @@ class VLLMEngine(Engine):
         self._embeds = embeds
         self._plan = plan
         self._quantization = quantization
-        self._eager = plan.deployment.enforce_eager or plan.deployment.device == "cpu"
+        self._on_cpu = plan.deployment.device == "cpu"
+        self._eager = plan.deployment.enforce_eager or self._on_cpu
         if enforce_eager is not None:
             self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
@@ -132,7 +133,7 @@ class VLLMEngine(Engine):
             # The handshake of vLLM's engine core writes the number it allocated into the config of the client
             # (v1/engine/core_client.py, 0.32); its null block is among them, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
-            await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(),))
+            await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(), self._on_cpu))
             await self._load_adapters()
             held = await self._llm.collective_rpc("tonnage_memory")
             if self._plan.deployment.enable_lora:
@@ -420,7 +421,7 @@ class VLLMEngine(Engine):
         self._loader.shutdown(wait=False)
 
     def _end(self, llm: Any) -> None:
-        processes.shut_down(llm, at_once=self._plan.deployment.device == "cpu")
+        processes.shut_down(llm, at_once=self._on_cpu)
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:

@@ -51,9 +51,16 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
     vLLM 0.32 gives them 5 s and then kills them; on a CPU that is what it comes to, because a worker takes as
     long to take its heap apart (2 s of processor time, on two quiet cores).
     """
-    if at_once:
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of the force that it is asked for
-    llm.shutdown(timeout=0 if at_once else None)
+    if not at_once:
+        llm.shutdown()
+        return
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of the force that it is asked for
+    try:
+        llm.shutdown(timeout=0)
+    finally:
+        logger.setLevel(level)
 
 
 def kill(pids: list[int]) -> None:

@@ -15,10 +15,11 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def tonnage_die_with(self, api_process: int) -> None:
+    def tonnage_die_with(self, api_process: int, at_once: bool) -> None:
         """End vLLM's engine core when ``api_process`` ends without saying so (kill -9, out of memory).
 
-        vLLM 0.32 ends workers with their engine core, but leaves the core and its memory behind.
+        vLLM 0.32 ends workers with their engine core, but leaves the core and its memory behind. ``at_once``:
+        there is no device to leave in order. Both are killed; they would take their heaps apart for seconds.
         """
         # The worker is a child of the core, or (one GPU) lives in the core, which is a child of the API.
         core = os.getpid() if os.getppid() == api_process else os.getppid()
@@ -26,7 +27,9 @@ class WorkerExtension:
 
         def watch() -> None:
             select.select([handle], [], [])  # readable when the process has ended
-            os.kill(core, signal.SIGTERM)
+            os.kill(core, signal.SIGKILL if at_once else signal.SIGTERM)
+            if at_once:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=watch, name="tonnage-watch", daemon=True).start()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from honoured import FLAGS, TEMPLATE
 from plain_vllm import plain_vllm
 from serving import PATIENCE, ask_bare_vllm, serving
 from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
@@ -51,9 +52,15 @@ def bare(adapters: dict[str, Path]) -> Bare:
 
 
 @pytest.fixture(scope="package")
-def server(adapters: dict[str, Path], bare: Bare) -> Iterator[str]:
-    """URL of a real server; after the bare one, so that two do not compete for the cores."""
+def server(adapters: dict[str, Path], bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a real server; after the bare one, so that two do not compete for the cores.
+
+    Killed at the end: vLLM 0.32 leaves its engine core and that core's memory behind, we do not.
+    """
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
     flags = [
+        *("--chat-template", str(template), *FLAGS),
         *("--kv-cache-memory-bytes", str(POOL), "--max-model-len", str(LENGTH)),
         *("--max-num-seqs", str(SEQUENCES), "--enable-lora", "--max-loras", str(SLOTS)),
         *("--max-lora-rank", str(RANK), "--lora-modules"),
@@ -61,7 +68,7 @@ def server(adapters: dict[str, Path], bare: Bare) -> Iterator[str]:
     ]
     # A minute of stillness in tests is ten seconds.
     before = "from tonnage.server.engines import stillness; stillness.STILL_LOOKS = 10"
-    with serving("demo", "--backend", "vllm", *flags, before=before) as url:
+    with serving("demo", "--backend", "vllm", *flags, before=before, killed=True) as url:
         yield url
 
 
