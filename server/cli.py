@@ -20,6 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("tonnage.server.commands.replay", "replay a request trace through admission and block manager"),
     "serve": ("tonnage.server.commands.serve", "plan, then serve the OpenAI API and /metrics from that plan"),
     "verify": ("tonnage.server.commands.verify", "load a model and compare the plan with what is really held"),
+    "watch": (
+        "tonnage.server.commands.watch",
+        "show a running server beside its plan: vLLM, SGLang, llama.cpp",
+    ),
     "doctor": ("tonnage.server.commands.doctor", "say what is installed and which backend would be chosen"),
     "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
 }

@@ -1,0 +1,172 @@
+"""GET with a bound on bytes and on seconds. Follows no redirect, so that a key goes to no other host, and asks
+no proxy of the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tonnage.planner.errors import DeploymentError, TonnageError
+
+# vLLM 0.32's page has 53 kB for one engine, so this is one of 300 replicas.
+MAX_PAGE_BYTES = 16 * 2**20
+_PORTS = "vLLM's is 8000, SGLang's 30000, llama-server's 8080"
+_ENDPOINTS = ("/metrics", "/v1")  # what people paste
+
+
+class WatchError(TonnageError):
+    """The server cannot be read (now)."""
+
+    code = "watch_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``start``: when the server's process began, where its headers say it."""
+
+    status: int
+    text: str
+    start: str | None = None
+
+    def json(self) -> Any:
+        """The object of a 200, else None."""
+        if self.status != 200:
+            return None
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            return None
+
+
+class Client:
+    """Asks one server. Raises DeploymentError for what is no URL."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
+        self.url = _plain(url)
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path
+        self._tls = parts.scheme == "https"
+        self._timeout = timeout
+        self._headers = {"Accept": "text/plain, application/json", "Connection": "close"}
+        if api_key is not None:
+            if not api_key.isascii() or not api_key.isprintable():
+                raise DeploymentError("a key is printable ASCII", field="--api-key")
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> Answer:
+        """Whatever the server answers, but 401, 403, 503 and redirects. Raises WatchError."""
+        answer = self._get(path)
+        if answer.status in (401, 403):
+            raise WatchError(
+                f"{self.url}{path} wants an API key, or another one (status {answer.status})",
+                hint="--api-key KEY, or TONNAGE_API_KEY in the environment",
+            )
+        if answer.status == 503:
+            raise WatchError(f"{self.url}{path} is not ready: {_said(answer)}", hint="it may still be loading")
+        return answer
+
+    def _get(self, path: str) -> Answer:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        held: list[socket.socket] = []
+        over = threading.Event()
+
+        def hang_up() -> None:  # a timeout of the socket is for one read: an answer by drops never meets it
+            over.set()
+            for sock in held or [connection.sock]:
+                with contextlib.suppress(OSError, TypeError):  # gone, or not there yet
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+        timer = threading.Timer(self._timeout, hang_up)
+        timer.daemon = True
+        timer.start()
+        since = time.monotonic()
+        try:
+            connection.connect()
+            held.append(connection.sock)
+            connection.request("GET", self._path + path, headers=self._headers)
+            response = connection.getresponse()
+            data = response.read(MAX_PAGE_BYTES + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if over.is_set() or time.monotonic() - since >= self._timeout:
+                raise self._too_late(path) from None
+            raise self._unreachable(path, error) from None
+        finally:
+            timer.cancel()
+            connection.close()
+        if over.is_set():
+            raise self._too_late(path)
+        if len(data) > MAX_PAGE_BYTES:
+            raise WatchError(
+                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes: no page of an inference server"
+            )
+        if 300 <= response.status < 400:
+            to = response.headers.get("Location", "elsewhere")
+            raise WatchError(f"{self.url}{path} is redirected to {to[:200]}", hint="give that URL")
+        return Answer(
+            response.status, data.decode("utf-8", "replace"), response.headers.get("Process-Start-Time-Unix")
+        )
+
+    def _too_late(self, path: str) -> WatchError:
+        return WatchError(
+            f"{self.url}{path}: no whole answer within {self._timeout:g} s",
+            hint="is the server busy or stopped? --timeout SECONDS waits longer",
+        )
+
+    def _unreachable(self, path: str, error: Exception) -> WatchError:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return WatchError(
+                f"{self.url}: its certificate is not trusted: {error.verify_message}",
+                hint="SSL_CERT_FILE=ca.pem names the authority",
+            )
+        if isinstance(error, ssl.SSLError):
+            return WatchError(f"{self.url} does not speak TLS", hint="http:// instead of https://?")
+        if isinstance(error, socket.gaierror):
+            return WatchError(f"{self.url}: there is no host of that name")
+        if isinstance(error, ConnectionRefusedError):
+            return WatchError(f"no server at {self.url}", hint=f"is it started, is this its port? {_PORTS}")
+        if isinstance(error, OSError) and error.strerror:
+            return WatchError(
+                f"{self.url}{path}: {error.strerror}", hint=f"is this the server's port? {_PORTS}"
+            )
+        return WatchError(
+            f"{self.url}{path} does not answer in HTTP", hint=f"is this the server's port? {_PORTS}"
+        )
+
+
+def _plain(url: str) -> str:
+    """``localhost:8000/metrics`` -> ``http://localhost:8000``."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        good = False
+    if not good or not text.isprintable() or not text.isascii() or " " in text:
+        raise DeploymentError(f"{url[:200]!r} is no URL", field="URL", hint="for example http://localhost:8000")
+    if parts.username is not None:
+        raise DeploymentError("no user and password in it, please", field="URL", hint="--api-key KEY")
+    path = parts.path.rstrip("/")
+    for endpoint in _ENDPOINTS:
+        path = path.removesuffix(endpoint)
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def _said(answer: Answer) -> str:
+    """The message of an error body, or its beginning."""
+    try:
+        body = json.loads(answer.text)
+        error = body.get("error", body)
+        message = error.get("message") if isinstance(error, dict) else error
+    except (ValueError, AttributeError, RecursionError):
+        message = None
+    return str(message or answer.text.strip() or answer.status)[:200]

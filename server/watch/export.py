@@ -1,0 +1,228 @@
+"""A look for Prometheus: names and meanings of our own server's families (docs/operations.md), as far as the
+watched server tells them. What it does not tell is absent, and so is everything while it does not answer."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.observe.metrics.families import Page
+from tonnage.server.watch.watcher import Watched
+
+_CLIENT_SECONDS = 10.0  # a scraper that sends or takes nothing for so long is gone (Prometheus' own timeout)
+
+
+class Exporter:
+    """Serves the last look at /metrics, from a thread of its own; a scrape never waits for the watched server.
+    Raises DeploymentError where the port is taken."""
+
+    def __init__(self, url: str, host: str, port: int) -> None:
+        self._url = url
+        self._model = ""
+        self._page = Page(model="")
+        self._look: Watched | None = None
+        self._failures = 0
+        self._text = b""
+        self._write()
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _CLIENT_SECONDS
+
+            def do_GET(self) -> None:
+                found = self.path.partition("?")[0] == "/metrics"
+                body = exporter._text if found else b"the metrics are at /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Scrapes are not worth a line."""
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise DeploymentError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", field="--port",
+                hint="give another one; 0 takes a free one",
+            ) from None  # fmt: skip
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
+
+    def show(self, look: Watched) -> None:
+        self._look = look
+        self._write()
+
+    def lose(self) -> None:
+        """The server does not answer."""
+        self._look = None
+        self._failures += 1
+        self._write()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _write(self) -> None:
+        look = self._look
+        model = look.told.served or "" if look is not None else self._model
+        if model != self._model:
+            self._model, self._page = model, Page(model=model)
+        page = self._page
+        if look is not None:
+            families(page, look)
+        page.gauge(
+            "tonnage_watch_up", "1 when the watched server answered the last time.", int(look is not None)
+        )
+        page.counter("tonnage_watch_failures", "Looks that the server did not answer.", self._failures)
+        self._text = page.take().encode()
+
+
+def families(page: Page, look: Watched) -> None:
+    """Writes them. Counters are the watched server's own: they begin again when it does."""
+    told, reading, planned = look.told, look.reading, look.planned
+    page.info(
+        "tonnage_watch_info",
+        "The server that is watched; always 1.",
+        ("server", "version", "url"),
+        [(told.title, told.version or "", look.url)],
+    )
+    page.gauge("tonnage_watch_timestamp_seconds", "When it was looked at.", look.at)
+    page.counter("tonnage_watch_restarts", "Times the watched server was started again.", look.restarts)
+    _memory(page, look)
+    if planned is not None:
+        page.info(
+            "tonnage_plan_info",
+            "The plan of the watched server; always 1.",
+            ("plan_id", "revision", "engine", "architecture", "quantization"),
+            [
+                (
+                    planned.plan_id,
+                    str(planned.revision),
+                    planned.engine,
+                    planned.architecture,
+                    planned.quantization,
+                )
+            ],
+        )
+    _pool(page, look)
+    states = {(name,): reading.sum_of(name) for name in ("running", "waiting")}
+    page.gauges(
+        "tonnage_engine_requests",
+        "Requests in the engine by state.",
+        ("state",),
+        {key: count for key, count in states.items() if count is not None},
+    )
+    _headroom(page, look)
+    counters = reading.counters
+    for name, text, value in (
+        ("preemptions", "Running requests put back to waiting.", counters.preemptions),
+        ("prompt_tokens", "Prompt tokens, as the watched server counts them.", counters.prompt_tokens),
+        ("generation_tokens", "Tokens generated.", counters.generation_tokens),
+        (
+            "prefix_query_tokens",
+            "Prompt tokens that were looked up in the prefix cache.",
+            counters.prefix_query_tokens,
+        ),
+    ):
+        if value is not None:
+            page.counter(f"tonnage_{name}", text, value)
+    if counters.prefix_hit_tokens is not None:
+        page.counters(
+            "tonnage_prefix_hit_tokens",
+            "Prompt tokens whose K/V was cached; the watched server does not tell by whose block.",
+            ("source",),
+            {("any",): counters.prefix_hit_tokens},
+        )
+
+
+def _memory(page: Page, look: Watched) -> None:
+    planned = look.planned
+    if planned is None:
+        return
+    page.gauges(
+        "tonnage_memory_planned_bytes",
+        "Bytes planned, by component, as far as what the server tells decides them.",
+        ("device", "component"),
+        {(planned.device, name): size for name, size in planned.components.items()},
+    )
+    page.gauges(
+        "tonnage_memory_measured_bytes",
+        "Bytes the server really holds, by component; absent where not measured.",
+        ("device", "component"),
+        {(planned.device, name): size for name, size in look.measured.items()},
+    )
+    page.gauges(
+        "tonnage_memory_measured_to_planned_ratio",
+        "Measured bytes over planned bytes; 1 is a plan that came true.",
+        ("device", "component"),
+        {
+            (planned.device, name): size / expected
+            for name, size in look.measured.items()
+            if name != "free" and (expected := planned.components.get(name))
+        },
+    )
+
+
+def _pool(page: Page, look: Watched) -> None:
+    reading, planned = look.reading, look.planned
+    total, usable = reading.blocks("num_blocks"), reading.blocks("usable")
+    used, cached = reading.blocks("used"), reading.blocks("cached")
+    if total is None or usable is None:
+        return
+    size = next(one.pool.block_size for one in reading.replicas if one.pool is not None)
+    page.gauge("tonnage_config_num_blocks", "KV blocks in the pool, those never given out included.", total)
+    page.gauge("tonnage_config_block_size_tokens", "Tokens in a KV block.", size)
+    page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", usable)
+    states = {"used": used, "cached": cached, "reserved": total - usable}
+    if used is not None and cached is not None:
+        states["free"] = usable - used - cached
+    factors = {"blocks": 1, "tokens": size}
+    if planned is not None and planned.bytes_per_block:
+        page.gauge("tonnage_config_block_bytes", "Bytes of a KV block.", planned.bytes_per_block)
+        factors["bytes"] = planned.bytes_per_block
+    for unit, factor in factors.items():
+        page.gauges(
+            f"tonnage_pool_{unit}",
+            f"The KV pool in {unit} by state: used by running requests, cached (reclaimable prefixes), free, "
+            "reserved (never given out); a state that the server does not tell is absent.",
+            ("state",),
+            {(state,): count * factor for state, count in states.items() if count is not None},
+        )
+    if used is not None and usable:
+        page.gauge("tonnage_pool_usage_ratio", "Used blocks over usable blocks.", used / usable)
+
+
+def _headroom(page: Page, look: Watched) -> None:
+    room, planned = look.headroom, look.planned
+    if room is None:
+        return
+    page.gauge("tonnage_headroom_blocks", "KV blocks that no running request holds.", room.blocks)
+    if planned is not None:
+        page.gauge(
+            "tonnage_headroom_bytes",
+            "Bytes of the KV blocks that no running request holds.",
+            room.blocks * planned.bytes_per_block,
+        )
+    page.gauge(
+        "tonnage_headroom_requests",
+        "More requests of the present mix (prompt and answer of those that finished) that fit now.",
+        room.requests,
+    )
+    page.gauge(
+        "tonnage_headroom_prompt_tokens", "Largest prompt that would be begun now; 0: none.", room.prompt_tokens
+    )
+    if look.full_in is not None:
+        page.gauge(
+            "tonnage_time_to_full_seconds",
+            "Seconds until no block is free, at the growth of the last two minutes; 86400: not within a day.",
+            look.full_in,
+        )

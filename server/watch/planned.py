@@ -1,0 +1,140 @@
+"""What a server tells, and what was given beside it -> the plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from tonnage.planner.errors import DeploymentError, ModelNotFound, TonnageError, UnsupportedArchitecture
+from tonnage.planner.flags import flags_of
+from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.plans import Deployment, EngineName, Plan
+from tonnage.planner.source.resolve import ModelSource, resolve_model
+from tonnage.server.engines.capacity import limits_of
+from tonnage.server.observe.metrics.memory import device_name
+from tonnage.server.observe.report import planned_components
+from tonnage.server.watch.records import Planned, Told
+
+ENGINES: dict[str, EngineName] = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "llama.cpp"}
+
+# A device nobody named: so large that every plan fits, of which only what does not depend on it is used.
+_ANY_DEVICE = {"device": "cuda", "device_memory": 1 << 50}
+_DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+
+
+def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Planned | None, tuple[str, ...]]:
+    """The plan, and what a reader should know of it; no plan for a model that the planner refuses.
+
+    ``given``: fields of the Deployment, ``model``: what the server loaded, as this machine finds it. Raises
+    DeploymentError for a flag that contradicts the server, ModelNotFound where --model is needed.
+    """
+    flags, notes = _merged(told, given)
+    source = _source(told, model)
+    known = "gpu" in flags or "device_memory" in flags or flags.get("device") == "cpu"
+    if not known:
+        notes.append(
+            "the device is not known: planned is what weights, and a pool that the flags size, take on a GPU; "
+            "--gpu NAME, or --gpu cpu, gives the rest"
+        )
+        flags |= _ANY_DEVICE
+    try:
+        plan = _plan(source, flags)
+    except UnsupportedArchitecture as error:
+        return None, (*notes, f"without a plan: {error}")
+    deployment = plan.deployment
+    components = planned_components(plan)
+    sized = known or told.title == "llama.cpp" or any(name in flags for name in _DECIDE_THE_POOL)
+    hidden = set(told.hidden)
+    if not known:
+        hidden |= components.keys() - {"weights", "kv_pool"}
+    if not sized:
+        hidden.add("kv_pool")
+    if hidden:
+        hidden.add("free")
+    layout, cache = plan.kv_cache.layout, plan.kv_cache
+    blocks, tokens = cache.num_blocks, cache.tokens
+    if told.most_tokens is not None and told.most_tokens < tokens:
+        blocks, tokens = told.most_tokens // layout.block_size, told.most_tokens
+        components |= {"kv_pool": blocks * layout.bytes_per_block}
+        hidden.add("free")
+    if not plan.fits:
+        notes += [f"by the plan it does not fit: {reason}" for reason in plan.reasons]
+    return Planned(
+        plan_id=plan.plan_id,
+        model=plan.model.id,
+        architecture=plan.model.architecture,
+        engine=plan.engine_name,
+        quantization=deployment.quantization or "none",
+        device=device_name(plan, plan.worst_rank),
+        components={name: size for name, size in components.items() if name not in hidden},
+        block_size=layout.block_size,
+        bytes_per_block=layout.bytes_per_block,
+        max_model_len=deployment.max_model_len,
+        num_blocks=None if "kv_pool" in hidden else blocks,
+        tokens=None if "kv_pool" in hidden else tokens,
+        replicas=deployment.data_parallel_size,
+        limits=limits_of(plan),
+    ), (*notes, *plan.notes)
+
+
+def _merged(told: Told, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    flags: dict[str, Any] = {"engine": ENGINES[told.title]}
+    notes = list(told.notes)
+    for name, value in told.flags.items():
+        flag = flags_of(Deployment)[name]
+        try:
+            flag.check(value)
+        except DeploymentError as error:
+            notes.append(f"not understood, and left out: {error}")
+            continue
+        if value is not None:
+            flags[name] = value
+    for name, value in given.items():
+        if flags.get(name, value) != value:
+            raise DeploymentError(
+                f"{told.title} runs with {flags[name]}, not with {value}",
+                field=flags_of(Deployment)[name].option,
+                hint="leave it out",
+            )
+        flags[name] = value
+    if "gpu" in given and flags.get("device") == "cuda":  # the former says more
+        del flags["device"]
+    if told.version is not None and "engine_version" not in given and told.title == "vLLM":
+        flags["engine_version"] = told.version
+    return flags, notes
+
+
+def _source(told: Told, model: str | None) -> ModelSource:
+    if model is None and told.model is None:
+        raise ModelNotFound("the server does not tell its model", field="--model", hint="give it")
+    try:
+        return resolve_model(model or cast(str, told.model))
+    except ModelNotFound as error:
+        if model is not None:
+            raise
+        raise ModelNotFound(
+            f"the server's model is not found from here: {error.message}",
+            field="--model",
+            hint="give it as a folder with its config.json, a .gguf file or a hub id",
+        ) from None
+
+
+def _plan(source: ModelSource, flags: Mapping[str, Any]) -> Plan:
+    """With the engine's own block size where that is the server's too: one that is given may mean something
+    else to an engine that chooses it by the model."""
+    own = {name: value for name, value in flags.items() if name != "block_size"}
+    sizer = Sizer(source)
+    plan = plan_source(source, _deployment(own), sizer)
+    if flags.get("block_size", plan.kv_cache.layout.block_size) != plan.kv_cache.layout.block_size:
+        plan = plan_source(source, _deployment(flags), sizer)
+    return plan
+
+
+def _deployment(flags: Mapping[str, Any]) -> Deployment:
+    try:
+        return deployment_of(flags)
+    except TonnageError:
+        if "engine_version" not in flags:
+            raise
+        return deployment_of({name: value for name, value in flags.items() if name != "engine_version"})

@@ -1,0 +1,76 @@
+"""A page of Prometheus' text format as numbers by name and labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tonnage.server.watch.client import WatchError
+
+Labels = Mapping[str, str]
+
+# Of a page with thousands of buckets only what a reading needs is parsed.
+_PREFIXES = ("vllm:", "sglang:", "llamacpp:", "tonnage_", "process_start_time_seconds")
+
+
+class Samples:
+    """Raises WatchError for what is not Prometheus' text format. A value that is not finite, or negative, is
+    taken as not told."""
+
+    def __init__(self, page: str) -> None:
+        self._found: dict[str, list[tuple[Labels, float]]] = {}
+        kept = [line for line in page.splitlines() if line.startswith(_PREFIXES) and "_bucket{" not in line]
+        try:
+            for family in text_string_to_metric_families("\n".join(kept) + "\n"):
+                for sample in family.samples:
+                    if math.isfinite(sample.value) and sample.value >= 0:
+                        self._found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        except (ValueError, KeyError, IndexError) as error:
+            raise WatchError(f"/metrics is not in Prometheus' text format: {error}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def speaks(self, prefix: str) -> bool:
+        """Whether any sample's name begins so."""
+        return any(name.startswith(prefix) for name in self._found)
+
+    def of(self, name: str) -> list[tuple[Labels, float]]:
+        return self._found.get(name, [])
+
+    def total(self, *names: str) -> float | None:
+        """Sum over the series of the first of ``names`` that is there; None: none is."""
+        found = self.first(names)
+        return None if found is None else sum(value for _, value in self.of(found))
+
+    def count(self, *names: str) -> int | None:
+        """:meth:`total` of what is counted in whole numbers."""
+        value = self.total(*names)
+        return None if value is None else round(value)
+
+    def first(self, names: Iterable[str]) -> str | None:
+        return next((name for name in names if name in self._found), None)
+
+    def where(self, **labels: str) -> Samples:
+        """The series that have these labels, or do not have labels of these names at all."""
+        part = object.__new__(Samples)
+        part._found = {}
+        for name, series in self._found.items():
+            kept = [
+                (own, value)
+                for own, value in series
+                if all(own.get(label, wanted) == wanted for label, wanted in labels.items())
+            ]
+            if kept:
+                part._found[name] = kept
+        return part
+
+    def values_of(self, label: str, name: str) -> list[str]:
+        """The values of ``label`` on the series ``name``, in order."""
+        return sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
+
+
+def _natural(text: str) -> tuple[int, str]:
+    return (int(text) if text.isdecimal() else -1, text)

@@ -1,0 +1,115 @@
+"""llama.cpp's llama-server: tools/server/server-context.cpp of the sources in llama-cpp-python 0.3.36.
+
+``/metrics`` counts, ``/slots`` says what each slot holds, ``/props`` and ``/v1/models`` what was loaded. If
+the slots share one cache (``-kvu``, and without ``-np`` the default) or have one each, it does not tell.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tonnage.server.watch.client import Answer, Client
+from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.told import cards, mapping, number, objects, text
+
+
+class LlamaCppServer:
+    title = "llama.cpp"
+
+    def __init__(self, kv_unified: bool | None) -> None:
+        self._unified = kv_unified
+
+    def answers(self, client: Client, samples: Samples) -> bool:
+        return samples.speaks("llamacpp:")
+
+    def silent(self, client: Client) -> str | None:
+        props = mapping(client.get("/props").json())
+        return "start it with --metrics" if "total_slots" in props else None
+
+    def planned(self, client: Client) -> Planned | None:
+        return None
+
+    def tell(self, client: Client, samples: Samples) -> Told:
+        props = mapping(client.get("/props").json())
+        card = next(iter(cards(client.get("/v1/models").json())), {})
+        slots, context = number(props.get("total_slots")) or 1, _context(props)
+        unified = self._shares(slots)
+        flags: dict[str, Any] = {} if context is None else {"max_model_len": context}
+        # a context that all share is planned as that of one sequence
+        flags["max_num_seqs"] = 1 if unified else slots
+        size = number(mapping(card.get("meta")).get("size"))
+        notes = []
+        if unified is None:
+            notes.append(
+                f"llama.cpp does not tell whether its {slots} slots share one KV cache: --kv-unified where it "
+                "was started without -np or with -kvu, else --no-kv-unified"
+            )
+        return Told(
+            title=self.title,
+            version=text(props.get("build_info")),
+            served=text(props.get("model_alias")) or text(card.get("id")),
+            model=text(props.get("model_path")),
+            flags=flags,
+            measured={} if not size else {"weights": size},
+            hidden=("kv_pool",) if unified is None else (),
+            notes=tuple(notes),
+        )
+
+    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        slots = objects(client.get("/slots").json())  # 501 with --no-slots: then only the counters
+        replicas, typical = self._slots(samples, slots)
+        return Reading(
+            replicas=replicas,
+            counters=Counters(
+                prompt_tokens=samples.count("llamacpp:prompt_tokens_total"),
+                generation_tokens=samples.count("llamacpp:tokens_predicted_total"),
+                prefix_query_tokens=_queried(samples),
+                prefix_hit_tokens=samples.count("llamacpp:prompt_tokens_cached_total"),
+            ),
+            measured=told.measured,
+            started=page.start,
+            typical=typical,
+        )
+
+    def _shares(self, slots: int) -> bool | None:
+        return self._unified if slots > 1 else True
+
+    def _slots(
+        self, samples: Samples, slots: list[Any]
+    ) -> tuple[tuple[Replica, ...], tuple[float, float] | None]:
+        """The pools: one of all slots, or one each. And what a slot in use holds on average."""
+        running, waiting = (
+            samples.count("llamacpp:requests_processing"), samples.count("llamacpp:requests_deferred")
+        )  # fmt: skip
+        held = [number(slot.get("n_prompt_tokens")) or 0 for slot in slots]  # prompt and answer so far
+        busy = [slot.get("is_processing") is True for slot in slots]
+        used = [tokens for tokens in held if tokens]
+        typical = (sum(used) / len(used), 1.0) if used else None
+        unified, context = self._shares(len(slots)), number(slots[0].get("n_ctx")) if slots else None
+        if unified is None or not context:
+            return (Replica(running, waiting, seats=len(slots) or None),), typical
+        pairs = list(zip(held, busy, strict=True))
+        if unified:
+            return (Replica(running, waiting, _pool(context, pairs), len(slots)),), typical
+        # a request that waits waits for any slot: told once
+        parts = [Replica(int(one[1]), 0, _pool(context, [one]), 1) for one in pairs]
+        parts[0] = Replica(parts[0].running, waiting, parts[0].pool, 1)
+        return tuple(parts), typical
+
+
+def _pool(cells: int, slots: list[tuple[int, bool]]) -> Pool:
+    used = min(cells, sum(tokens for tokens, busy in slots if busy))
+    cached = min(cells - used, sum(tokens for tokens, busy in slots if not busy))
+    return Pool(num_blocks=cells, usable=cells, block_size=1, used=used, cached=cached)
+
+
+def _context(props: Any) -> int | None:
+    """Tokens of one slot."""
+    return number(mapping(props.get("default_generation_settings")).get("n_ctx"))
+
+
+def _queried(samples: Samples) -> int | None:
+    computed = samples.count("llamacpp:prompt_tokens_total")
+    cached = samples.count("llamacpp:prompt_tokens_cached_total")
+    return None if computed is None or cached is None else computed + cached

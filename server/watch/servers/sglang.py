@@ -1,0 +1,171 @@
+"""SGLang: families of its documentation (docs/references/production_metrics.md) and of its scheduler and
+tokenizer metrics, 0.4 to 0.5; ``/server_info`` (older: ``/get_server_info``) repeats all of its arguments.
+
+Ranks of one replica (tp_rank, pp_rank, moe_ep_rank) repeat each other's figures: the largest counts. Replicas
+(dp_rank) add up. With priorities on, the series without one is the sum of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.units import GiB, ceil_div
+from tonnage.server.watch.client import Answer, Client
+from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.told import mapping, number, objects, text
+
+_INFO_PATHS = ("/server_info", "/get_server_info")
+_RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
+# server argument -> field of the Deployment
+_ARGUMENTS = {
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "page_size": "block_size",
+    "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
+    "mem_fraction_static": "mem_fraction_static",
+    "swa_full_tokens_ratio": "swa_full_tokens_ratio",
+    "device": "device",
+    "disable_cuda_graph": "enforce_eager",
+}
+
+
+class SGLangServer:
+    title = "SGLang"
+
+    def answers(self, client: Client, samples: Samples) -> bool:
+        return samples.speaks("sglang:")
+
+    def silent(self, client: Client) -> str | None:
+        return "start it with --enable-metrics" if _info(client) else None
+
+    def planned(self, client: Client) -> Planned | None:
+        return None
+
+    def tell(self, client: Client, samples: Samples) -> Told:
+        info = _info(client)
+        state = next(iter(objects(info.get("internal_states"))), {})
+        arguments = {**info, **{key: value for key, value in state.items() if value is not None}}
+        memory = mapping(state.get("memory_usage"))
+        notes = []
+        if arguments.get("speculative_algorithm"):
+            notes.append("it drafts: what the draft holds is not planned")
+        return Told(
+            title=self.title,
+            version=text(info.get("version")),
+            served=text(arguments.get("served_model_name")) or text(arguments.get("model_path")),
+            model=text(arguments.get("model_path")),
+            flags=_flags(arguments),
+            pool_tokens=number(info.get("max_total_num_tokens")) or number(memory.get("token_capacity")),
+            most_tokens=number(arguments.get("max_total_tokens")),
+            measured=_measured(memory),
+            notes=tuple(notes),
+        )
+
+    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
+        parts = [samples.where(dp_rank=name) if name else samples for name in names]
+        started = samples.total("process_start_time_seconds")
+        return Reading(
+            replicas=tuple(_replica(part, told) for part in parts),
+            counters=_counters(samples),
+            measured=told.measured,
+            started=None if started is None else str(started),
+        )
+
+
+def _info(client: Client) -> Mapping[str, Any]:
+    """Its arguments; empty where this is no SGLang (vLLM's /server_info has no model_path)."""
+    for path in _INFO_PATHS:
+        found = mapping(client.get(path).json())
+        if "model_path" in found and "mem_fraction_static" in found:
+            return found
+    return {}
+
+
+def _flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: arguments[key] for key, name in _ARGUMENTS.items() if arguments.get(key) is not None}
+    if isinstance(cached := arguments.get("disable_radix_cache"), bool):
+        found["enable_prefix_caching"] = not cached
+    if isinstance(offloaded := arguments.get("cpu_offload_gb"), int) and offloaded > 0:
+        found["cpu_offload_bytes"] = offloaded * GiB
+    if arguments.get("enable_lora"):
+        found["enable_lora"] = True
+        loras = {"max_loras_per_batch": "max_loras", "max_lora_rank": "max_lora_rank"}
+        found |= {name: arguments[key] for key, name in loras.items() if arguments.get(key) is not None}
+    return found
+
+
+def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
+    """GiB with two decimals, which SGLang calls GB."""
+    found = {}
+    for key, name in {"weight": "weights", "graph": "cuda_graphs"}.items():
+        if isinstance(value := memory.get(key), (int, float)) and value > 0:
+            found[name] = int(value * GiB)
+    return found
+
+
+def _value(samples: Samples, *names: str) -> float | None:
+    """Of one replica, or the sum of all."""
+    found = samples.first(names)
+    if found is None:
+        return None
+    largest: dict[tuple[tuple[str, str], ...], float] = {}
+    for labels, value in samples.of(found):
+        if labels.get("priority"):
+            continue
+        key = tuple(sorted((name, own) for name, own in labels.items() if name not in _RANKS))
+        largest[key] = max(value, largest.get(key, 0.0))
+    return sum(largest.values()) if largest else None
+
+
+def _count(samples: Samples, *names: str) -> int | None:
+    value = _value(samples, *names)
+    return None if value is None else round(value)
+
+
+def _replica(samples: Samples, told: Told) -> Replica:
+    return Replica(
+        running=_count(samples, "sglang:num_running_reqs"),
+        waiting=_count(samples, "sglang:num_queue_reqs"),
+        pool=_pool(samples, told),
+    )
+
+
+def _pool(samples: Samples, told: Told) -> Pool | None:
+    """Used tokens are those of running requests: what the radix cache could give up is not among them."""
+    tokens = _count(samples, "sglang:max_total_num_tokens") or told.pool_tokens
+    if not tokens:
+        return None
+    size = _count(samples, "sglang:page_size") or told.flags.get("block_size") or 1
+    pages = tokens // size
+    used = _count(samples, "sglang:kv_used_tokens", "sglang:num_used_tokens")
+    if used is None and (usage := _value(samples, "sglang:token_usage")) is not None:
+        used = round(usage * tokens)
+    cached = _count(samples, "sglang:kv_evictable_tokens")
+    held = None if used is None else min(pages, ceil_div(used, size))
+    kept = None if cached is None or held is None else min(pages - held, cached // size)
+    return Pool(num_blocks=pages, usable=pages, block_size=size, used=held, cached=kept)
+
+
+def _counters(samples: Samples) -> Counters:
+    prompt = _count(samples, "sglang:prompt_tokens_total")
+    generated = _count(samples, "sglang:generation_tokens_total")
+    return Counters(
+        preemptions=_count(samples, "sglang:num_retracted_requests_total"),
+        prompt_tokens=prompt,
+        generation_tokens=generated,
+        prefix_query_tokens=prompt,
+        prefix_hit_tokens=_count(samples, "sglang:cached_tokens_total"),
+        # tokens are counted when a request is done (tokenizer_manager.py)
+        finished=_count(samples, "sglang:num_requests_total"),
+        finished_prompt=prompt,
+        finished_generation=generated,
+    )

@@ -1,0 +1,115 @@
+"""A Tonnage server: /memory has its plan and what is measured, /metrics the rest under the names used here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.server.observe.metrics.headroom import Headroom
+from tonnage.server.watch.client import Answer, Client, WatchError
+from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.told import mapping, number, text
+
+# component -> key of a rank in the plan's JSON
+_COMPONENTS = {
+    "weights": "weights_bytes",
+    "kv_pool": "kv_pool_bytes",
+    "activations": "activation_bytes",
+    "cuda_graphs": "cuda_graph_bytes",
+    "framework": "framework_bytes",
+    "lora": "lora_bytes",
+    "draft": "draft_bytes",
+    "free": "free_bytes",
+}
+_MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
+
+
+class TonnageServer:
+    title = "Tonnage"
+
+    def answers(self, client: Client, samples: Samples) -> bool:
+        """``tonnage watch --port``, or a plug-in in another server, writes these families without a /memory."""
+        return samples.speaks("tonnage_") and client.get("/memory").status == 200
+
+    def silent(self, client: Client) -> str | None:
+        return None
+
+    def tell(self, client: Client, samples: Samples) -> Told:
+        return Told(self.title, None, text(_memory(client).get("model")), model=None)
+
+    def planned(self, client: Client) -> Planned | None:
+        try:
+            return _planned(mapping(_memory(client)["plan"]))
+        except (KeyError, TypeError, IndexError) as error:
+            raise WatchError(
+                f"the plan in {client.url}/memory is not as this release writes it: {error}",
+                hint="use the tonnage of the server",
+            ) from None
+
+    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        memory = _memory(client)
+        measured = mapping(memory.get("measured"))
+        state = {labels["state"]: round(value) for labels, value in samples.of("tonnage_engine_requests")}
+        return Reading(
+            replicas=(Replica(state.get("running"), state.get("waiting"), _pool(memory)),),
+            counters=Counters(
+                preemptions=samples.count("tonnage_preemptions_total"),
+                prompt_tokens=samples.count("tonnage_prompt_tokens_total"),
+                generation_tokens=samples.count("tonnage_generation_tokens_total"),
+                prefix_query_tokens=samples.count("tonnage_prefix_query_tokens_total"),
+                prefix_hit_tokens=samples.count("tonnage_prefix_hit_tokens_total"),
+            ),
+            measured={
+                name: value
+                for name in _MEASURED
+                if (value := number(measured.get(f"{name}_bytes"))) is not None
+            },
+            headroom=_headroom(samples),
+        )
+
+
+def _planned(plan: Mapping[str, Any]) -> Planned:
+    cache, model, flags = plan["kv_cache"], plan["model"], plan["deployment"]
+    rank = plan["ranks"][plan["worst_rank"]]
+    group: Mapping[str, Any] = next(iter(cache["groups"]), {})
+    device = flags["device"]
+    return Planned(
+        plan_id=plan["plan_id"],
+        model=model["id"],
+        architecture=model["architecture"],
+        engine=flags["engine"],
+        quantization=flags["quantization"] or "none",
+        device=f"{device}:{plan['worst_rank']}" if device != "cpu" else "cpu",
+        components={name: rank[key] for name, key in _COMPONENTS.items()},
+        block_size=group.get("block_size", 1),
+        bytes_per_block=group.get("bytes_per_block", 0),
+        max_model_len=flags["max_model_len"],
+        num_blocks=cache["num_blocks"],
+        tokens=cache["tokens"],
+        revision=plan["revision"],
+    )
+
+
+def _memory(client: Client) -> Mapping[str, Any]:
+    found = mapping(client.get("/memory").json())
+    if "plan" not in found or "pool" not in found:
+        raise WatchError(f"{client.url}/memory is not that of a Tonnage server")
+    return found
+
+
+def _pool(memory: Mapping[str, Any]) -> Pool | None:
+    pool = mapping(memory["pool"])
+    blocks = mapping(pool.get("blocks"))
+    total, usable, size = number(blocks.get("num")), number(blocks.get("usable")), pool.get("block_size_tokens")
+    if not total or usable is None or number(size) is None:
+        return None
+    return Pool(total, usable, int(size or 1), number(blocks.get("used")), number(blocks.get("cached")))
+
+
+def _headroom(samples: Samples) -> Headroom | None:
+    names = ("blocks", "requests", "prompt_tokens")
+    blocks, requests, tokens = (samples.count(f"tonnage_headroom_{name}") for name in names)
+    if blocks is None or requests is None or tokens is None:
+        return None
+    return Headroom(blocks, requests, tokens)

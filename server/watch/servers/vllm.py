@@ -1,0 +1,169 @@
+"""vLLM: families and labels of vllm/v1/metrics/loggers.py, 0.32.0; names of older releases beside them.
+
+What it does not tell on its own (batch, parallel sizes, device) stands in ``/server_info``, which it has only
+with VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.server.watch.client import Answer, Client
+from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.told import cards, mapping, text
+
+_INFO = "vllm:cache_config_info"
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # before 0.10
+# label of cache_config_info -> field of the Deployment
+_CACHE = {
+    "block_size": "block_size",
+    "cache_dtype": "kv_cache_dtype",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_memory_bytes",
+    "num_gpu_blocks_override": "num_gpu_blocks_override",
+}
+# /server_info: part of vllm_config -> its fields -> those of the Deployment
+_CONFIG = {
+    "model_config": {"enforce_eager": "enforce_eager", "quantization": "quantization"},
+    "parallel_config": {
+        "tensor_parallel_size": "tensor_parallel_size",
+        "pipeline_parallel_size": "pipeline_parallel_size",
+        "data_parallel_size": "data_parallel_size",
+        "decode_context_parallel_size": "decode_context_parallel_size",
+        "enable_expert_parallel": "enable_expert_parallel",
+    },
+    "scheduler_config": {
+        "max_num_seqs": "max_num_seqs",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+    },
+    "device_config": {"device": "device"},
+    "lora_config": {"max_loras": "max_loras", "max_lora_rank": "max_lora_rank"},
+}
+_ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
+
+
+class VLLMServer:
+    title = "vLLM"
+
+    def answers(self, client: Client, samples: Samples) -> bool:
+        return samples.speaks("vllm:")
+
+    def silent(self, client: Client) -> str | None:
+        models = client.get("/v1/models").json()
+        owners = {card.get("owned_by") for card in cards(models)}
+        return "start it without --disable-log-stats" if "vllm" in owners else None
+
+    def planned(self, client: Client) -> Planned | None:
+        return None
+
+    def tell(self, client: Client, samples: Samples) -> Told:
+        version = mapping(client.get("/version").json()).get("version")
+        own = next((card for card in cards(client.get("/v1/models").json()) if not card.get("parent")), {})
+        flags = _from_labels(samples)
+        info = mapping(client.get("/server_info?config_format=json").json())
+        config = mapping(info.get("vllm_config"))
+        flags |= _from_config(config)
+        if len(engines := samples.values_of("engine", _INFO)) > 1:
+            flags["data_parallel_size"] = len(engines)
+        if isinstance(length := own.get("max_model_len"), int):
+            flags["max_model_len"] = length
+        notes = []
+        if missing := [name for name in _ASSUMED if name not in flags]:
+            options = ", ".join("--" + name.replace("_", "-") for name in missing)
+            notes.append(f"vLLM does not tell {options}: its defaults are planned with unless they are given")
+        if config.get("speculative_config"):
+            notes.append("it drafts: --speculative-model says what, which is not planned otherwise")
+        return Told(
+            title=self.title,
+            version=version if isinstance(version, str) else None,
+            served=text(own.get("id")),
+            model=text(own.get("root")) or text(own.get("id")),
+            flags=flags,
+            notes=tuple(notes),
+        )
+
+    def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading:
+        engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
+        parts = [samples.where(engine=name) if name else samples for name in engines]
+        started = samples.total("process_start_time_seconds")
+        return Reading(
+            replicas=tuple(map(_replica, parts)),
+            counters=Counters(
+                preemptions=samples.count("vllm:num_preemptions_total"),
+                prompt_tokens=samples.count("vllm:prompt_tokens_total"),
+                generation_tokens=samples.count("vllm:generation_tokens_total"),
+                # gpu_: before 0.10
+                prefix_query_tokens=samples.count(
+                    "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
+                ),
+                prefix_hit_tokens=samples.count(
+                    "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"
+                ),
+                finished=samples.count("vllm:request_generation_tokens_count"),
+                finished_prompt=samples.count("vllm:request_prompt_tokens_sum"),
+                finished_generation=samples.count("vllm:request_generation_tokens_sum"),
+            ),
+            started=None if started is None else str(started),
+        )
+
+
+def _replica(samples: Samples) -> Replica:
+    return Replica(
+        running=samples.count("vllm:num_requests_running"),
+        waiting=samples.count("vllm:num_requests_waiting"),
+        pool=_pool(samples),
+    )
+
+
+def _pool(samples: Samples) -> Pool | None:
+    """Usage is of all blocks but the null block (v1/core/block_pool.py get_usage); what is cached counts as
+    free there and is not told apart."""
+    labels = next((labels for labels, _ in samples.of(_INFO)), {})
+    blocks, size = _number(labels.get("num_gpu_blocks")), _number(labels.get("block_size"))
+    if not blocks or not size:  # an encoder has none
+        return None
+    usable = blocks - 1
+    usage = samples.total(*_USAGE)
+    used = None if usage is None else min(usable, round(usage * usable))
+    return Pool(num_blocks=blocks, usable=usable, block_size=size, used=used)
+
+
+def _from_labels(samples: Samples) -> dict[str, Any]:
+    labels = next((labels for labels, _ in samples.of(_INFO)), {})
+    found = {}
+    for label, name in _CACHE.items():
+        value = _literal(labels.get(label))
+        if value is not None and value != "auto":
+            found[name] = value
+    return found
+
+
+def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part, names in _CONFIG.items():
+        told = mapping(config.get(part))
+        found |= {name: told[key] for key, name in names.items() if told.get(key) is not None}
+    if "max_loras" in found:
+        found["enable_lora"] = True
+    if isinstance(device := found.get("device"), str):
+        found["device"] = device.partition(":")[0]
+    dtype = mapping(config.get("model_config")).get("dtype")
+    if isinstance(dtype, str):
+        found["dtype"] = dtype.removeprefix("torch.")
+    return found
+
+
+def _literal(label: str | None) -> Any:
+    """Labels are written by Python's str()."""
+    try:
+        return None if label is None else ast.literal_eval(label)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return label
+
+
+def _number(label: str | None) -> int | None:
+    return int(label) if label is not None and label.isdecimal() and len(label) < 19 else None

@@ -1,0 +1,206 @@
+"""A look for people, and as one JSON line. What is not known is not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from tonnage.planner.units import gib
+from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
+from tonnage.server.watch.records import Counters
+from tonnage.server.watch.watcher import Watched
+
+Row = tuple[str, str, str, str]
+
+_BAR, _NEARLY_FULL = 40, 0.9
+
+
+def headline(look: Watched) -> list[str]:
+    """What is watched, and its plan."""
+    told, planned = look.told, look.planned
+    version = f" {told.version}" if told.version else ""
+    lines = [f"{told.title}{version} at {look.url}" + (f", serving {told.served}" if told.served else "")]
+    if planned is not None:
+        length = f", max_model_len {planned.max_model_len:,}" if planned.max_model_len else ""
+        lines.append(f"planned as {planned.model} ({planned.architecture}) on {planned.engine}{length}")
+    return lines
+
+
+def memory_rows(look: Watched) -> list[Row]:
+    """(component, planned, measured, difference), without what is neither planned nor measured."""
+    planned = {} if look.planned is None else dict(look.planned.components)
+    planned = {name: size for name, size in planned.items() if size or name in look.measured}
+    names = [*planned, *(name for name in look.measured if name not in planned)]
+    return [_row(name, planned.get(name), look.measured.get(name)) for name in names if name != "free"] + (
+        [_row("free", planned["free"], look.measured.get("free"))] if "free" in planned else []
+    )
+
+
+def _row(name: str, planned: int | None, measured: int | None) -> Row:
+    difference = ""
+    if planned is not None and measured is not None:
+        difference = f"{measured - planned:+,}" if measured != planned else "0"
+        if planned and measured != planned and name != "free":
+            difference += f" ({100 * (measured - planned) / planned:+.1f} %)"
+    return (
+        name,
+        "" if planned is None else f"{planned:,} ({gib(planned)})",
+        "" if measured is None else f"{measured:,} ({gib(measured)})",
+        difference,
+    )
+
+
+def line(look: Watched) -> str:
+    """One reading as one line."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(look.at))} " + "; ".join(_parts(look))
+
+
+def _parts(look: Watched) -> Iterable[str]:
+    reading = look.reading
+    running, waiting = reading.sum_of("running"), reading.sum_of("waiting")
+    if running is not None:
+        yield f"{running} running" + ("" if waiting is None else f", {waiting} waiting")
+    if pool := pool_line(look):
+        yield pool
+    if look.headroom is not None:
+        yield headroom_line(look)
+    if rates := rates_line(look):
+        yield rates
+    if look.restarts:
+        yield f"restarted {look.restarts} x"
+
+
+def pool_line(look: Watched) -> str | None:
+    reading = look.reading
+    used, usable = reading.blocks("used"), reading.blocks("usable")
+    if used is None or not usable:
+        return None
+    size = next(one.pool.block_size for one in reading.replicas if one.pool is not None)
+    text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} blocks of {size} tokens"
+    if size == 1:
+        text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} tokens"
+    cached = reading.blocks("cached")
+    return text if cached is None else f"{text}, {cached:,} cached"
+
+
+def headroom_line(look: Watched) -> str:
+    room = look.headroom
+    assert room is not None
+    text = f"room for {room.requests:,} more, the largest prompt {room.prompt_tokens:,} tokens"
+    if look.full_in == 0:
+        text += ", full"
+    elif look.full_in is not None and look.full_in < FOREVER_SECONDS:
+        text += f", full in {look.full_in:,.0f} s"
+    return text
+
+
+def rates_line(look: Watched) -> str | None:
+    counters, change = look.reading.counters, look.change
+    parts = []
+    if change is not None and look.seconds > 0:
+        for count, name in ((change.generation_tokens, "generated"), (change.prompt_tokens, "prompt")):
+            if count is not None:
+                parts.append(f"{count / look.seconds:,.0f} {name} tokens/s")
+    if counters.preemptions is not None:
+        more = "" if change is None or not change.preemptions else f" (+{change.preemptions:.0f})"
+        parts.append(f"{counters.preemptions:.0f} preemptions{more}")
+    if counters.prefix_query_tokens and counters.prefix_hit_tokens is not None:
+        parts.append(f"{100 * counters.prefix_hit_tokens / counters.prefix_query_tokens:.0f} % prefix hits")
+    return ", ".join(parts) or None
+
+
+def plain(look: Watched) -> list[str]:
+    """The head of a watch that is not on a terminal."""
+    table = [("", "planned bytes", "measured", "difference"), *memory_rows(look)]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines = headline(look)
+    if len(table) > 1:
+        lines += ["", *(_aligned(row, widths) for row in table), ""]
+    return lines + [f"Note: {note}" for note in look.notes]
+
+
+def _aligned(row: Row, widths: list[int]) -> str:
+    cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+    return "  ".join([f"{row[0]:<{widths[0]}}", *cells[1:]]).rstrip()
+
+
+def drawn(look: Watched, trouble: str | None = None) -> Any:
+    """The same for a terminal: something that rich draws. ``trouble``: why there is no newer look."""
+    from rich.console import Group  # only on a terminal
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "planned bytes", "measured", "difference"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for row in memory_rows(look):
+        table.add_row(*map(escape, row))
+    first, *rest = headline(look)
+    parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(look))]
+    used, usable = look.reading.blocks("used"), look.reading.blocks("usable")
+    if used is not None and usable:
+        cells = round(_BAR * used / usable)
+        colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
+        parts.append(f"[{colour}]{'█' * cells}[/]{'░' * (_BAR - cells)}")
+    parts += ["", table, ""]  # below, where a low window cuts it off
+    parts += [f"[dim]Note: {escape(note)}[/]" for note in look.notes]
+    clock = time.strftime("%H:%M:%S", time.localtime(look.at))
+    parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")
+    return Group(*parts)
+
+
+def to_dict(look: Watched) -> dict[str, Any]:
+    """The JSON object of a reading: bytes are integers, what is not known is left out."""
+    told, planned, reading = look.told, look.planned, look.reading
+    pool = {name: reading.blocks(name) for name in ("num_blocks", "usable", "used", "cached")}
+    sizes = {one.pool.block_size for one in reading.replicas if one.pool is not None}
+    return _known(
+        {
+            "time": round(look.at, 3),
+            "url": look.url,
+            "server": told.title,
+            "version": told.version,
+            "model": told.served,
+            "plan": None
+            if planned is None
+            else _known(
+                {
+                    "plan_id": planned.plan_id,
+                    "model": planned.model,
+                    "architecture": planned.architecture,
+                    "engine": planned.engine,
+                    "bytes": dict(planned.components),
+                    "num_blocks": planned.num_blocks,
+                    "tokens": planned.tokens,
+                    "bytes_per_block": planned.bytes_per_block,
+                }
+            ),
+            "measured_bytes": dict(look.measured),
+            "requests": {"running": reading.sum_of("running"), "waiting": reading.sum_of("waiting")},
+            "pool": pool | {"block_size": next(iter(sizes), None)},
+            "headroom": None
+            if look.headroom is None
+            else asdict(look.headroom) | {"full_in_seconds": look.full_in},
+            "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
+            "per_second": None
+            if look.change is None or look.seconds <= 0
+            else {
+                part.name: None if (count := getattr(look.change, part.name)) is None else count / look.seconds
+                for part in fields(Counters)
+            },
+            "restarts": look.restarts,
+            "notes": list(look.notes),
+        }
+    )
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without None, and without what holds nothing."""
+    found = {}
+    for name, value in values.items():
+        kept = _known(value) if isinstance(value, dict) else value
+        if kept is not None and kept != {} and kept != []:
+            found[name] = kept
+    return found

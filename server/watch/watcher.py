@@ -1,0 +1,212 @@
+"""One look after another at one server: rates between them, its restarts, and how much more fits."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tonnage.cache.admission import AdmissionRequest, reserved_blocks
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.flags import flags_of
+from tonnage.planner.plans import Deployment
+from tonnage.server.engines.stats import PoolStats
+from tonnage.server.observe.metrics.headroom import Headroom, Trend, headroom
+from tonnage.server.observe.metrics.usage import RequestMix
+from tonnage.server.watch.client import Client, WatchError
+from tonnage.server.watch.planned import plan_of
+from tonnage.server.watch.records import Counters, Planned, Reading, Replica, Told
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers import Server, recognise, servers
+
+_WINDOW_SECONDS = 120.0  # of the rates and of the present mix: as long as Trend looks back
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One look. ``at``: seconds since the epoch. ``change``: counters since the look before, ``seconds`` ago;
+    None at the first look and after a restart. ``full_in``: seconds until the pool is full."""
+
+    url: str
+    at: float
+    told: Told
+    planned: Planned | None
+    reading: Reading
+    measured: Mapping[str, int]
+    headroom: Headroom | None = None
+    full_in: float | None = None
+    change: Counters | None = None
+    seconds: float = 0.0
+    restarts: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Run:
+    """The server as it was started last."""
+
+    server: Server
+    told: Told
+    planned: Planned | None
+    notes: tuple[str, ...]
+    looks: deque[tuple[float, Reading]] = field(default_factory=deque)
+    trend: Trend = field(default_factory=Trend)
+
+
+class Watcher:
+    """``given``: flags of the plan beside what the server tells, ``model``: what it loaded, as found here."""
+
+    def __init__(
+        self, client: Client, given: Mapping[str, Any], model: str | None, *, kv_unified: bool | None = None
+    ) -> None:
+        self._client, self._given, self._model = client, given, model
+        self._servers = servers(kv_unified)
+        self._kv_unified = kv_unified
+        self._run: _Run | None = None
+        self._restarts = 0
+        self._lost = False  # the last look failed: what answers next may be another server
+
+    def look(self) -> Watched:
+        """Raises WatchError where the server cannot be read now; at the first look also what a plan raises."""
+        try:
+            return self._look()
+        except WatchError:
+            self._lost = True
+            raise
+
+    def _look(self) -> Watched:
+        page = self._client.get("/metrics")
+        samples = Samples(page.text if page.status == 200 else "")
+        server = recognise(self._client, samples, self._servers)
+        run = self._run
+        if run is None:
+            run = self._run = self._begin(server, samples)
+        elif server is not run.server or (self._lost and server.tell(self._client, samples) != run.told):
+            run = self._again(server, samples)
+        reading = server.read(self._client, samples, page, run.told)
+        if run.looks and _restarted(run.looks[-1][1], reading):
+            run = self._again(server, samples)
+            reading = server.read(self._client, samples, page, run.told)
+        self._lost = False
+        return self._watched(run, reading)
+
+    def _begin(self, server: Server, samples: Samples) -> _Run:
+        told = server.tell(self._client, samples)
+        own = server.planned(self._client)
+        if own is not None:
+            self._refuse_flags(told)
+            return _Run(server, told, own, told.notes)
+        if self._kv_unified is not None and told.title != "llama.cpp":
+            raise DeploymentError(f"is about llama.cpp, not {told.title}", field="--kv-unified")
+        planned, notes = plan_of(told, self._given, self._model)
+        return _Run(server, told, planned, notes)
+
+    def _again(self, server: Server, samples: Samples) -> _Run:
+        """A plan that cannot be made for the server as it is now does not end the watch."""
+        self._restarts += 1
+        self._run = None
+        try:
+            self._run = self._begin(server, samples)
+        except WatchError:
+            raise
+        except TonnageError as error:
+            told = server.tell(self._client, samples)
+            self._run = _Run(server, told, None, (f"without a plan: {error}",))
+        return self._run
+
+    def _refuse_flags(self, told: Told) -> None:
+        given = ["--model"] if self._model is not None else []
+        given += [flags_of(Deployment)[name].option for name in self._given]
+        if self._kv_unified is not None:
+            given.append("--kv-unified")
+        if given:
+            raise DeploymentError(
+                f"a {told.title} server tells its own plan", field=given[0], hint="leave it out"
+            )
+
+    def _watched(self, run: _Run, reading: Reading) -> Watched:
+        now = time.monotonic()
+        before = run.looks[-1] if run.looks else None
+        run.looks.append((now, reading))
+        while now - run.looks[0][0] > _WINDOW_SECONDS:
+            run.looks.popleft()
+        room = reading.headroom or _headroom(run, reading)
+        full_in = None
+        if room is not None and (usable := reading.blocks("usable")):
+            run.trend.observe(now, usable - room.blocks)
+            full_in = run.trend.seconds_to(room.blocks)
+        return Watched(
+            url=self._client.url,
+            at=time.time(),
+            told=run.told,
+            planned=run.planned,
+            reading=reading,
+            measured=_measured(run.planned, reading),
+            headroom=room,
+            full_in=full_in,
+            change=None if before is None else reading.counters.since(before[1].counters),
+            seconds=0.0 if before is None else now - before[0],
+            restarts=self._restarts,
+            notes=run.notes,
+        )
+
+
+def _restarted(before: Reading, now: Reading) -> bool:
+    return before.started != now.started or now.counters.since(before.counters) is None
+
+
+def _measured(planned: Planned | None, reading: Reading) -> Mapping[str, int]:
+    """Bytes by component, of one replica: what the server measured, and its pool's blocks times their bytes."""
+    blocks = reading.blocks("num_blocks")
+    if planned is None or blocks is None or "kv_pool" in reading.measured:
+        return reading.measured
+    return {**reading.measured, "kv_pool": blocks // planned.replicas * planned.bytes_per_block}
+
+
+def _headroom(run: _Run, reading: Reading) -> Headroom | None:
+    """Over all replicas; the largest prompt is that of the emptiest. The engine reserves nothing for what
+    running requests still generate, so what is free now may be theirs soon."""
+    if run.planned is None or run.planned.limits is None:
+        return None
+    tokens = _typical(run, reading)
+    parts = [_room(run.planned, replica, tokens) for replica in reading.replicas]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    return Headroom(
+        sum(part.blocks for part in known),
+        sum(part.requests for part in known),
+        max(part.prompt_tokens for part in known),
+    )
+
+
+def _room(planned: Planned, replica: Replica, typical: tuple[float, float] | None) -> Headroom | None:
+    pool, limits = replica.pool, planned.limits
+    if pool is None or pool.used is None or replica.running is None or limits is None:
+        return None
+    if replica.seats is not None:
+        limits = replace(limits, max_num_seqs=replica.seats)
+    limits = replace(limits, usable_blocks=pool.usable)
+    mix = RequestMix()
+    if typical is not None:
+        completion = min(max(1, round(typical[1])), max(1, limits.max_model_len - 1))
+        prompt = min(max(1, round(typical[0])), max(1, limits.max_model_len - completion))
+        mix.observe(reserved_blocks(AdmissionRequest(prompt, completion), limits), 1)
+    stats = PoolStats(pool.num_blocks, pool.usable, pool.used, 0, pool.usable - pool.used, reserved=pool.used)
+    return headroom(stats, replica.running, mix, limits, default_max_tokens=1)
+
+
+def _typical(run: _Run, reading: Reading) -> tuple[float, float] | None:
+    """Prompt and completion tokens of a request: of those that finished in the last two minutes, or of all."""
+    recent = reading.counters.since(run.looks[0][1].counters)
+    for counters in (recent, reading.counters):
+        if counters is None or not counters.finished:
+            continue
+        if counters.finished_prompt is not None and counters.finished_generation is not None:
+            return (
+                counters.finished_prompt / counters.finished,
+                counters.finished_generation / counters.finished,
+            )
+    return reading.typical
