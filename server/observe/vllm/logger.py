@@ -27,11 +27,13 @@ from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm.deployment import asked_of, served_name
+from tonnage.server.engines.vllm.told import take
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
 from tonnage.server.observe.metrics.memory import memory_families
 from tonnage.server.observe.metrics.pool import difference_families, pool_families
 from tonnage.server.observe.metrics.requests import (
+    admission_families,
     engine_request_families,
     latency_families,
     request_families,
@@ -39,7 +41,7 @@ from tonnage.server.observe.metrics.requests import (
 )
 from tonnage.server.observe.metrics.usage import NO_TENANT
 from tonnage.server.observe.vllm.page import CollectedPage
-from tonnage.server.observe.vllm.seen import KNOWN_OUTCOMES, Seen
+from tonnage.server.observe.vllm.seen import Seen
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -96,9 +98,11 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         engine_idx: int = 0,
     ) -> None:
         engine = self._engines.get(engine_idx)
-        if engine is not None:
-            with self._ours("after a step"):
+        with self._ours("after a step"):
+            if engine is not None:
                 engine.seen.record(scheduler_stats, iteration_stats)
+            elif scheduler_stats is not None:
+                take(scheduler_stats.waiting_lora_adapters)  # it is not for vLLM's own page
 
     def log_engine_initialized(self) -> None: ...
 
@@ -118,7 +122,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         page.counter(
             "tonnage_plugin_errors",
             "Exceptions of Tonnage inside vLLM; they reach nothing of vLLM, but figures may be missing.",
-            self._errors,
+            self._errors + sum(e.seen.told.failures for e in self._engines.values() if e.seen.told),
         )
         return families.values()
 
@@ -166,12 +170,16 @@ class Engine:
         layout = None if plan is None else plan.kv_cache.layout
         if plan is not None:
             self._write_planned(page, plan, stats)
-        engine_families(page, stats, "greedy", ready=True)
+        told = seen.told
+        engine_families(page, stats, told.mode if told else "greedy", ready=True)
         pool_families(page, layout, stats)
         engine_request_families(page, stats)
-        request_families(page, seen.counts, KNOWN_OUTCOMES)
+        if told is not None:
+            admission_families(page, stats, {})
+        request_families(page, seen.counts, seen.outcomes)
         latency_families(page, seen.counts)
-        tenant_families(page, {NO_TENANT: seen.tenant}, None, KNOWN_OUTCOMES)
+        size = layout.bytes_per_block if layout is not None and told and told.asked is not None else None
+        tenant_families(page, {NO_TENANT: seen.tenant}, size, seen.outcomes)
 
     def _write_planned(self, page: CollectedPage, plan: Plan, stats: EngineStats) -> None:
         pool, size = stats.pool, plan.kv_cache.layout.bytes_per_block

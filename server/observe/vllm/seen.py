@@ -2,7 +2,7 @@
 
 vLLM tells a stat logger, after each step, how many run and wait, the share of blocks in use, and what became of
 the tokens and requests of the step. It does not tell who came and who hung up, what was promised, and which of
-the free blocks are cached: those families are absent.
+the free blocks are cached: those families are absent, but for what our scheduler, where it runs, tells beside.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
+from tonnage.server.engines.vllm.told import Told, take
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
-from tonnage.server.requests.counts import Outcome, RequestCounts
+from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
 # FinishReason (v1/engine/__init__.py, 0.32) -> our outcome; vLLM ends what repeats itself as a stop.
 _OUTCOMES: dict[str, Outcome] = {
     "stop": "stop", "length": "length", "abort": "aborted", "error": "error", "repetition": "stop",
 }  # fmt: skip
 # What a stat logger hears of.
-KNOWN_OUTCOMES: tuple[Outcome, ...] = ("stop", "length", "error")
+_HEARD: tuple[Outcome, ...] = ("stop", "length", "error")
 
 
 class Seen:
@@ -36,6 +37,12 @@ class Seen:
         self._usage = 0.0
         self._preemptions = self._preempted_tokens = 0
         self._prompt_tokens = self._generation_tokens = self._hit_tokens = 0
+        self.told: Told | None = None  # None: our scheduler does not run
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """Those that are known."""
+        return _HEARD if self.told is None else OUTCOMES
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """``scheduler``: a SchedulerStats or None, ``iteration``: an IterationStats or None."""
@@ -43,9 +50,25 @@ class Seen:
             self._of_scheduler(scheduler)
         if iteration is not None:
             self._of_iteration(iteration)
-        self.counts.in_flight = self.tenant.in_flight = self._running + self._waiting
+        if self.told is None:
+            self.counts.in_flight = self._running + self._waiting
+        else:
+            self._settle(self.told)
+        self.tenant.in_flight = self.counts.in_flight
+
+    def _settle(self, told: Told) -> None:
+        """received = outcomes + in flight. Who left without an outcome hung up; vLLM's front end ends a request
+        at a stop string a step before the scheduler hears of it, so no count may go back."""
+        counts = self.counts
+        ended = sum(count for outcome, count in counts.outcomes.items() if outcome != "aborted")
+        aborted = max(counts.outcomes["aborted"], told.received - told.unfinished - ended)
+        counts.outcomes["aborted"] = self.tenant.outcomes["aborted"] = aborted
+        counts.received = told.received
+        counts.in_flight = max(0, told.received - ended - aborted)
+        self.tenant.asked_blocks = told.asked or 0
 
     def _of_scheduler(self, stats: Any) -> None:
+        self.told = take(stats.waiting_lora_adapters) or self.told
         self._running = stats.num_running_reqs
         self._waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self._usage = stats.kv_cache_usage
@@ -82,14 +105,27 @@ class Seen:
             self.mix.observe(reserved_blocks(asked, self._limits), 1)
 
     def stats(self, memory: MeasuredMemory) -> EngineStats:
-        """The snapshot now. vLLM promises nothing: what is reserved is what is held."""
+        """The snapshot now. vLLM on its own promises nothing: what is reserved is what is held."""
         usable = max(0, self.num_blocks - 1)
         used = min(usable, round(self._usage * usable))
+        told = self.told or Told("greedy")
+        reserved = used if told.reserved is None else max(used, told.reserved)
         return EngineStats(
             ready=True,
             running=self._running,
             waiting=self._waiting,
-            pool=PoolStats(self.num_blocks, usable, used, None, usable - used, reserved=used),
+            pool=PoolStats(
+                self.num_blocks,
+                usable,
+                used,
+                None,
+                usable - used,
+                reserved,
+                committed=told.committed,
+                tail_waste_slots=told.waste,
+            ),
+            admissions=tuple((*key, count) for key, count in told.decisions.items()),
+            refused_blocks=tuple((*key, count) for key, count in told.missing_blocks.items()),
             memory=memory,
             preemptions=self._preemptions,
             preempted_tokens=self._preempted_tokens if self._caching else None,

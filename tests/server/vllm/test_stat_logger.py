@@ -11,11 +11,13 @@ from metric_families import FAMILIES
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.vllm.told import Told, put
 from tonnage.server.observe.vllm import logger as module
 from tonnage.server.observe.vllm.logger import TonnageStatLogger
 
@@ -160,6 +162,81 @@ def test_what_nobody_knows_is_absent(made: Any) -> None:
     }  # fmt: skip
     assert ("tonnage_pool_blocks", frozenset({("state", "cached")})) not in page()
     assert ("tonnage_requests_total", frozenset({("outcome", "aborted")})) not in page()
+
+
+TOLD = Told(
+    "predictive", received=9, unfinished=4, failures=0, reserved=12, committed=15, asked=18, waste=300,
+    decisions={("admit", "fits"): 7, ("wait", "blocks"): 2}, missing_blocks={("wait", "blocks"): 5},
+)  # fmt: skip
+
+
+def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
+    """As the API process gets it from the engine core."""
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))
+    got = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
+    assert isinstance(got, SchedulerStats)
+    return got
+
+
+def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> None:
+    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
+    put(TOLD, stats.waiting_lora_adapters)
+    stats.waiting_lora_adapters["an adapter"] = 1
+    got = over_the_wire(stats)
+    logger = TonnageStatLogger(made, [0])
+    logger.record(got, iteration(finished(FinishReason.STOP, 10, 2), finished(FinishReason.LENGTH, 10, 2)))
+    assert got.waiting_lora_adapters == {"an adapter": 1}  # vLLM's own loggers come after
+    assert logger._engines[0].seen.told == TOLD
+    seen = page()
+    assert value(seen, "tonnage_admission_info", mode="predictive") == 1
+    assert value(seen, "tonnage_admission_decisions_total", outcome="admit", reason="fits") == 7
+    assert value(seen, "tonnage_admission_decisions_total", outcome="never", reason="blocks") == 0
+    assert value(seen, "tonnage_admission_refused_blocks_total", outcome="wait", reason="blocks") == 5
+    assert value(seen, "tonnage_pool_promised_unused_blocks") == 12 - 9
+    assert value(seen, "tonnage_pool_tail_waste_tokens") == 300
+    assert value(seen, "tonnage_headroom_blocks") == 21 - 15
+    assert value(seen, "tonnage_tenant_asked_bytes", tenant="none") == 18 * 2_949_120
+    # Nine came, two ended, four are there: three hung up.
+    assert value(seen, "tonnage_requests_received_total") == 9
+    assert value(seen, "tonnage_requests_total", outcome="aborted") == 3
+    assert value(seen, "tonnage_requests_in_flight") == 4
+    # A step without news of it changes nothing of that.
+    logger.record(SchedulerStats(num_running_reqs=3), None)
+    assert value(page(), "tonnage_requests_received_total") == 9
+
+
+def test_who_ends_at_a_stop_string_did_not_hang_up(made: Any) -> None:
+    """vLLM's front end, which sees the text, ends the request a step before its scheduler does."""
+    logger = TonnageStatLogger(made, [0])
+
+    def step(received: int, unfinished: int, *ended: FinishedRequestStats) -> tuple[float, float, float]:
+        stats = SchedulerStats()
+        put(Told("guaranteed", received=received, unfinished=unfinished), stats.waiting_lora_adapters)
+        logger.record(stats, iteration(*ended))
+        seen = page()
+        names = ("tonnage_requests_received_total", "tonnage_requests_in_flight")
+        assert value(seen, names[0]) == value(seen, names[1]) + sum(
+            count for (name, _), count in seen.items() if name == "tonnage_requests_total"
+        )
+        return (
+            value(seen, names[0]),
+            value(seen, names[1]),
+            value(seen, "tonnage_requests_total", outcome="aborted"),
+        )
+
+    assert step(2, 2) == (2, 2, 0)
+    assert step(2, 2, finished(FinishReason.STOP, 10, 2)) == (2, 1, 0)
+    assert step(2, 1) == (2, 1, 0)
+    assert step(2, 0) == (2, 0, 1)  # that one did
+    assert step(3, 1) == (3, 1, 1)
+
+
+def test_a_scheduler_that_gave_up_is_counted(made: Any) -> None:
+    logger = TonnageStatLogger(made, [0])
+    stats = SchedulerStats()
+    put(Told("greedy", failures=1), stats.waiting_lora_adapters)
+    logger.record(stats, None)
+    assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
 def test_a_model_without_a_plan(made: Any, monkeypatch: Any, caplog: Any) -> None:
