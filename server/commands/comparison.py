@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from tonnage.planner.engines.runtime.hf import GRAMMAR_LIMIT_BYTES
+from tonnage.planner.engines.runtime.grammars import GRAMMAR_LIMIT_BYTES
 
 # The plan is exact for weights and pool. For the processes it forecasts what libraries allocate as well.
 PROCESS_BOUND = 0.10

@@ -408,7 +408,7 @@ AT_FAULT: dict[str, dict[str, Any]] = {
             "json_schema": {"name": "a", "schema": {"type": "string", "minLength": 5, "maxLength": 2}},
         },
     },
-    # After yes only an end may come, which min_tokens forbids. vLLM 0.32 lets its sampler draw something else.
+    # After yes only an end may come, which min_tokens forbids.
     "no token": {"structured_outputs": {"choice": ["yes"]}, "min_tokens": 10, "max_tokens": 20},
 }
 

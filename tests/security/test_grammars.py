@@ -1,10 +1,13 @@
-"""What the grammar of one request may not do to the engine and to others (hf engine).
+"""What the grammar of one request may not do to the engine and to others: hf's, and trials beside vLLM's
+(tests/server/vllm/test_grammars.py has the rest of those).
 
 The engine's loop runs in the test, step by step; grammars are tried in their own process, as in a server.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from hostile_grammars import CHAIN, HOSTILE
 from serving import PATIENCE
 
 from tonnage.planner.planning.build import make_plan
@@ -25,14 +29,16 @@ from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk
+from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.grammars import kept, masks, memory
+from tonnage.server.engines.grammars.library import GrammarError
 from tonnage.server.engines.hf.child import EngineLoop
-from tonnage.server.engines.hf.grammars import compiler as compiling
-from tonnage.server.engines.hf.grammars import masks, memory
-from tonnage.server.engines.hf.grammars.compiler import Compiler
-from tonnage.server.engines.hf.grammars.library import GrammarError
+from tonnage.server.engines.hf.grammars import Compiler
 from tonnage.server.engines.hf.messages import Abort
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.vllm.passed import Passed
+from tonnage.server.engines.vllm.trying import Trying
 from tonnage.server.text.grammar import MAX_BYTES, Grammar
 
 SETTINGS = Deployment(
@@ -44,37 +50,6 @@ SETTINGS = Deployment(
 )
 needs_xgrammar = pytest.mark.skipif(not find_spec("xgrammar"), reason="xgrammar is not installed (extra vllm)")
 DIGITS = Grammar("regex", "[0-9]{30}")
-# Takes its converter more than a second: what it knows of 5,000 rules, it asks of each of them again.
-CHAIN = "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(5000)) + '\nr5000 ::= "{}"\n'
-
-
-def schema(**said: object) -> Grammar:
-    return Grammar("json_schema", json.dumps(said))
-
-
-def references(depth: int) -> Grammar:
-    """Definitions of which each holds the next twice."""
-    defs: dict[str, object] = {
-        f"d{at}": {
-            "type": "object",
-            "properties": {name: {"$ref": f"#/$defs/d{at + 1}"} for name in ("a", "b")},
-        }
-        for at in range(depth)
-    }
-    return schema(**{"$ref": "#/$defs/d0", "$defs": defs | {f"d{depth}": {}}})
-
-
-# Each stood still everything for seconds to minutes, or ended the process that compiled it.
-HOSTILE = {
-    "optional letters": Grammar("regex", "a?" * 2000 + "a" * 2000),
-    "repetitions": Grammar("regex", "(((.{1,50}){1,50}){1,50}){1,50}"),
-    "enum": schema(enum=[f"value number {at} of the enum" for at in range(3000)]),
-    "properties": schema(type="object", properties={f"p{at}": {"type": "string"} for at in range(3000)}),
-    "references": references(2000),
-    "alternatives": Grammar("grammar", "root ::= " + " | ".join(f'"{at:06d} "' for at in range(4500))),
-    "empty parts": Grammar("grammar", "root ::= " + "a? " * 8000 + '\na ::= "x" root'),
-    "rules": Grammar("grammar", CHAIN.format("a")),
-}
 
 
 def request(name: str, grammar: Grammar | None = None, *, n: int = 1, tenant: str = "", tokens: int = 4):
@@ -128,6 +103,8 @@ def test_others_go_on_while_a_grammar_is_compiled_and_a_hang_up_is_heard(
     loop: EngineLoop, trial: psutil.Process
 ) -> None:
     """However long that takes: here for ever, because the process that does it is stopped."""
+    loop.add(request("first", DIGITS))
+    until(loop, lambda chunks: loop.idle)
     trial.suspend()
     try:
         grammar = Grammar("regex", "[0-9]{29}")
@@ -254,7 +231,7 @@ def tag(name: str) -> Grammar:
 
 @needs_xgrammar
 def test_many_different_tags_are_not_all_kept(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "KEPT_BYTES", 200_000)  # one takes 45,000
+    monkeypatch.setattr(kept, "KEPT_BYTES", 200_000)  # one takes 45,000
     before = memory.held_bytes()
     for at in range(12):
         compiler.ask(request(f"asks {at}", tag(f"field{at}")))
@@ -272,6 +249,54 @@ def test_whatever_a_tag_leads_to_is_told(tmp_path: Path) -> None:
     assert isinstance(outcome.error, GrammarError)
     assert outcome.error.field == "structural_tag"
     compiler.close()
+
+
+def strict(schema: object) -> Grammar:
+    """A structural tag with a strict function of these parameters."""
+    found = json.loads(tag("field").text)
+    found["format"]["tags"][0]["content"]["json_schema"] = schema
+    return Grammar("structural_tag", json.dumps(found))
+
+
+async def test_no_grammar_comes_to_vllm_without_its_trial() -> None:
+    """The API process's side, without vLLM."""
+    trying = Trying(ensure_demo())
+    assert await trying.passed(request("plain")) is None
+    passed = await trying.passed(request("digits", DIGITS, tenant="one"))
+    assert passed is not None
+    assert Passed.decode(passed.encode()) == passed
+    assert (passed.grammar.kind, passed.tenant) == ("regex", "one")
+    for grammar in (
+        Grammar("regex", "((("),
+        HOSTILE["properties"],
+        strict(json.loads(HOSTILE["properties"].text)),
+    ):
+        with pytest.raises(GrammarError) as told:
+            await trying.passed(request("at fault", grammar))
+        assert told.value.field == grammar.kind
+    assert (await trying.passed(request("strict", tag("field")))) is not None
+    trying.close()
+
+
+async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() -> None:
+    trying = Trying(ensure_demo())
+    trial = psutil.Process(trying.pid)
+    trial.suspend()
+    task = asyncio.create_task(trying.passed(request("hangs up", Grammar("grammar", CHAIN.format("a")))))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    trial.resume()
+    assert await trying.passed(request("next", DIGITS)) is not None
+    trial.suspend()
+    lost = asyncio.create_task(trying.passed(request("lost", Grammar("regex", "[a-f]"))))
+    await asyncio.sleep(0.1)
+    trial.kill()
+    with contextlib.suppress(EngineDead):  # it came to the one that was killed, or to the next
+        await lost
+    assert await trying.passed(request("after", Grammar("regex", "[a-e]"))) is not None
+    trying.close()
 
 
 def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:

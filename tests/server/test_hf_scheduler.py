@@ -14,7 +14,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.hf.grammars.library import GrammarError
+from tonnage.server.engines.grammars.library import GrammarError
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
+from tonnage.planner.engines.runtime.grammars import (
+    GRAMMAR_LIMIT_BYTES,
+    GRAMMAR_PROCESS_BYTES,
+    GRAMMAR_TOKEN_BYTES,
+)
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
 from tonnage.planner.plans import Resolved
@@ -16,17 +21,6 @@ from tonnage.planner.units import MiB
 API_PROCESS_BYTES = 104 * MiB
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
-
-# Grammars of answers (server/engines/hf/grammars). llguidance keeps the tokenizer of the demo model in 35 MiB;
-# its process holds 11 MiB without one. The rest are limits that the engine keeps to: of all grammars it
-# matches, and of each of those being tried, whose process begins as a copy of the other.
-GRAMMAR_TOKEN_BYTES = 750
-GRAMMAR_PROCESS_BYTES = 12 * MiB
-GRAMMARS_BYTES = 32 * MiB
-GRAMMAR_TRIALS = 2
-GRAMMAR_TRIAL_BYTES = 24 * MiB
-# Of the plan, what is held only while grammars are matched and tried.
-GRAMMAR_LIMIT_BYTES = GRAMMARS_BYTES + GRAMMAR_TRIALS * (GRAMMAR_PROCESS_BYTES + GRAMMAR_TRIAL_BYTES)
 
 # Copies of the logits that are alive at once: the model's own and their fp32 copy; the hf engine's sampler
 # adds a few for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py compares.

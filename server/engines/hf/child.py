@@ -25,12 +25,12 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, Refused
+from tonnage.server.engines.grammars import masks
+from tonnage.server.engines.grammars.masks import GrammarMatcher
+from tonnage.server.engines.grammars.tags import TagMatcher
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import prepare
-from tonnage.server.engines.hf.grammars import masks
-from tonnage.server.engines.hf.grammars.compiler import Compiler
-from tonnage.server.engines.hf.grammars.masks import GrammarMatcher
-from tonnage.server.engines.hf.grammars.tags import TagMatcher
+from tonnage.server.engines.hf.grammars import Compiler
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting

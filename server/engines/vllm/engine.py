@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest
@@ -23,7 +24,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines import stillness
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
-from tonnage.server.engines.chunk import Chunk, TokenLogprobs
+from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.process_memory import PeakSampler
@@ -38,6 +39,9 @@ from tonnage.server.engines.vllm.params import (
     sampling_params,
     token_logprobs,
 )
+from tonnage.server.engines.vllm.passed import COMPLETE, Passed
+from tonnage.server.engines.vllm.trying import Trying
+from tonnage.server.text.gguf_tokenizer import model_files
 
 log = logging.getLogger("tonnage.server")
 
@@ -72,7 +76,8 @@ class VLLMEngine(Engine):
         embeds: bool = False,
         quantization: str | None = None,
     ) -> None:
-        self._capabilities = Capabilities(HONOURED, embeds=embeds, own_metrics=True)
+        honoured = HONOURED if find_spec("llguidance") else HONOURED - {"grammar"}
+        self._capabilities = Capabilities(honoured, embeds=embeds, own_metrics=True)
         self._embeds = embeds
         self._plan = plan
         self._quantization = quantization
@@ -88,6 +93,7 @@ class VLLMEngine(Engine):
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._trying: Trying | None = None
         self._heard = 0  # messages of the engine core
         self._ready = False
         self._stopping = False
@@ -123,6 +129,8 @@ class VLLMEngine(Engine):
     async def start(self) -> None:
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
+        if "grammar" in self._capabilities.honours and not self._embeds:
+            arguments["scheduler_cls"] = "tonnage.server.engines.vllm.grammars.BoundedScheduler"
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._sampler.start()
@@ -133,6 +141,11 @@ class VLLMEngine(Engine):
             # The handshake of vLLM's engine core writes the number it allocated into the config of the client
             # (v1/engine/core_client.py, 0.32); its null block is among them, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
+            if "scheduler_cls" in arguments:
+                self._trying = Trying(model_files(self._plan.model.path))
+                # It would compile each grammar once more, in this loop (sampling_params.py, 0.32).
+                self._llm.input_processor.structured_outputs_config = None
+                await self._llm.collective_rpc("tonnage_import_masks")
             await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(), self._on_cpu))
             await self._load_adapters()
             held = await self._llm.collective_rpc("tonnage_memory")
@@ -222,13 +235,14 @@ class VLLMEngine(Engine):
             prompt, output = max(1, prompt - 1), 1
         wish = AdmissionRequest(prompt, output, request.n)
         arrived = time.monotonic()
+        passed = await self._trying.passed(request) if self._trying is not None else None
         await self._ledger.enter(request.request_id, wish, request.priority)
         queued = time.monotonic() - arrived
         try:
             if self._dead is not None:
                 raise self._dead
             self._prompt_tokens += len(request.prompt_token_ids)
-            async with contextlib.aclosing(self._chunks(request, queued)) as chunks:
+            async with contextlib.aclosing(self._chunks(request, passed, queued)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -236,13 +250,13 @@ class VLLMEngine(Engine):
             # the blocks were freed.
             self._ledger.leave(request.request_id)
 
-    def _submit(self, request: GenerationRequest) -> AsyncGenerator[Any, None]:
+    def _submit(self, request: GenerationRequest, passed: Passed | None) -> AsyncGenerator[Any, None]:
         from vllm.inputs.engine import tokens_input  # vLLM is there once it has started
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
         submit = self._llm.encode if self._embeds else self._llm.generate
-        params = pooling_params(request) if self._embeds else sampling_params(request)
+        params = pooling_params(request) if self._embeds else sampling_params(request, passed)
         outputs: AsyncGenerator[Any, None] = submit(prompt, params, request.request_id, lora_request=lora)
         return outputs
 
@@ -262,7 +276,9 @@ class VLLMEngine(Engine):
             queued_seconds=queued,
         )
 
-    async def _chunks(self, request: GenerationRequest, queued: float) -> AsyncGenerator[Chunk, None]:
+    async def _chunks(
+        self, request: GenerationRequest, passed: Passed | None, queued: float
+    ) -> AsyncGenerator[Chunk, None]:
         from vllm.exceptions import VLLMClientError  # vLLM is there once it has started
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -273,7 +289,7 @@ class VLLMEngine(Engine):
         cached: int | None = None
         try:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
-            async with contextlib.aclosing(self._submit(request)) as outputs:
+            async with contextlib.aclosing(self._submit(request, passed)) as outputs:
                 async for output in outputs:
                     if self._embeds:
                         yield self._vector(request, output, queued)
@@ -289,20 +305,25 @@ class VLLMEngine(Engine):
                     for sequence in output.outputs:
                         tokens = tuple(sequence.token_ids)
                         self._generation_tokens += len(tokens)
+                        finish, wrong = _finish(sequence)
+                        if wrong is not None:
+                            tokens = ()
                         if sequence.finish_reason == "stop" and tokens and tokens[-1] in stops:
                             tokens = tokens[:-1]
-                        if not tokens and not sequence.finish_reason and not prompt:
+                        if not tokens and not finish and not prompt:
                             continue
                         for copy in range(copies):
                             yield Chunk(
                                 request.request_id,
                                 sequence.index + copy,
                                 tokens,
-                                sequence.finish_reason,
+                                finish,
                                 cached,
                                 logprobs=token_logprobs(tokens, sequence.logprobs, params.logprobs),
                                 prompt_logprobs=prompt,
                                 queued_seconds=queued,
+                                error=wrong,
+                                refused=wrong is not None and passed is not None,
                             )
         except EngineDeadError as error:
             self._die(error)
@@ -407,6 +428,8 @@ class VLLMEngine(Engine):
         self._sampler.stop()
         if self._watch is not None:
             self._watch.cancel()
+        if self._trying is not None:
+            self._trying.close()
         if self._loading is not None and not self._loading.done():
             await processes.interrupt_loading(self._loading)
         if self._llm is not None:
@@ -422,6 +445,16 @@ class VLLMEngine(Engine):
 
     def _end(self, llm: Any) -> None:
         processes.shut_down(llm, at_once=self._on_cpu)
+
+
+def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
+    """Why vLLM's CompletionOutput ended, if it did, and what is wrong with it."""
+    finish, said = sequence.finish_reason, sequence.stop_reason
+    if finish != "error":
+        return finish, None
+    if said == COMPLETE:
+        return "stop", None
+    return finish, said if isinstance(said, str) else "vLLM ended it with an error"  # .grammars'
 
 
 def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:
@@ -461,7 +494,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "max_loras": deployment.max_loras,
         "max_lora_rank": deployment.max_lora_rank,
         "trust_remote_code": False,
-        # Text lives in the API process, but grammars are compiled against vLLM's own tokenizer.
+        # Text lives in the API process, but without it vLLM has no thread for grammars.
         "skip_tokenizer_init": False,
         "generation_config": "vllm",  # no defaults from the model's file: the request says all
         "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers

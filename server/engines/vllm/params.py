@@ -5,13 +5,12 @@ Imports vLLM only inside of functions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
-from tonnage.server.text.grammar import Grammar
+from tonnage.server.engines.vllm.passed import Passed
 
 HONOURED = BASIC_PARAMS | {
     "logprobs",
@@ -26,8 +25,8 @@ HONOURED = BASIC_PARAMS | {
 }
 
 
-def sampling_params(request: GenerationRequest) -> Any:
-    """vLLM's SamplingParams for ``request``; a new chunk for each step, token ids only."""
+def sampling_params(request: GenerationRequest, passed: Passed | None) -> Any:
+    """vLLM's SamplingParams for ``request`` and its grammar; a new chunk for each step, token ids only."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # vLLM is optional
 
     params = request.params
@@ -47,7 +46,7 @@ def sampling_params(request: GenerationRequest) -> Any:
         logit_bias=dict(params.logit_bias) or None,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        structured_outputs=_structured(params.grammar),
+        structured_outputs=_structured(passed),
         ignore_eos=True,  # the model's EOS ids are among stop_token_ids where they count
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -62,22 +61,14 @@ def pooling_params(request: GenerationRequest) -> Any:
     return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
 
 
-def _structured(grammar: Grammar | None) -> Any:
+def _structured(passed: Passed | None) -> Any:
     from vllm.sampling_params import StructuredOutputsParams  # vLLM is optional
 
-    if grammar is None:
+    if passed is None:
         return None
-    if grammar.kind == "json_schema":
-        return StructuredOutputsParams(json=grammar.text)
-    if grammar.kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    if grammar.kind == "regex":
-        return StructuredOutputsParams(regex=grammar.text)
-    if grammar.kind == "choice":
-        return StructuredOutputsParams(choice=json.loads(grammar.text))
-    if grammar.kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=grammar.text)
-    return StructuredOutputsParams(grammar=grammar.text)
+    if passed.grammar.kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=passed.encode())
+    return StructuredOutputsParams(grammar=passed.encode())
 
 
 def token_logprobs(

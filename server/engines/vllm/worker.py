@@ -33,6 +33,10 @@ class WorkerExtension:
 
         threading.Thread(target=watch, name="tonnage-watch", daemon=True).start()
 
+    def tonnage_import_masks(self) -> None:
+        """What lays the masks of grammars over logits; vLLM 0.32 imports it in the step of the first."""
+        import xgrammar  # noqa: F401 -- vLLM's
+
     def tonnage_memory(self) -> tuple[int | None, int]:
         """Bytes of (weights and buffers, KV pool), each storage counted once.
 

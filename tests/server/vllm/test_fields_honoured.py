@@ -30,7 +30,7 @@ def test_honoured(http: httpx.Client, path: str, field: str) -> None:
     CHECKS[path][field](Api(http, path))
 
 
-@pytest.mark.parametrize("fault", list(AT_FAULT)[:3])
+@pytest.mark.parametrize("fault", AT_FAULT)
 def test_a_grammar_at_fault_is_the_clients(http: httpx.Client, fault: str) -> None:
     refused(http, fault)
 

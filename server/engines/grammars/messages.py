@@ -1,4 +1,4 @@
-"""What crosses the pipe between the engine process and the one that tries grammars."""
+"""What crosses the pipe to the process that tries grammars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """``source``: the grammar in llguidance's words, None where ``error`` says what is wrong with it."""
+    """``source``: the grammar in llguidance's words (a structural tag: its own), None where ``error`` says what
+    is wrong with it."""
 
     number: int
     source: str | None = None

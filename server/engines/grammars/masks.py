@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tonnage.planner.engines.runtime.hf import GRAMMARS_BYTES
-from tonnage.server.engines.hf.grammars import library, memory
+from tonnage.planner.engines.runtime.grammars import GRAMMARS_BYTES
+from tonnage.server.engines.grammars import library, memory
 
 if TYPE_CHECKING:
     import llguidance  # of the extra grammar
 
-    from tonnage.server.engines.hf.grammars.tags import TagMatcher
+    from tonnage.server.engines.grammars.tags import TagMatcher
 
 # Of all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and the step itself,
 # another stream stands still for less than a second. 64 ordinary masks take 0.02 s.
@@ -103,14 +103,20 @@ class GrammarMatcher:
             raise library.GrammarError(f"its grammar is too complex at this point of the answer: {said}")
 
     def mask(self, logits: torch.Tensor) -> None:
+        allowed = torch.from_numpy(self._allowed())
+        logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
+
+    def row(self) -> npt.NDArray[np.int32]:
+        """Bits of the tokens that may follow, the lowest first, [vocabulary / 32]."""
+        packed = np.packbits(self._allowed(), bitorder="little")
+        return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
+
+    def _allowed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens may follow, [vocabulary]. llguidance lets its EOS follow where the text is complete."""
         if self._bits is None:
             self.fill()
         assert self._bits is not None
-        logits.masked_fill_(~torch.from_numpy(self._allowed(self._bits)).to(logits.device), float("-inf"))
-
-    def _allowed(self, bits: bytes) -> npt.NDArray[np.bool_]:
-        """Which tokens may follow, [vocabulary]. llguidance lets its EOS follow where the text is complete."""
-        unpacked = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        unpacked = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little")
         allowed = unpacked[: self._vocab_size].astype(np.bool_)
         complete = bool(unpacked[self._own_ends[0]])
         for own in self._own_ends:

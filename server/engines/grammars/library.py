@@ -60,10 +60,9 @@ def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
         return llguidance.LLTokenizer(text)
 
 
-def special_tokens(tokenizer: llguidance.LLTokenizer) -> dict[int, bytes]:
-    """Those that stand for no text, by id."""
-    ids = (token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token))
-    return {token: tokenizer.decode_bytes([token]) for token in ids}
+def special_tokens(tokenizer: llguidance.LLTokenizer) -> list[int]:
+    """Those that stand for no text."""
+    return [token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)]
 
 
 class _Bytes:
@@ -71,8 +70,8 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, special: list[bytes]) -> None:
-        self.tokens = [bytes([byte]) for byte in range(256)] + special
+    def __init__(self, special: list[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)] + [token.encode() for token in special]
         self.special_token_ids = list(range(256, len(self.tokens)))
         self.eos_token_id = 256
 
@@ -80,12 +79,12 @@ class _Bytes:
         return list(text)
 
 
-def byte_tokenizer(special: list[bytes]) -> llguidance.LLTokenizer:
+def byte_tokenizer(special: list[str]) -> llguidance.LLTokenizer:
     """A tokenizer of single bytes and ``special`` tokens: what grammars are tried with, in 0.1 MiB. A whole
     vocabulary takes 36 MiB for 49,152 tokens."""
     import llguidance  # of the extra grammar
 
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special or [b"<eos>"])))
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special or ["<eos>"])))
 
 
 def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
@@ -107,6 +106,24 @@ def check(matcher: llguidance.LLMatcher) -> None:
 def first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else "not understood"
+
+
+def parts_of(grammar: Grammar) -> list[Grammar]:
+    """What is to be tried of ``grammar``: itself, or the schemas of the functions in a structural tag. Raises
+    GrammarError, and whatever a text leads to that is no tag."""
+    if grammar.kind != "structural_tag":
+        return [grammar]
+    level, found = [json.loads(grammar.text)], []
+    while level:
+        node = level.pop()
+        if isinstance(node, list):
+            level += node
+        elif isinstance(node, dict):
+            schema = node.get("json_schema")
+            if isinstance(schema, dict | bool):
+                found.append(Grammar("json_schema", json.dumps(schema)))
+            level += [value for key, value in node.items() if key != "json_schema"]
+    return found
 
 
 def source_of(grammar: Grammar) -> str:

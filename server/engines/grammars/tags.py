@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.engines.hf.grammars import memory
-from tonnage.server.engines.hf.grammars.library import GrammarError, first_line
+from tonnage.server.engines.grammars import memory
+from tonnage.server.engines.grammars.library import GrammarError, first_line
 
 
 class Tags:
@@ -82,6 +84,12 @@ class TagMatcher:
         began = time.perf_counter()
         self._matcher.fill_next_token_bitmask(self._bitmask)
         self.seconds, self.due = time.perf_counter() - began, False
+
+    def row(self) -> npt.NDArray[np.int32]:
+        if self.due:
+            self.fill()
+        row: npt.NDArray[np.int32] = self._bitmask[0].numpy()
+        return row
 
     def mask(self, logits: torch.Tensor) -> None:
         if self.due:

@@ -1,6 +1,6 @@
 """The process that tries grammars: a fork for each, which the kernel ends where it asks too much.
 
-Started by the engine as ``python -m tonnage.server.engines.hf.grammars.trial FD``, and gone with it. It holds
+Started as ``python -m tonnage.server.engines.grammars.trial FD FOLDER``, and gone with whoever did. It holds
 llguidance and a tokenizer of bytes (11 MiB), and has no threads: a fork takes some milliseconds.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -15,19 +16,21 @@ import sys
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tonnage.planner.engines.runtime.hf import GRAMMAR_TRIAL_BYTES
-from tonnage.server.engines.hf.grammars import memory
-from tonnage.server.engines.hf.grammars.library import (
+from tonnage.planner.engines.runtime.grammars import GRAMMAR_TRIAL_BYTES
+from tonnage.server.engines.grammars import memory
+from tonnage.server.engines.grammars.library import (
     GrammarError,
     byte_tokenizer,
     check,
     first_line,
     matcher_of,
+    parts_of,
     source_of,
 )
-from tonnage.server.engines.hf.grammars.messages import Tried, Try
+from tonnage.server.engines.grammars.messages import Tried, Try
 
 if TYPE_CHECKING:
     import llguidance
@@ -56,13 +59,13 @@ class _Fork:
     pid: int
 
 
-def main(descriptor: int) -> None:
-    """The first message is the list of the model's special tokens; then one Tried for each Try."""
+def main(descriptor: int, folder: str) -> None:
+    """One Tried for each Try. ``folder`` has the model's tokenizer.json."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     forks: dict[Connection, _Fork] = {}
+    tokenizer = byte_tokenizer(_special_tokens(folder))
     with contextlib.suppress(EOFError, OSError):
-        tokenizer = byte_tokenizer(connection.recv())
         gc.freeze()  # a collection in a fork would write to, and so copy, what it shares
         while True:
             for ready in wait([connection, *forks]):
@@ -79,6 +82,24 @@ def main(descriptor: int) -> None:
                     _end(reader, forks.pop(reader))
     for reader, fork in forks.items():
         _end(reader, fork)
+
+
+def _special_tokens(folder: str) -> list[str]:
+    """Those of the model; in a fork: parsed, a tokenizer.json takes ten times its bytes."""
+    reader, writer = Pipe(duplex=False)
+    if not (pid := os.fork()):
+        try:
+            text = Path(folder, "tokenizer.json").read_text(encoding="utf-8")
+            writer.send([token["content"] for token in json.loads(text)["added_tokens"] if token["special"]])
+        finally:
+            os._exit(0)
+    writer.close()
+    try:
+        special: list[str] = reader.recv()
+    except EOFError:  # no such file, or not understood: the engine says so
+        special = []
+    os.waitpid(pid, 0)
+    return special
 
 
 def _begin(
@@ -114,10 +135,14 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
     """Compile it and ask for the first mask, as the engine will."""
     before = memory.resident_bytes()
     try:
-        source = source_of(trial.grammar)
-        matcher = matcher_of(tokenizer, source)
-        matcher.compute_bitmask()
-        check(matcher)
+        source = trial.grammar.text
+        for part in parts_of(trial.grammar):
+            made = source_of(part)
+            matcher = matcher_of(tokenizer, made)
+            matcher.compute_bitmask()
+            check(matcher)
+            if part is trial.grammar:
+                source = made
     except GrammarError as error:
         return Tried(trial.number, error=error.message)
     except (MemoryError, RecursionError):
@@ -144,4 +169,4 @@ def _end(reader: Connection, fork: _Fork) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,204 @@
+"""The way to the process that tries grammars: whose turn it is, who has hung up, what is known already.
+
+A thread of its own, so that an engine's loop and an event loop can both ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from tonnage.planner.engines.runtime.grammars import GRAMMAR_TRIALS
+from tonnage.planner.errors import TonnageError
+from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.grammars.library import GrammarError
+from tonnage.server.engines.grammars.messages import Forget, Tried, Try
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.text.grammar import Grammar
+
+log = logging.getLogger("tonnage.server")
+
+# Trials at a time, one for each tenant: another tenant's slow grammars leave a place for one's own.
+PLACES = GRAMMAR_TRIALS
+KNOWN_BYTES = 4 << 20  # texts of grammars whose trial is known; the least recently used go
+
+
+@dataclass(slots=True)
+class _Job:
+    grammar: Grammar
+    tenant: str
+    askers: list[str] = field(default_factory=list)  # request ids
+
+
+class Trials:
+    """``folder`` has the model's tokenizer.json.
+
+    ``told(request id, grammar, what came)`` is called in the thread, once for each request that asked and was
+    not cancelled; None: the process was killed, by whomever, and there is a new one.
+    """
+
+    def __init__(self, folder: Path, told: Callable[[str, Grammar, Tried | None], None]) -> None:
+        self._folder, self._told = folder, told
+        self._asked: deque[GenerationRequest | str | None] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._known: OrderedDict[Grammar, Tried] = OrderedDict()
+        self._trial = _Trial(folder)
+        threading.Thread(target=self._run, name="grammars", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that tries grammars."""
+        return self._trial.process.pid
+
+    def ask(self, request: GenerationRequest) -> None:
+        """It has a grammar."""
+        self._say(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Whoever asked has hung up."""
+        self._say(request_id)
+
+    def close(self) -> None:
+        """End the thread and the process."""
+        self._say(None)
+
+    def _say(self, said: GenerationRequest | str | None) -> None:
+        self._asked.append(said)
+        os.eventfd_write(self._wake, 1)
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, who waits longest first
+        running: dict[int, _Job] = {}
+        number = 0
+        while True:
+            ready = wait([self._trial.connection, self._wake])
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                while self._asked:
+                    asked = self._asked.popleft()
+                    if asked is None:
+                        self._trial.connection.close()
+                        return
+                    if isinstance(asked, str):
+                        self._forget(asked, waiting, running)
+                    else:
+                        self._enqueue(asked, waiting, running)
+            if self._trial.connection in ready:
+                self._hear(running)
+            busy = {job.tenant for job in running.values()}
+            for tenant in [tenant for tenant in waiting if tenant not in busy][: PLACES - len(running)]:
+                job = waiting[tenant].popleft()
+                if waiting[tenant]:
+                    waiting.move_to_end(tenant)
+                else:
+                    del waiting[tenant]
+                number += 1
+                running[number] = job
+                with contextlib.suppress(OSError):  # its end is met where it is read
+                    self._trial.connection.send(Try(number, job.grammar))
+
+    def _hear(self, running: dict[int, _Job]) -> None:
+        """What has come of a trial."""
+        try:
+            tried: Tried = self._trial.connection.recv()
+        except (EOFError, OSError):
+            self._lost(running)
+            return
+        job = running.pop(tried.number, None)
+        if job is None:  # forgotten a moment ago
+            return
+        self._known[job.grammar] = tried
+        while sum(map(_size, self._known.items())) > KNOWN_BYTES:
+            self._known.popitem(last=False)
+        for request_id in job.askers:
+            self._told(request_id, job.grammar, tried)
+
+    def _enqueue(
+        self, request: GenerationRequest, waiting: OrderedDict[str, deque[_Job]], running: dict[int, _Job]
+    ) -> None:
+        grammar = request.params.grammar
+        assert grammar is not None
+        if (tried := self._known.get(grammar)) is not None:
+            self._known.move_to_end(grammar)
+            self._told(request.request_id, grammar, tried)
+            return
+        jobs = [*running.values(), *waiting.get(request.tenant, ())]
+        job = next((job for job in jobs if (job.tenant, job.grammar) == (request.tenant, grammar)), None)
+        if job is None:
+            job = _Job(grammar, request.tenant)
+            waiting.setdefault(request.tenant, deque()).append(job)
+        job.askers.append(request.request_id)
+
+    def _forget(
+        self, request_id: str, waiting: OrderedDict[str, deque[_Job]], running: dict[int, _Job]
+    ) -> None:
+        for number, job in list(running.items()):
+            if request_id in job.askers:
+                job.askers.remove(request_id)
+                if not job.askers:
+                    del running[number]
+                    with contextlib.suppress(OSError):
+                        self._trial.connection.send(Forget(number))
+                return
+        for tenant, jobs in list(waiting.items()):
+            for job in jobs:
+                if request_id in job.askers:
+                    job.askers.remove(request_id)
+                    if not job.askers:
+                        jobs.remove(job)
+                    if not jobs:
+                        del waiting[tenant]
+                    return
+
+    def _lost(self, running: dict[int, _Job]) -> None:
+        """The process was killed, by whomever: another one, and whoever waited is told."""
+        log.error("the process that tries grammars ended; starting another")
+        time.sleep(1.0)  # in a thread of its own; not again and again at once
+        self._trial = _Trial(self._folder)
+        for job in running.values():
+            for request_id in job.askers:
+                self._told(request_id, job.grammar, None)
+        running.clear()
+
+
+def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
+    """What its client is told of a trial that did not pass."""
+    if tried is None:
+        return EngineDead("the process that tries grammars ended", hint="try again")
+    return None if tried.error is None else GrammarError(tried.error, field=grammar.kind)
+
+
+def _size(known: tuple[Grammar, Tried]) -> int:
+    grammar, tried = known
+    return len(grammar.text) + len(tried.source or "")
+
+
+class _Trial:
+    """The process that tries, and the way to it."""
+
+    def __init__(self, folder: Path) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tonnage.server.engines.grammars.trial"),
+                    *(str(theirs.fileno()), str(folder)),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self.connection = Connection(ours.detach())

@@ -1,0 +1,57 @@
+"""The API process's side of grammars with vLLM: none comes to its engine core that has not passed its trial."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tonnage.server.engines.grammars.messages import Tried
+from tonnage.server.engines.grammars.trials import Trials, outcome_of
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.vllm.passed import Passed
+from tonnage.server.text.grammar import Grammar
+
+
+class Trying:
+    """Trials, waited for in the event loop that runs. ``folder`` has the model's tokenizer.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asking: dict[str, asyncio.Future[Tried | None]] = {}
+        self._trials = Trials(folder, self._told)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that tries grammars."""
+        return self._trials.pid
+
+    async def passed(self, request: GenerationRequest) -> Passed | None:
+        """None: it has no grammar. Raises TonnageError."""
+        grammar = request.params.grammar
+        if grammar is None:
+            return None
+        future = self._asking[request.request_id] = self._loop.create_future()
+        try:
+            self._trials.ask(request)
+            tried = await future
+        finally:
+            del self._asking[request.request_id]
+            if future.cancelled():
+                self._trials.cancel(request.request_id)
+        if (error := outcome_of(grammar, tried)) is not None:
+            raise error
+        assert tried is not None
+        assert tried.source is not None
+        return Passed(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
+
+    def close(self) -> None:
+        self._trials.close()
+
+    def _told(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
+        """In the thread of the trials."""
+
+        def tell() -> None:
+            if (future := self._asking.get(request_id)) is not None and not future.done():
+                future.set_result(tried)
+
+        self._loop.call_soon_threadsafe(tell)
