@@ -22,7 +22,8 @@ from typing import Literal
 
 import numpy as np
 
-from tonnage.cache.blocks.state import BY_RESET, CLOCK_MASK, Core
+from tonnage.cache.blocks.pool import enlist
+from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Core
 from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU
 from tonnage.cache.eviction.reuse import age_level
@@ -74,3 +75,12 @@ def choose_list(core: Core) -> tuple[int, int, int]:
             if worth < lowest or (worth == lowest and age > oldest):
                 best, best_end, lowest, oldest = kind, end, worth, age
     return best, best_end, RUN if learned else 1
+
+
+@inlined
+def enlist_by_age(core: Core, node: int) -> None:
+    """The node's last child has gone: to the end of its list that its age is nearer."""
+    size = core.pool[0].num_blocks
+    oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
+    older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
+    enlist(core, node, node, OLDEST if older else YOUNGEST)

@@ -32,16 +32,10 @@ from __future__ import annotations
 import numpy as np
 
 from tonnage.cache.blocks.groups import FULL
-from tonnage.cache.blocks.pool import acquire, enlist, release, uncache
-from tonnage.cache.blocks.state import (
-    CLASS_MASK,
-    NULL_BLOCK,
-    ONE_CHILD,
-    ROOT,
-    Core,
-)
+from tonnage.cache.blocks.pool import acquire, release, uncache
+from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core
 from tonnage.cache.compiled import compiled, inlined
-from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_of, choose_list
+from tonnage.cache.eviction.choice import OLDEST, choose_list, enlist_by_age
 from tonnage.cache.groups import windows
 from tonnage.cache.prefix.hashing import hash_tokens
 
@@ -242,18 +236,9 @@ def _forget(core: Core, block: int) -> None:
     if parent != ROOT:
         core.kind[parent] -= ONE_CHILD
         if core.kind[parent] < ONE_CHILD and core.refs[parent] == 0:
-            _enlist_by_age(core, parent)
+            enlist_by_age(core, parent)
     core.salt_nodes[core.salt[node]] -= 1
     pool.nodes -= 1
     if pool.logged:
         core.removed[pool.removed] = value
         pool.removed += 1
-
-
-@inlined
-def _enlist_by_age(core: Core, node: int) -> None:
-    """The node's last child has gone: to the end of its list that its age is nearer."""
-    size = core.pool[0].num_blocks
-    oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
-    older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
-    enlist(core, node, node, OLDEST if older else YOUNGEST)
