@@ -104,6 +104,11 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             elif scheduler_stats is not None:
                 take(scheduler_stats.waiting_lora_adapters)  # it is not for vLLM's own page
 
+    def record_admission_rejection(self, reason: str) -> None:
+        with self._ours("at a rejection"):
+            for engine in [*self._engines.values()][:1]:  # it went to none of them
+                engine.seen.rejected(reason)
+
     def log_engine_initialized(self) -> None: ...
 
     # -- prometheus_client calls these -----------------------------------------------------------------------
@@ -175,7 +180,7 @@ class Engine:
         pool_families(page, layout, stats)
         engine_request_families(page, stats)
         if told is not None:
-            admission_families(page, stats, {})
+            admission_families(page, stats, seen.counts.refused)
         request_families(page, seen.counts, seen.outcomes)
         latency_families(page, seen.counts)
         size = layout.bytes_per_block if layout is not None and told and told.asked is not None else None

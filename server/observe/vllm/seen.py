@@ -60,12 +60,19 @@ class Seen:
         """received = outcomes + in flight. Who left without an outcome hung up; vLLM's front end ends a request
         at a stop string a step before the scheduler hears of it, so no count may go back."""
         counts = self.counts
-        ended = sum(count for outcome, count in counts.outcomes.items() if outcome != "aborted")
+        ended = sum(counts.outcomes[outcome] for outcome in _HEARD)
         aborted = max(counts.outcomes["aborted"], told.received - told.unfinished - ended)
         counts.outcomes["aborted"] = self.tenant.outcomes["aborted"] = aborted
-        counts.received = told.received
+        counts.received = told.received + counts.outcomes["rejected"]
         counts.in_flight = max(0, told.received - ended - aborted)
         self.tenant.asked_blocks = told.asked or 0
+
+    def rejected(self, reason: str) -> None:
+        """vLLM's front end has turned a request away (0.32: ``max_num_queued_reqs`` or ``_tokens``)."""
+        self.counts.refused["wait", reason] += 1
+        self.counts.outcomes["rejected"] += 1
+        self.tenant.outcomes["rejected"] += 1
+        self.counts.received += 1
 
     def _of_scheduler(self, stats: Any) -> None:
         self.told = take(stats.waiting_lora_adapters) or self.told

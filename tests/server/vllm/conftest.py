@@ -74,9 +74,11 @@ def server(adapters: dict[str, Path], bare: Bare, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="package")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a plain ``vllm serve`` with our entry points, and a pool that a few requests fill."""
+    """URL of a plain ``vllm serve`` with our entry points and scheduler; a few requests fill its pool."""
     flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "1024"]
     flags += ["--kv-cache-memory-bytes", "48M", "--max-num-seqs", "6", "--max-num-batched-tokens", "256"]
+    flags += ["--scheduler-cls", "tonnage.server.engines.vllm.scheduler.TonnageScheduler"]
+    flags += ["--additional-config", '{"tonnage": {"admission_mode": "guaranteed"}}']
     with plain_vllm(tmp_path_factory.mktemp("plain"), str(ensure_demo()), *flags) as url:
         yield url
 

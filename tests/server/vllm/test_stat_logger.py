@@ -200,9 +200,14 @@ def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> No
     assert value(seen, "tonnage_requests_received_total") == 9
     assert value(seen, "tonnage_requests_total", outcome="aborted") == 3
     assert value(seen, "tonnage_requests_in_flight") == 4
-    # A step without news of it changes nothing of that.
+    # A step without news of it changes nothing of that; who is turned away at the door is one more.
+    logger.record_admission_rejection("max_num_queued_reqs")
     logger.record(SchedulerStats(num_running_reqs=3), None)
-    assert value(page(), "tonnage_requests_received_total") == 9
+    seen = page()
+    assert value(seen, "tonnage_requests_received_total") == 10
+    assert value(seen, "tonnage_requests_total", outcome="rejected") == 1
+    assert value(seen, "tonnage_requests_in_flight") == 4
+    assert value(seen, "tonnage_admission_decisions_total", outcome="wait", reason="max_num_queued_reqs") == 1
 
 
 def test_who_ends_at_a_stop_string_did_not_hang_up(made: Any) -> None:

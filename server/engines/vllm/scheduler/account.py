@@ -86,6 +86,12 @@ class Account:
         computed = np.array([request.num_computed_tokens for request in requests], np.int32)
         return snapshot_of(rows, computed, self.groups, self._used())
 
+    def waste(self) -> int:
+        """Token slots of full groups' blocks that hold no token; a shared block counts for each. O(running)."""
+        computed = sum(int(request.num_computed_tokens) for request in self.scheduler.running)
+        held = int(self.snapshot().held.sum())
+        return max(0, held * self.groups.limits.layout.block_size - computed * self.groups.count)
+
     def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
         """In which order those of ``snapshot`` can finish, and what each gives back; walks all tables.
         ``fresh``: what the last of them, still waiting, would find."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Policy, grant, is_safe
 from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.policy import blocks_short
+from tonnage.cache.admission.policy import blocks_short, blocks_taken
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
@@ -41,6 +41,7 @@ class VllmAdmission:
         self._margin = policy.margin(self.limits)
         self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self.groups.count
         self._refused: tuple[str, int, int] | None = None  # id, version of the account, step to ask again
+        self._short = 0  # blocks it was short of
 
     # -- what never fits -------------------------------------------------------------------------------------
 
@@ -49,12 +50,7 @@ class VllmAdmission:
 
         Modes that promise nothing ask for what it has now, the others for all it may become.
         """
-        promised = self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT)
-        if promised:
-            needed, what = sum(self.account.reservation(request)), "prompt and max_tokens"
-        else:
-            # One token beyond what it has: its next one is sampled without a slot.
-            needed, what = sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
+        needed, what = self._needed(request)
         usable = self.limits.usable_blocks
         if needed <= usable:
             return None
@@ -62,6 +58,36 @@ class VllmAdmission:
             f"the request needs {needed} KV blocks for {what} ({request.num_prompt_tokens} prompt tokens, "
             f"max_tokens {request.max_tokens}), the pool has {usable}"
         )
+
+    def _needed(self, request: Any) -> tuple[int, str]:
+        """Blocks of an empty pool that it has to find, and for what."""
+        if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
+            return sum(self.account.reservation(request)), "prompt and max_tokens"
+        # One token beyond what it has: its next one is sampled without a slot.
+        return sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
+
+    # -- what is shown ---------------------------------------------------------------------------------------
+
+    def missing(self, request: Any) -> int:
+        """Blocks that one which can never fit misses in an empty pool."""
+        return max(0, self._needed(request)[0] - self.limits.usable_blocks)
+
+    def short_of(self, id: str) -> int:
+        """Blocks that were missing when the request had to wait; 0: it is not the last that had to."""
+        return self._short if self._refused is not None and self._refused[0] == id else 0
+
+    def committed(self) -> int:
+        """Usable blocks that count as taken for a newcomer, with the margin that it must leave; O(running)."""
+        if not len(self.account):
+            return 0
+        taken = self.account.reserved
+        if not self._by_sum:
+            snapshot = self.account.snapshot()
+            left = snapshot.output_left.astype(np.int64)
+            if self.policy.quantile != 1 and self.policy.forecasts:
+                left = self.forecast.left(snapshot.output, snapshot.output_left)
+            taken = min(taken, max(blocks_taken(snapshot, left, self.limits, self.policy)))
+        return min(self.limits.usable_blocks, taken + self._margin)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -89,7 +115,8 @@ class VllmAdmission:
             if len(allowed) >= room or budget <= 0:
                 break
             hit = self.account.find(request)
-            if self._decide(request, hit, state):
+            if short := self._decide(request, hit, state):
+                self._short = short
                 # Within a block's worth of steps nothing changes that a forecast could see.
                 until = step + self.limits.layout.block_size
                 self._refused = (request.request_id, self.account.version, until)

@@ -9,6 +9,7 @@ What goes wrong in here never reaches a request: from the first exception on vLL
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from tonnage.cache.admission import AdmissionMode
@@ -27,6 +29,8 @@ from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.groups import read_groups
 from tonnage.server.engines.vllm.scheduler.options import read_policy
+from tonnage.server.engines.vllm.scheduler.report import Report
+from tonnage.server.engines.vllm.told import Told, put
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -39,11 +43,13 @@ class Admitting(Scheduler):
 
     admission: VllmAdmission | None = None
     fallbacks = 0  # exceptions of ours so far: 0 or 1
+    _tells = False
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         policy = read_policy(self.vllm_config.additional_config)  # refuses what it does not know
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
+        self._report = Report(self)
         if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
             logger.warning(
                 "Tonnage knows vLLM %s, this is %s: vLLM schedules on its own, there is no admission",
@@ -51,6 +57,8 @@ class Admitting(Scheduler):
                 vllm.__version__,
             )
             return
+        # Where vLLM is told to leave our stat logger out, nobody would take it out of vLLM's statistics again.
+        self._tells = "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(",")
         with self._ours("at start"):
             self._account = Account(self, read_groups(self))
             self.admission = VllmAdmission(policy, self._account)
@@ -65,9 +73,14 @@ class Admitting(Scheduler):
     def add_request(self, request: Request) -> None:
         """As vLLM's; what can never fit is answered after the next step (`update_from_output`)."""
         super().add_request(request)
-        if self.admission is not None and request.request_id in self.requests:
+        if request.request_id not in self.requests:
+            return
+        blocks = 0
+        if self.admission is not None:
             with self._ours("for a new request"):
+                blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
+        self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
         """One step of vLLM's over those who may take part in it."""
@@ -84,9 +97,11 @@ class Admitting(Scheduler):
         else:
             with self._only(allowed, stalled):
                 output = super().schedule(*args, **named)
-        if self.admission is not None and self.admission.policy.mode is not AdmissionMode.GREEDY:
+        if self.admission is not None:
             with self._ours("after a step"):
-                self._account.sync(output.num_scheduled_tokens)
+                if self.admission.policy.mode is not AdmissionMode.GREEDY:
+                    self._account.sync(output.num_scheduled_tokens)
+                self._report.stepped(output, self.admission)
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
@@ -98,10 +113,25 @@ class Admitting(Scheduler):
         return outputs
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
+        self._report.left(request.request_id)
         if self.admission is not None and _by_itself(request):
             with self._ours("when a request ended"):
                 self.admission.forecast.ended(request.num_output_tokens)
         return super()._free_request(request, *args, **named)
+
+    def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
+        """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
+        stats = super().make_stats(*args, **named)
+        if stats is not None and self._tells:
+            with self._ours("while it told of itself"):
+                put(self._told(), stats.waiting_lora_adapters)
+        return stats
+
+    def _told(self) -> Told:
+        admission = self.admission
+        if admission is not None and admission.policy.mode is not AdmissionMode.GREEDY:
+            return self._report.told(admission, str(admission.policy.mode), self.fallbacks)
+        return self._report.told(None, str(AdmissionMode.GREEDY), self.fallbacks)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -146,6 +176,7 @@ class Admitting(Scheduler):
             RequestStatus.FINISHED_LENGTH_CAPPED if request.num_output_tokens else RequestStatus.FINISHED_ERROR
         )
         self._refused[request.request_id] = status, why
+        self._report.never(self.admission.missing(request))
         logger.warning("Tonnage refuses request %s: %s", request.request_id, why)
         return True
 

@@ -1,0 +1,87 @@
+"""What the scheduler knows and vLLM's statistics do not say, counted as it happens (`Told`)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
+from tonnage.server.engines.vllm.told import Told
+
+# Seconds between two looks at every running request. Nobody scrapes more often.
+_LOOK_SECONDS = 1.0
+
+
+class Report:
+    """Of one scheduler; its hooks cost a few dictionary entries a step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._received = 0
+        self._asked: dict[str, int] = {}  # unfinished requests -> most blocks each ever holds
+        self._asked_blocks = 0  # their sum
+        self._decisions: Counter[tuple[str, str]] = Counter()
+        self._missing: Counter[tuple[str, str]] = Counter()
+        self._waited: set[str] = set()  # unfinished requests that had to wait
+        self._looked = float("-inf")
+        self._committed = self._waste = 0
+
+    def added(self, id: str, blocks: int) -> None:
+        """A request has come that may hold so many blocks."""
+        if id not in self._asked:  # a streaming session adds to itself
+            self._received += 1
+            self._asked[id] = blocks
+            self._asked_blocks += blocks
+
+    def left(self, id: str) -> None:
+        """A request is finished, however that came."""
+        self._asked_blocks -= self._asked.pop(id, 0)
+        self._waited.discard(id)
+
+    def never(self, missing: int) -> None:
+        """A request can never fit: so many blocks are missing."""
+        self._decisions["never", "blocks"] += 1
+        self._missing["never", "blocks"] += missing
+
+    def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
+        """A step is scheduled. Who is the first to wait is counted once; those behind him are not asked."""
+        started, resumed = len(output.scheduled_new_reqs), len(output.scheduled_cached_reqs.resumed_req_ids)
+        if started:
+            self._decisions["admit", "fits"] += started
+        if resumed:
+            self._decisions["admit", "resumed"] += resumed
+        waiting = self._scheduler.waiting
+        if not waiting:
+            return
+        head = waiting.peek_request().request_id
+        if head in self._waited:
+            return
+        short = 0 if admission is None else admission.short_of(head)
+        if len(self._scheduler.running) >= self._scheduler.max_num_running_reqs:
+            self._decisions["wait", "sequences"] += 1
+        elif short or output.total_num_scheduled_tokens < self._scheduler.max_num_scheduled_tokens:
+            self._decisions["wait", "blocks"] += 1
+            self._missing["wait", "blocks"] += short
+        else:  # it waits for the token budget of one step: that is no decision
+            return
+        self._waited.add(head)
+
+    def told(self, admission: VllmAdmission | None, mode: str, failures: int) -> Told:
+        """``admission`` None: vLLM schedules on its own, nothing is reserved."""
+        told = Told(
+            mode, self._received, len(self._asked), failures,
+            decisions=dict(self._decisions), missing_blocks=dict(self._missing),
+        )  # fmt: skip
+        if admission is None:
+            return told
+        admission.account.sync()  # who has finished in this step holds nothing
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS or not self._scheduler.running:
+            self._looked = now
+            self._committed, self._waste = admission.committed(), admission.account.waste()
+        return replace(
+            told, reserved=admission.account.reserved, committed=self._committed, asked=self._asked_blocks,
+            waste=self._waste,
+        )  # fmt: skip

@@ -1,0 +1,138 @@
+"""What the scheduler tells of itself, step by step, held against vLLM's own lists and tables."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+from vllm_steps import BLOCK, World, config, request, scheduler
+
+from tonnage.server.engines.vllm.scheduler import TonnageScheduler
+from tonnage.server.engines.vllm.scheduler import report as module
+from tonnage.server.engines.vllm.scheduler.admission import State
+from tonnage.server.engines.vllm.told import PREFIX, Told, take
+
+BLOCKS = 60
+
+
+def world(mode: str, blocks: int = BLOCKS, **flags: Any) -> World:
+    return World(scheduler(TonnageScheduler, config(blocks + 1, mode=mode, **flags)))
+
+
+def holds(made: Any) -> Told:
+    """The law between what is told and what vLLM has."""
+    told: Told = made._told()
+    assert told.unfinished == len(made.requests)
+    if told.mode == "greedy":
+        assert told.reserved is told.committed is told.waste is told.asked is None
+        return told
+    tables = made.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    held = sum(len(tables[running.request_id]) for running in made.running)
+    assert told.waste == held * BLOCK - sum(running.num_computed_tokens for running in made.running)
+    assert told.reserved is not None
+    assert told.committed is not None
+    assert told.asked is not None
+    assert held <= told.reserved <= told.asked
+    assert 0 <= told.committed <= BLOCKS
+    return told
+
+
+@pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict", "greedy"])
+def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    draw = random.Random(3)
+    tried = world(mode, sequences=8)
+    made = tried.scheduler
+    before = Told("")
+
+    def law(made: Any) -> None:
+        nonlocal before
+        told = holds(made)
+        for table in ("decisions", "missing_blocks"):
+            assert not Counter(getattr(before, table)) - Counter(getattr(told, table)), "counters never go back"
+        before = told
+
+    tried.law = law
+    for number in range(40):
+        tried.add(request(f"r{number}", draw.randrange(1, 200), 120), 1 + draw.randrange(100))
+        for _ in range(draw.randrange(4)):
+            if made.has_unfinished_requests():
+                tried.step()
+    tried.run()
+    told = made._told()
+    assert (told.received, told.unfinished) == (40, 0)
+    assert told.decisions["admit", "fits"] == 40
+    assert told.decisions.get(("admit", "resumed"), 0) == tried.preemptions
+    assert told.decisions["wait", "blocks"] > 0
+    if mode != "greedy":
+        assert (told.reserved, told.committed, told.asked, told.waste) == (0, 0, 0, 0)
+        assert told.missing_blocks["wait", "blocks"] >= told.decisions["wait", "blocks"]
+    assert told.failures == 0
+
+
+@pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict"])
+def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    draw = random.Random(5)
+    tried = world(mode, sequences=32)
+    made, asked = tried.scheduler, 0
+    for number in range(30):
+        tried.add(request(f"r{number}", draw.randrange(1, 120), 100), 1 + draw.randrange(90))
+        tried.step()
+        room = BLOCKS - (made._told().committed or 0)
+        if made.admission is None or not 0 < room < BLOCKS or made.waiting:
+            continue
+        newcomer = request(f"new{number}", max(1, room * BLOCK - 20), 20)
+        assert sum(made._account.reservation(newcomer)) == room
+        state = State(made._account.snapshot(), made._account.reserved)
+        assert made.admission._decide(newcomer, made._account.find(newcomer), state) == 0
+        asked += 1
+    assert asked > 3
+
+
+def test_who_waits_for_a_seat_and_who_never_fits() -> None:
+    tried = world("guaranteed", sequences=2)
+    for number in range(4):
+        tried.add(request(f"r{number}", 16, 30), 20 + number)
+    tried.add(request("large", 2000, 30), 1)
+    tried.run()
+    told = tried.scheduler._told()
+    assert told.decisions["wait", "sequences"] == 2  # each once, as long as he is the first
+    assert told.decisions["never", "blocks"] == 1
+    assert told.missing_blocks["never", "blocks"] == 2029 // BLOCK + 1 - BLOCKS
+    assert (told.received, told.unfinished) == (5, 0)
+
+
+def test_aborted_ones_are_not_there_any_more() -> None:
+    tried = world("predictive")
+    for number in range(3):
+        tried.add(request(f"r{number}", 50, 30), 25)
+    tried.step()
+    tried.scheduler.finish_requests(["r0", "r2"], RequestStatus.FINISHED_ABORTED)
+    told = holds(tried.scheduler)
+    assert (told.received, told.unfinished) == (3, 1)
+
+
+def test_it_goes_with_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world("guaranteed").scheduler
+    stats = made.make_stats()
+    assert take(stats.waiting_lora_adapters) == made._told()
+    assert stats.waiting_lora_adapters == {}
+    monkeypatch.setenv("VLLM_PLUGINS", "another")  # our logger is left out: nobody would take it away
+    quiet = world("guaranteed").scheduler.make_stats()
+    assert not [name for name in quiet.waiting_lora_adapters if name.startswith(PREFIX)]
+
+
+def test_after_a_failure_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = world("predictive")
+    tried.add(request("r0", 16, 30), 20)
+    tried.step()
+    monkeypatch.setattr(tried.scheduler._account, "sync", None)
+    tried.add(request("r1", 16, 30), 20)
+    tried.run()
+    told = tried.scheduler._told()
+    assert (told.mode, told.failures, told.received, told.unfinished) == ("greedy", 1, 2, 0)
+    assert told.reserved is None
