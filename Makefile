@@ -27,6 +27,7 @@ help:
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
+	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
@@ -133,6 +134,26 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
 	touch $@
+
+# tonnage watch beside a real llama-server, built from the sources in llama-cpp-python's sdist: ten minutes of one
+# core, once. Its files are dated ahead of their time, which make would build again and again.
+LLAMA_SERVER := .venv-watch/build/bin/llama-server
+.PHONY: test-watch
+test-watch: $(VENV)/.test $(LLAMA_SERVER)
+	LLAMA_SERVER=$(LLAMA_SERVER) $(BIN)/python -m pytest tests/watch
+
+$(LLAMA_SERVER):
+	$(PYTHON) -m venv .venv-watch
+	.venv-watch/bin/python -m pip --disable-pip-version-check install cmake==3.31.10
+	.venv-watch/bin/python -m pip --disable-pip-version-check download --no-deps --no-binary llama-cpp-python \
+	  --dest .venv-watch llama-cpp-python==0.3.36
+	mkdir -p .venv-watch/source
+	tar xzf .venv-watch/llama_cpp_python-0.3.36.tar.gz -C .venv-watch/source --strip-components=1
+	find .venv-watch/source -exec touch {} +
+	.venv-watch/bin/cmake -S .venv-watch/source/vendor/llama.cpp -B .venv-watch/build -G "Unix Makefiles" \
+	  -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_APP=OFF \
+	  -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	$(MAKE) -C .venv-watch/build llama-server
 
 # Pictures of the dashboards' data, and the dashboards against Grafana's types: npm packages, no Grafana.
 NPM := .venv-deploy/npm/node_modules
