@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -26,7 +27,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import PATIENCE
 
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.plans import Plan
 from tonnage.server.commands.watch import parser, run
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.observe.report import planned_components
 from tonnage.server.watch import client as client_module
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.records import Counters
@@ -277,6 +281,46 @@ def test_metrics_of_sglang_off(qwen: str) -> None:
             WatchError, match=r"SGLang, and shows no metrics \(start it with --enable-metrics\)"
         ):
             look(server, qwen)
+
+
+# -- our own server
+
+
+async def test_a_tonnage_server(run_server: Callable[..., Any], small_plan: Callable[..., Plan]) -> None:
+    """It tells its plan, also where it speaks vLLM's names beside its own; what it says is shown as it is."""
+    plan = small_plan()
+    async with run_server(FakeEngine(plan), metrics_compat="vllm") as running:
+        for number in range(3):
+            await running.complete(prompt=f"Story {number}", max_tokens=8)
+        watcher = Watcher(Client(running.url), {}, None)
+        found = await asyncio.to_thread(watcher.look)
+        page = Samples((await running.http.get("/metrics")).text)
+        memory = (await running.http.get("/memory")).json()
+    assert found.told.title == "Tonnage"
+    assert found.planned is not None
+    assert found.planned.plan_id == plan.plan_id
+    assert found.planned.components == planned_components(plan)
+    assert found.reading.blocks("usable") == memory["pool"]["blocks"]["usable"] == 255
+    assert found.reading.blocks("cached") == memory["pool"]["blocks"]["cached"]
+    assert found.headroom is not None
+    assert found.headroom.requests == page.count("tonnage_headroom_requests")
+    assert found.headroom.blocks == page.count("tonnage_headroom_blocks")
+    assert found.reading.counters.generation_tokens == 24
+    assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (0, 0)
+
+
+async def test_a_tonnage_server_needs_no_flags_but_its_key(
+    run_server: Callable[..., Any], small_plan: Callable[..., Plan]
+) -> None:
+    async with run_server(FakeEngine(small_plan()), api_key="watch-secret", key="watch-secret") as running:
+        with pytest.raises(WatchError, match="--api-key"):
+            await asyncio.to_thread(Watcher(Client(running.url), {}, None).look)
+        known = Client(running.url, api_key="watch-secret")
+        for given, model in (({}, "demo"), ({"gpu": "h100-80g"}, None)):
+            with pytest.raises(TonnageError, match=r"a Tonnage server tells its own plan \(leave it out\)"):
+                await asyncio.to_thread(Watcher(known, given, model).look)
+        found = await asyncio.to_thread(Watcher(known, {}, None).look)
+    assert found.told.title == "Tonnage"
 
 
 # -- counters, restarts, and servers that come and go

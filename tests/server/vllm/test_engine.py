@@ -22,6 +22,8 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
+from tonnage.server.watch.client import Client
+from tonnage.server.watch.watcher import Watcher
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
 
@@ -86,6 +88,14 @@ def test_block_count_is_the_plans(server: str, bare: Bare) -> None:
 
 
 @needs_vllm
+def test_it_is_watched_by_its_own_plan(server: str, bare: Bare) -> None:
+    found = Watcher(Client(server), {}, None).look()
+    assert found.told.title == "Tonnage"
+    assert found.reading.blocks("num_blocks") == bare.blocks
+    assert found.planned is not None
+    assert found.measured["kv_pool"] == found.planned.components["kv_pool"]
+
+
 def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: Bare) -> None:
     for prompt, expected in zip(PROMPTS, bare.texts, strict=True):
         answer = client.completions.create(model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
