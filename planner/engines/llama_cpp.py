@@ -64,6 +64,7 @@ class LlamaCpp(Engine):
     apple = True
     logs = True
     sized_by_context = True
+    keeps_gguf = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
         return memory

@@ -28,6 +28,7 @@ from tonnage.planner.planning.terms import (
     quantization_notes,
     quantized_terms,
 )
+from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization
 from tonnage.planner.quantization.scheme import Quantization
@@ -180,7 +181,11 @@ class Sizer:
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
-            self._parts[key] = held_parts(architecture, quantization, flags, self._copies or ())
+            parts = held_parts(architecture, quantization, flags, self._copies or ())
+            if self._source.kind == "gguf" and engine_of(flags.engine).keeps_gguf:
+                whole = hold_weights(architecture, quantization, flags).loaded.total
+                parts = [(part, as_stored(held, whole, self._source.tensors or ())) for part, held in parts]
+            self._parts[key] = parts
         return self._parts[key]
 
 

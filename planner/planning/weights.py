@@ -8,10 +8,10 @@ from math import prod
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
-from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.plans import Deployment, Term, WeightFormat
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import dataclass
+from tonnage.planner.records import dataclass, replace
 
 # The largest block of oneDNN's packed weight formats (tags such as BA16a64b2a, oneDNN 3): vLLM's CPU
 # linear layers are stored in them (model_executor/layers/utils.py, vLLM 0.32.0).
@@ -135,6 +135,27 @@ def sum_weights(
     return Weights(
         total, total + slack, terms, tuple(WeightFormat(*key, size) for key, size in formats.items())
     )
+
+
+def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...]) -> HeldWeights:
+    """``held`` by an engine that loads a file's tensors in the types they are stored in: the share of their
+    bytes that ``held`` is of ``whole``, the model undivided (bytes; both as if dequantized)."""
+    share = held.loaded.total
+    sums: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        count, size = sums.get(tensor.dtype, (0, 0))
+        sums[tensor.dtype] = count + 1, size + tensor.nbytes
+    divided = "" if share == whole else f" x {share:,} / {whole:,} (this rank's share)"
+    terms = tuple(
+        Term(
+            f"weights.{name}", -(-size * share // whole), f"{size:,}, {count} tensors of {name}{divided}",
+            "the GGUF header",
+        )
+        for name, (count, size) in sums.items()
+    )  # fmt: skip
+    total = sum(term.value for term in terms)
+    formats = tuple(WeightFormat(name, "gguf", term.value) for name, term in zip(sums, terms, strict=True))
+    return replace(held, loaded=Weights(total, total, terms, formats), offloaded=min(held.offloaded, total))
 
 
 @dataclass(slots=True)

@@ -80,6 +80,23 @@ def llama_file(path: Path, *, arch: str = "llama", drop: str = "", extra: str = 
     return path
 
 
+def test_llama_cpp_keeps_the_files_types():
+    """llama-server says its "size" is 96576768 (tests/data/metrics_pages/llama.cpp-0.3.36/models.json)."""
+    plan = make_plan(str(demo_gguf()), Deployment(engine="llama.cpp"))
+    assert plan.rank.weights_bytes == 96_576_768
+    assert {(part.dtype, part.bytes) for part in plan.weight_formats} == {
+        ("Q8_0", 30_081_024), ("Q4_1", 66_355_200), ("F32", 140_544)
+    }  # fmt: skip
+    assert sum(term.value for term in plan.terms if term.name.startswith("weights.")) == 96_576_768
+    halved = make_plan(
+        str(demo_gguf()),
+        Deployment(engine="llama.cpp", device="cuda", device_memory=80 << 30, pipeline_parallel_size=2),
+    )
+    assert sum(rank.weights_bytes for rank in halved.ranks) >= 96_576_768
+    assert halved.rank.weights_bytes < 0.7 * 96_576_768
+    assert make_plan(str(demo_gguf()), Deployment(engine="hf")).rank.weights_bytes == 269_030_272  # dequantized
+
+
 def test_a_written_file_is_planned_like_its_config(tmp_path, folder_with, tiny_llama):
     flags = Deployment(device_memory=1 << 34)
     plan = make_plan(str(llama_file(tmp_path / "m.gguf")), flags)

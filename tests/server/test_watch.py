@@ -186,6 +186,7 @@ def test_slots_of_llama_cpp_with_a_cache_each(gguf: str) -> None:
     assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (4, 2)
     assert (found.reading.blocks("usable"), found.reading.blocks("used")) == (4096, 15 + 15 + 15 + 16)
     assert found.planned is not None
+    assert found.planned.components["weights"] == found.measured["weights"] == 96_576_768
     # -c 4096 of 30 layers, K and V of 3 heads of 64 values in f16
     assert found.planned.components["kv_pool"] == 4096 * 30 * 2 * 3 * 64 * 2 == found.measured["kv_pool"]
     assert found.headroom is not None
