@@ -296,7 +296,14 @@ async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() ->
     with contextlib.suppress(EngineDead):  # it came to the one that was killed, or to the next
         await lost
     assert await trying.passed(request("after", Grammar("regex", "[a-e]"))) is not None
-    trying.close()
+    psutil.Process(trying.pid).suspend()
+    waits = asyncio.create_task(trying.passed(request("waits", Grammar("regex", "[a-d]"))))
+    await asyncio.sleep(0.1)
+    trying.close()  # the engine is stopped, or started again
+    with pytest.raises(EngineDead):
+        await waits
+    with pytest.raises(EngineDead):
+        await trying.passed(request("late", DIGITS))
 
 
 def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:

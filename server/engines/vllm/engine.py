@@ -235,7 +235,10 @@ class VLLMEngine(Engine):
             prompt, output = max(1, prompt - 1), 1
         wish = AdmissionRequest(prompt, output, request.n)
         arrived = time.monotonic()
-        passed = await self._trying.passed(request) if self._trying is not None else None
+        passed: Passed | None = None
+        if self._trying is not None:
+            passed = await self._trying.passed(request)
+            self._refuse()  # that may have taken a while
         await self._ledger.enter(request.request_id, wish, request.priority)
         queued = time.monotonic() - arrived
         try:

@@ -18,6 +18,7 @@ class Trying:
     def __init__(self, folder: Path) -> None:
         self._loop = asyncio.get_running_loop()
         self._asking: dict[str, asyncio.Future[Tried | None]] = {}
+        self._closed = False
         self._trials = Trials(folder, self._told)
 
     @property
@@ -32,7 +33,10 @@ class Trying:
             return None
         future = self._asking[request.request_id] = self._loop.create_future()
         try:
-            self._trials.ask(request)
+            if self._closed:
+                future.set_result(None)
+            else:
+                self._trials.ask(request)
             tried = await future
         finally:
             del self._asking[request.request_id]
@@ -45,7 +49,12 @@ class Trying:
         return Passed(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
 
     def close(self) -> None:
+        """Whoever waits is told."""
+        self._closed = True
         self._trials.close()
+        for future in self._asking.values():
+            if not future.done():
+                future.set_result(None)
 
     def _told(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
         """In the thread of the trials."""
