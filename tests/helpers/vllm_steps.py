@@ -139,14 +139,18 @@ class World:
         self.scheduler.add_request(made)
 
     def step(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
+        output: SchedulerOutput = self.scheduler.schedule()
+        self.scheduled(output)
+        return output
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step is on its way; with as many as may be, the oldest comes back."""
         self.steps += 1
         if self.law is not None:
             self.law(self.scheduler)
         self._flight.append(output)
         if len(self._flight) == self._deep:
             self.land()
-        return output
 
     def land(self) -> None:
         """The oldest step comes back."""

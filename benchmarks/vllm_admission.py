@@ -1,0 +1,367 @@
+"""vLLM's own scheduler against Tonnage's admission inside it: real vLLM on this machine, a pool that is too small.
+
+    python benchmarks/vllm_admission.py --json             three rounds, closed loop and Poisson arrivals
+    python benchmarks/vllm_admission.py --schedule-only    CPU time of schedule() at 256 running; half a minute
+
+One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round. Prompt and output
+lengths are those of the Azure conversations (tests/data/traces), prompts by ``--prompt-scale``, outputs by
+``--output-scale`` shorter; each request asks for 1,000 tokens scaled alike and ends where the trace says (a logits
+processor gives the end token). The Poisson rate is ``--load`` of what the default took in its first closed loop.
+Predictive mode learns over the rounds, as it does in a server.
+
+The last line is one JSON object. ``modes``: for each loop and mode, medians over the rounds (preemptions, recomputed
+tokens and lost requests: sums); ``ratios``: each mode over the default. ``schedule``: see ``--schedule-only``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tonnage.cache.replay.trace import read_trace
+
+ROOT = Path(__file__).parents[1]
+TRACE = ROOT / "tests" / "data" / "traces" / "azure_conversation_300.csv"
+MODES = ("default", "guaranteed", "predictive")
+SCHEDULER = "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
+MAX_TOKENS = 1000  # that each request asks for, before the scale
+BLOCK = 32  # the smallest that vLLM 0.32's attention on a CPU takes
+VOCABULARY, TOKEN_BYTES = 49_152, 30 * 2 * 3 * 64 * 2  # SmolLM2-135M; K and V of a token in bf16, all layers
+
+
+def lengths(arguments: argparse.Namespace) -> list[tuple[int, int]]:
+    """(prompt, output) tokens of each request."""
+    trace = read_trace(TRACE, limit=arguments.requests).requests
+    return [
+        (
+            max(1, round(request.prompt_tokens / arguments.prompt_scale)),
+            max(1, round(request.output_tokens / arguments.output_scale)),
+        )
+        for request in trace
+    ]
+
+
+# -- one engine, in a process of its own ----------------------------------------------------------------------
+
+
+def engine(mode: str, arguments: argparse.Namespace) -> None:
+    """Reads a line of JSON for each run, answers with one."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    from tonnage.server.demo.model import ensure_demo
+
+    seen = {"preemptions": 0, "recomputed": 0}
+
+    class Seen(StatLoggerBase):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if iteration_stats is not None:
+                seen["preemptions"] += iteration_stats.num_preempted_reqs
+            if scheduler_stats is not None and scheduler_stats.prefix_cache_stats is not None:
+                found = scheduler_stats.prefix_cache_stats
+                # As many as it had, less what was still cached and the one token it is resumed for.
+                seen["recomputed"] += (
+                    found.preempted_queries - found.preempted_hits - found.preempted_requests
+                )
+
+    flags: dict[str, Any] = {}
+    if mode != "default":
+        flags = {
+            "scheduler_cls": SCHEDULER,
+            "additional_config": {"tonnage": {"admission_mode": mode}},
+        }
+    made = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(ensure_demo()), dtype="bfloat16", enforce_eager=True, block_size=BLOCK,
+            kv_cache_memory_bytes=(arguments.blocks + 1) * BLOCK * TOKEN_BYTES, max_model_len=arguments.length,
+            max_num_seqs=arguments.sequences, max_num_batched_tokens=arguments.batched,
+            logits_processors=["ends_at:EndsAt"], seed=0, **flags,
+        ),
+        stat_loggers=[Seen],
+    )  # fmt: skip
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        print(json.dumps({"ready": True}), flush=True)
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            before = dict(seen)
+            found = await run(made, json.loads(line))
+            found.update({key: seen[key] - before[key] for key in seen})
+            print(json.dumps(found), flush=True)
+        made.shutdown()
+
+    asyncio.run(serve())
+
+
+async def run(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """One load: ``lengths``, ``max_tokens``, ``seed``; ``clients`` (closed loop) or ``rate`` (a second)."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    draw = random.Random(order["seed"])
+    loads = [
+        (number, [draw.randrange(100, VOCABULARY) for _ in range(prompt)], output)
+        for number, (prompt, output) in enumerate(order["lengths"])
+    ]
+    first: list[float] = []
+    between: list[float] = []
+    done: list[int] = []
+
+    async def one(number: int, prompt: list[int], output: int) -> None:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=order["max_tokens"], output_kind=RequestOutputKind.DELTA,
+            detokenize=False, extra_args={"ends_at": output},
+        )  # fmt: skip
+        asked = last = time.perf_counter()
+        count = 0
+        async for out in engine.generate({"prompt_token_ids": prompt}, sampling, f"{order['seed']}-{number}"):
+            now = time.perf_counter()
+            if out.outputs[0].token_ids:
+                (between if count else first).append(now - (last if count else asked))
+                last, count = now, count + len(out.outputs[0].token_ids)
+        if count == output:
+            done.append(count)
+
+    start = time.perf_counter()
+    if order.get("rate"):
+        tasks = []
+        for load in loads:
+            tasks.append(asyncio.create_task(one(*load)))
+            await asyncio.sleep(draw.expovariate(order["rate"]))
+        await asyncio.gather(*tasks)
+    else:
+        waiting = iter(loads)
+
+        async def client() -> None:
+            for load in waiting:
+                await one(*load)
+
+        await asyncio.gather(*(client() for _ in range(order["clients"])))
+    seconds = time.perf_counter() - start
+    return {
+        "tokens_per_second": sum(done) / seconds,
+        "requests_per_second": len(loads) / seconds,
+        "ttft_p50_s": quantile(first, 0.5),
+        "ttft_p99_s": quantile(first, 0.99),
+        "between_tokens_p99_s": quantile(between, 0.99),
+        "lost": len(loads) - len(done),
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values) or [0.0]
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# -- all modes in turns ---------------------------------------------------------------------------------------
+
+ENDS_AT = '''
+"""A logits processor that ends a request where it is told."""
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+END = 2  # SmolLM2's <|im_end|>
+
+
+class EndsAt(AdapterLogitsProcessor):
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        ends_at = (params.extra_args or {}).get("ends_at")
+        if ends_at is None:
+            return None
+
+        def one(output_ids, logits):
+            if len(output_ids) + 1 >= ends_at:
+                logits[:] = float("-inf")
+                logits[END] = 0
+            else:
+                logits[END] = float("-inf")
+            return logits
+
+        return one
+'''
+
+
+def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    import os
+
+    Path(folder, "ends_at.py").write_text(ENDS_AT)
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
+    engines: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for mode in MODES:
+            command = [sys.executable, __file__, "--engine", mode, *sys.argv[1:]]
+            engines[mode] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+            answer(engines[mode])  # one start at a time
+        found: dict[str, dict[str, list[dict[str, Any]]]] = {"closed": {}, "poisson": {}}
+        rate = 0.0
+        for number in range(arguments.rounds):
+            for shape in ("closed", "poisson"):
+                for at in range(len(MODES)):
+                    mode = MODES[(at + number) % len(MODES)] if rate else MODES[at]
+                    order = {
+                        "lengths": lengths(arguments),
+                        "seed": number,
+                        "max_tokens": round(MAX_TOKENS / arguments.output_scale),
+                        **({"rate": rate} if shape == "poisson" else {"clients": arguments.clients}),
+                    }
+                    pipe = engines[mode].stdin
+                    assert pipe is not None
+                    pipe.write(json.dumps(order) + "\n")
+                    pipe.flush()
+                    result = answer(engines[mode])
+                    print(f"round {number} {shape} {mode}: {result}", file=sys.stderr, flush=True)
+                    found[shape].setdefault(mode, []).append(result)
+                    rate = rate or arguments.load * result["requests_per_second"]
+    finally:
+        for process in engines.values():
+            process.terminate()
+        for process in engines.values():
+            process.wait()
+    return {shape: {mode: over(rounds) for mode, rounds in modes.items()} for shape, modes in found.items()}
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    raise SystemExit(f"the engine ended with {process.wait()}")
+
+
+def over(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    sums = ("preemptions", "recomputed", "lost")
+    return {
+        key: sum(each[key] for each in rounds)
+        if key in sums
+        else round(statistics.median(each[key] for each in rounds), 4)
+        for key in rounds[0]
+    }
+
+
+def ratios(modes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    base = modes["default"]
+    keys = ("tokens_per_second", "ttft_p50_s", "ttft_p99_s", "between_tokens_p99_s")
+    return {
+        mode: {key: round(each[key] / base[key], 3) for key in keys if base[key]}
+        for mode, each in modes.items()
+        if mode != "default"
+    }
+
+
+# -- CPU time of schedule() -----------------------------------------------------------------------------------
+
+
+def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of CPU time a step at 256 running requests under pressure, without a model; the schedulers
+    take turns, ratios are of the best of each, as other work on the machine only adds."""
+    sys.path.append(str(ROOT / "tests" / "helpers"))
+    import vllm_steps as steps
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from tonnage.server.engines.vllm.scheduler import TonnageScheduler
+
+    worlds = {}
+    for mode in ("default", "predictive", "guaranteed"):
+        cls = AsyncScheduler if mode == "default" else TonnageScheduler
+        made = steps.scheduler(
+            cls,
+            steps.config(
+                arguments.schedule_blocks + 1, mode=None if mode == "default" else mode,
+                length=8192, sequences=256, batched=8192,
+            ),
+        )  # fmt: skip
+        world = worlds[mode] = steps.World(made)
+        draw = random.Random(0)
+        for number in range(6000):
+            output = min(400, 1 + int(draw.expovariate(1 / 200)))
+            world.add(steps.request(f"r{number}", draw.randrange(64, 600), 400), output)
+        for _ in range(300):
+            world.step()
+    taken: dict[str, list[float]] = {mode: [] for mode in worlds}
+    running = dict.fromkeys(worlds, 0)
+    gc.disable()
+    for _ in range(20):
+        for mode, world in worlds.items():
+            plain, spent = world.scheduler.schedule, 0.0
+            for _ in range(50):
+                start = time.process_time()
+                output = plain()
+                spent += time.process_time() - start
+                world.scheduled(output)
+                running[mode] += len(world.scheduler.running)
+            taken[mode].append(spent / 50 * 1e6)
+    gc.enable()
+    best = {mode: min(values) for mode, values in taken.items()}
+    return {
+        mode: {
+            "us_best": round(best[mode]),
+            "us_median": round(statistics.median(taken[mode])),
+            "running": round(running[mode] / 1000),
+            "preemptions": worlds[mode].preemptions,
+            "ratio_best": round(best[mode] / best["default"], 3),
+            "ratio_median": round(
+                statistics.median(taken[mode]) / statistics.median(taken["default"]), 3
+            ),
+        }
+        for mode in worlds
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=48)
+    parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--prompt-scale", type=float, default=8)
+    parser.add_argument("--output-scale", type=float, default=4)
+    parser.add_argument("--blocks", type=int, default=96, help=f"usable blocks of {BLOCK} tokens")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--batched", type=int, default=512)
+    parser.add_argument("--schedule-only", action="store_true")
+    parser.add_argument("--serve-only", action="store_true")
+    parser.add_argument("--schedule-blocks", type=int, default=8000)
+    parser.add_argument("--json", action="store_true", help="nothing but the last line on stdout")
+    arguments = parser.parse_args()
+    if arguments.engine:
+        engine(arguments.engine, arguments)
+        return
+    result: dict[str, Any] = {}
+    if not arguments.serve_only:
+        result["schedule"] = schedule(arguments)
+    if not arguments.schedule_only:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            modes = compare(arguments, folder)
+        result["modes"] = modes
+        result["ratios"] = {shape: ratios(each) for shape, each in modes.items()}
+        result["pool_tokens"] = arguments.blocks * BLOCK
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
