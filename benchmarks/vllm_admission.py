@@ -1,16 +1,18 @@
-"""vLLM's own scheduler against Tonnage's admission inside it: real vLLM on this machine, a pool that is too small.
+"""vLLM's own scheduler against Tonnage's admission inside it: real vLLM on this machine, a pool that is too
+small.
 
     python benchmarks/vllm_admission.py --json             three rounds, closed loop and Poisson arrivals
     python benchmarks/vllm_admission.py --schedule-only    CPU time of schedule() at 256 running; half a minute
 
-One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round. Prompt and output
-lengths are those of the Azure conversations (tests/data/traces), prompts by ``--prompt-scale``, outputs by
-``--output-scale`` shorter; each request asks for 1,000 tokens scaled alike and ends where the trace says (a logits
-processor gives the end token). The Poisson rate is ``--load`` of what the default took in its first closed loop.
-Predictive mode learns over the rounds, as it does in a server.
+One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round. Prompt and
+output lengths are those of the Azure conversations (tests/data/traces), prompts by ``--prompt-scale``,
+outputs by ``--output-scale`` shorter; each request asks for 1,000 tokens scaled alike and ends where the
+trace says (a logits processor gives the end token). The Poisson rate is ``--load`` of what the default took
+in its first closed loop. Predictive mode learns over the rounds, as it does in a server.
 
-The last line is one JSON object. ``modes``: for each loop and mode, medians over the rounds (preemptions, recomputed
-tokens and lost requests: sums); ``ratios``: each mode over the default. ``schedule``: see ``--schedule-only``.
+The last line is one JSON object. ``modes``: for each loop and mode, medians over the rounds (preemptions,
+recomputed tokens and lost requests: sums); ``ratios``: each mode over the default. ``schedule``: see
+``--schedule-only``.
 """
 
 from __future__ import annotations
@@ -76,9 +78,7 @@ def engine(mode: str, arguments: argparse.Namespace) -> None:
             if scheduler_stats is not None and scheduler_stats.prefix_cache_stats is not None:
                 found = scheduler_stats.prefix_cache_stats
                 # As many as it had, less what was still cached and the one token it is resumed for.
-                seen["recomputed"] += (
-                    found.preempted_queries - found.preempted_hits - found.preempted_requests
-                )
+                seen["recomputed"] += found.preempted_queries - found.preempted_hits - found.preempted_requests
 
     flags: dict[str, Any] = {}
     if mode != "default":
@@ -213,12 +213,12 @@ def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
             )
             answer(engines[mode])  # one start at a time
-        found: dict[str, dict[str, list[dict[str, Any]]]] = {"closed": {}, "poisson": {}}
-        rate = 0.0
+        found: dict[str, dict[str, list[dict[str, Any]]]] = {shape: {} for shape in arguments.loops}
+        rate = arguments.rate
         for number in range(arguments.rounds):
-            for shape in ("closed", "poisson"):
+            for shape in arguments.loops:
                 for at in range(len(MODES)):
-                    mode = MODES[(at + number) % len(MODES)] if rate else MODES[at]
+                    mode = MODES[(at + number) % len(MODES)]
                     order = {
                         "lengths": lengths(arguments),
                         "seed": number,
@@ -320,9 +320,7 @@ def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
             "running": round(running[mode] / 1000),
             "preemptions": worlds[mode].preemptions,
             "ratio_best": round(best[mode] / best["default"], 3),
-            "ratio_median": round(
-                statistics.median(taken[mode]) / statistics.median(taken["default"]), 3
-            ),
+            "ratio_median": round(statistics.median(taken[mode]) / statistics.median(taken["default"]), 3),
         }
         for mode in worlds
     }
@@ -333,11 +331,13 @@ def main() -> None:
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loops", nargs="+", choices=("closed", "poisson"), default=("closed", "poisson"))
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--load", type=float, default=0.9)
+    parser.add_argument("--rate", type=float, default=0.0, help="Poisson arrivals a second instead of --load")
     parser.add_argument("--prompt-scale", type=float, default=8)
-    parser.add_argument("--output-scale", type=float, default=4)
-    parser.add_argument("--blocks", type=int, default=96, help=f"usable blocks of {BLOCK} tokens")
+    parser.add_argument("--output-scale", type=float, default=2)
+    parser.add_argument("--blocks", type=int, default=64, help=f"usable blocks of {BLOCK} tokens")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--batched", type=int, default=512)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,14 @@ class Hit:
 
 
 class Account:
-    """One entry for each request in ``scheduler.running``. `sync` after every change of that list."""
+    """One entry for each request in ``scheduler.running``: `leave` when it ends or is preempted, `sync`
+    before and after a step."""
 
     def __init__(self, scheduler: Any, groups: Groups) -> None:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # blocks of all groups, all entries
-        self.version = 0  # of the set of entries
+        self.departed = 0  # entries that have left so far
         self._slots: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
@@ -66,11 +68,21 @@ class Account:
         if len(self._slots) > len(running):
             here = {request.request_id for request in running}
             for id in [id for id in self._slots if id not in here]:
-                self._leave(id)
+                self.leave(id)
         if scheduled is not None and len(self._slots) < len(running):
-            for request in running:
-                if request.request_id not in self._slots:
-                    self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
+            known = self._slots
+            fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
+            for request in reversed(fresh):  # in order: one may share blocks of the one before
+                self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
+
+    def leave(self, id: str) -> None:
+        """Take its entry out; nothing without one."""
+        slot = self._slots.pop(id, None)
+        if slot is not None:
+            self._hits.pop(id, None)
+            self.reserved -= int(self._rows[slot, RESERVED] + self._rows[slot, WINDOWED])
+            self._unused.append(slot)
+            self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
         """Most blocks the request ever holds: (in full groups, in those set aside whole)."""
@@ -116,17 +128,18 @@ class Account:
         used = sum(block.ref_cnt > 0 for block in blocks)
         return Hit(blocks, tokens, used, len(blocks) - used)
 
-    def lost(self, hit: Hit) -> Int32Array:
+    def lost(self, hit: Hit) -> Int32Array | None:
         """int32 [running]: blocks that are each one's own and would be shared with a request that finds
-        ``hit``."""
+        ``hit``; None: none are."""
+        if not hit.used:
+            return None
         running = self.scheduler.running
         lost = np.zeros(len(running), np.int32)
-        if hit.used:
-            place = {request.request_id: at for at, request in enumerate(running)}
-            for index, block in enumerate(hit.blocks):
-                owner = self._owner_of(index, block) if block.ref_cnt > 0 else None
-                if owner is not None:
-                    lost[place[owner]] += self.groups.count
+        place = {request.request_id: at for at, request in enumerate(running)}
+        for index, block in enumerate(hit.blocks):
+            owner = self._owner_of(index, block) if block.ref_cnt > 0 else None
+            if owner is not None:
+                lost[place[owner]] += self.groups.count
         return lost
 
     def _owner_of(self, index: int, block: Any, newcomer: str = "") -> str | None:
@@ -151,7 +164,6 @@ class Account:
         if groups.others:
             self._hits[id] = hit
         self.reserved += full + windowed
-        self.version += 1
 
     def _share(self, id: str, found: int) -> int:
         """How many of the first ``found`` blocks of a newcomer others hold too; all its blocks are
@@ -168,13 +180,6 @@ class Account:
                 self._owner[block.block_id] = id
                 self._shared.pop(block.block_id, None)
         return shared
-
-    def _leave(self, id: str) -> None:
-        slot = self._slots.pop(id)
-        self._hits.pop(id, None)
-        self.reserved -= int(self._rows[slot, RESERVED] + self._rows[slot, WINDOWED])
-        self._unused.append(slot)
-        self.version += 1
 
     def _used(self) -> int:
         """Blocks of full groups that somebody references, or more."""

@@ -4,30 +4,68 @@ lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionMode, Policy, grant, is_safe
-from tonnage.cache.admission.forecast import LengthForecast
+from tonnage.cache.admission import AdmissionMode, Policy, committed_peak, grant, is_safe
+from tonnage.cache.admission.forecast import FloatArray, LengthForecast
 from tonnage.cache.admission.policy import blocks_short, blocks_taken
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.state import Int64Array
+from tonnage.cache.blocks.state import Int32Array, Int64Array
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
+_COLUMNS = ("held", "private", "reserved", "prompt", "prompt_left", "output", "output_left", "sequences")
+# Most that may start in one step: a wave is spread over a few.
+_WAVE = 32
 
-@dataclass(slots=True)
+
+class SteadyForecast(LengthForecast):
+    """Looks anew at who runs and who has ended every ``every`` steps only: within a block's worth of steps
+    nothing changes that admission could see. ``step``: the present one."""
+
+    def __init__(self, quantile: float, every: int) -> None:
+        super().__init__(quantile)
+        self.step, self._every, self._until = 0, every, 0
+        self._curve: FloatArray | None = None
+
+    def _survival(self, *args: Any) -> FloatArray:
+        if self._curve is None or self.step >= self._until:
+            self._curve, self._until = super()._survival(*args), self.step + self._every
+        return self._curve
+
+
 class State:
     """What is decided on in one step: the running requests, then those that may start, in order."""
 
-    snapshot: RunningSnapshot
-    reserved: int
-    fresh: list[Hit] = field(default_factory=list)
-    lengths: Int64Array | None = None  # tokens still to come of each of ``snapshot``; asked for once a step
+    def __init__(self, running: RunningSnapshot, reserved: int, most: int) -> None:
+        self.snapshot, self.reserved = running, reserved
+        self.fresh: list[Hit] = []
+        self.lengths: Int64Array | None = None  # tokens still to come of each; asked for once a step
+        self._columns = np.empty((8, len(running) + most), np.int32)
+        for at, name in enumerate(_COLUMNS):
+            self._columns[at, : len(running)] = getattr(running, name)
+
+    def with_one(
+        self, used: int, windowed: int, lost: Int32Array | None, entry: Sequence[int]
+    ) -> RunningSnapshot:
+        """As `RunningSnapshot.with_one`, without a copy: of two of the same state only the last is right."""
+        now, count = self.snapshot, len(self.snapshot) + 1
+        self._columns[:, count - 1] = entry
+        columns = list(self._columns[:, :count])
+        if lost is not None:
+            columns[1] = columns[1].copy()
+            columns[1][: len(lost)] -= lost
+        return RunningSnapshot(now.usable, now.used + used, now.windowed + windowed, *columns)
+
+    def take(self, after: RunningSnapshot, reserved: int, lengths: Int64Array | None, hit: Hit) -> None:
+        """One more may start."""
+        self._columns[1, : len(after)] = after.private
+        self.snapshot, self.reserved, self.lengths = after, reserved, lengths
+        self.fresh.append(hit)
 
 
 class VllmAdmission:
@@ -37,11 +75,16 @@ class VllmAdmission:
         self.policy, self.account = policy, account
         self.groups: Groups = account.groups
         self.limits = account.groups.limits
-        self.forecast = LengthForecast(policy.quantile)
+        self.forecast = SteadyForecast(policy.quantile, self.limits.layout.block_size)
         self._margin = policy.margin(self.limits)
         self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self.groups.count
-        self._refused: tuple[str, int, int] | None = None  # id, version of the account, step to ask again
+        # After a refusal, as many are asked as leave; once somebody has left and a quarter of a block's worth
+        # of steps is over, all again: who leaves may make room for two.
+        self._refused = ("", -self.limits.layout.block_size)  # who was refused last, in which step
         self._short = 0  # blocks it was short of
+        self._departed = 0  # who had left then, and who has been asked since
+        self._departed_then = 0
+        self._slack = 0  # blocks that may still be taken before anybody has to sit out a step
 
     # -- what never fits -------------------------------------------------------------------------------------
 
@@ -74,7 +117,7 @@ class VllmAdmission:
 
     def short_of(self, id: str) -> int:
         """Blocks that were missing when the request had to wait; 0: it is not the last that had to."""
-        return self._short if self._refused is not None and self._refused[0] == id else 0
+        return self._short if self._refused[0] == id else 0
 
     def committed(self) -> int:
         """Usable blocks that count as taken for a newcomer, with the margin that it must leave; O(running)."""
@@ -96,54 +139,57 @@ class VllmAdmission:
 
         ``waiting`` in order; those who may start are the first of it, as vLLM lets nobody pass either.
         """
+        self.forecast.step = step
+        most = min(room, _WAVE, self._asks(step))
         waiting = iter(waiting)
-        head = next(waiting, None) if room > 0 else None
-        if head is not None and self._still_refused(head, step):
-            head = None
+        head = next(waiting, None) if most > 0 else None
         if head is None and not self._may_stall():
             return [], []
-        state = self._state()
-        allowed = self._may_start(chain((head,), waiting), room, step, state) if head is not None else []
+        state = State(self.account.snapshot(), self.account.reserved, max(0, most))
+        allowed = [] if head is None else self._may_start(islice(chain((head,), waiting), most), step, state)
         if not self._may_stall(state):
             return allowed, []
         return self._granted(allowed, state)
 
-    def _may_start(self, waiting: Iterable[Any], room: int, step: int, state: State) -> list[Any]:
+    def _asks(self, step: int) -> int:
+        """How many are asked at most. Within a block's worth of steps nothing changes that a forecast could
+        see, but who leaves."""
+        since, size = step - self._refused[1], self.limits.layout.block_size
+        if since >= size or (since >= size // 4 and self.account.departed > self._departed_then):
+            return _WAVE
+        return self.account.departed - self._departed
+
+    def took(self, blocks: int) -> None:
+        """A step has taken so many blocks of the pool, all groups."""
+        self._slack -= blocks
+
+    def _may_start(self, waiting: Iterable[Any], step: int, state: State) -> list[Any]:
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
-            if len(allowed) >= room or budget <= 0:
+            if budget <= 0:
                 break
             hit = self.account.find(request)
             if short := self._decide(request, hit, state):
-                self._short = short
-                # Within a block's worth of steps nothing changes that a forecast could see.
-                until = step + self.limits.layout.block_size
-                self._refused = (request.request_id, self.account.version, until)
+                self._refused, self._short = (request.request_id, step), short
+                self._departed = self._departed_then = self.account.departed
                 break
+            self._departed += 1
             allowed.append(request)
             budget -= request.num_tokens - hit.tokens
         return allowed
-
-    def _still_refused(self, request: Any, step: int) -> bool:
-        """Whether it has been refused lately and nobody has left since."""
-        if self._refused is None:
-            return False
-        id, version, until = self._refused
-        return id == request.request_id and version == self.account.version and step < until
 
     def _decide(self, request: Any, hit: Hit, state: State) -> int:
         """Blocks short; 0: it may start, and ``state`` is the one with it."""
         groups, snapshot = self.groups, state.snapshot
         full, windowed = self.account.reservation(request)
-        lost = np.append(self.account.lost(hit), np.zeros(len(state.fresh), np.int32)).astype(np.int32)
         output = request.num_tokens - request.num_prompt_tokens
         entry = (
             len(hit.blocks) * groups.count, hit.cached * groups.count, full,
             request.num_prompt_tokens + groups.lookahead, request.num_tokens - hit.tokens,
             output, max(1, request.max_tokens - output), 1,
         )  # fmt: skip
-        after = snapshot.with_one(hit.cached * groups.count, windowed, lost, entry)
+        after = state.with_one(hit.cached * groups.count, windowed, self.account.lost(hit), entry)
         reserved = state.reserved + full + windowed
         # Alone it fits, as it is not refused; where all reservations fit together no schedule can go wrong.
         short = reserved + self._margin - self.limits.usable_blocks
@@ -154,8 +200,7 @@ class VllmAdmission:
                 short = blocks_short(after, lengths, self.limits, self.policy)
             if short > 0:
                 return short
-        state.snapshot, state.reserved, state.lengths = after, reserved, lengths
-        state.fresh.append(hit)
+        state.take(after, reserved, lengths, hit)
         return 0
 
     def _lengths(self, state: State, after: RunningSnapshot) -> Int64Array:
@@ -182,11 +227,25 @@ class VllmAdmission:
     # -- who sits out the step -------------------------------------------------------------------------------
 
     def _may_stall(self, state: State | None = None) -> bool:
-        """Whether anybody could be short of blocks: not where all reservations fit together."""
+        """Whether anybody could be short of blocks in the next step: not where all reservations fit together,
+        nor while the step takes less than is there."""
         if not self.policy.forecasts or not self.groups.count:
             return False
-        reserved = self.account.reserved if state is None else state.reserved
-        return reserved > self.limits.usable_blocks or self._outsiders()
+        reserved, outsiders = self.account.reserved if state is None else state.reserved, self._outsiders()
+        if reserved <= self.limits.usable_blocks and not outsiders:
+            self._slack = 0  # not counted meanwhile
+            return False
+        if outsiders or self.groups.others or (state is not None and state.fresh):
+            return True
+        return self._slack < self._most_taken()
+
+    def _most_taken(self) -> int:
+        """Blocks that the running requests can take in one step, or more."""
+        scheduler, size = self.account.scheduler, self.limits.layout.block_size
+        blocks = len(scheduler.running) * -(-(1 + self.groups.lookahead) // size)
+        if scheduler._inflight_prefills:
+            blocks += -(-self.limits.max_num_batched_tokens // size)
+        return blocks * self.groups.count
 
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
         """Of ``allowed``, the last of ``state``, those whose first chunk has its blocks; and who has to sit
@@ -195,6 +254,9 @@ class VllmAdmission:
         running, snapshot = self.account.scheduler.running, state.snapshot
         wanted = self._wanted(state)
         if self.policy.mode is AdmissionMode.GUARANTEED:
+            self._slack = snapshot.capacity - committed_peak(snapshot)
+            if int(wanted.sum()) <= self._slack:
+                return allowed, []
             entries = np.arange(len(wanted))
             granted = grant(snapshot, entries, wanted)
             if (granted < wanted).any() and not is_safe(
@@ -205,6 +267,7 @@ class VllmAdmission:
                     return allowed, []
                 granted = grant(snapshot, entries, wanted, leaving=leaving)
         else:
+            self._slack = snapshot.available
             granted = np.where(np.cumsum(wanted) <= snapshot.available, wanted, 0)
             granted[len(running) :] = wanted[len(running) :]  # vLLM starts nobody without room
         short = np.flatnonzero(granted < wanted).tolist()
@@ -225,6 +288,3 @@ class VllmAdmission:
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)
         return np.maximum(wanted, 0)
-
-    def _state(self) -> State:
-        return State(self.account.snapshot(), self.account.reserved)

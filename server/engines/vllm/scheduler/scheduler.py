@@ -86,22 +86,21 @@ class Admitting(Scheduler):
         """One step of vLLM's over those who may take part in it."""
         if self.admission is None:
             return super().schedule(*args, **named)
+        greedy = self.admission.policy.mode is AdmissionMode.GREEDY
         allowed: list[Request] | None = None
         stalled: list[Request] = []
-        if self.admission.policy.mode is not AdmissionMode.GREEDY:
+        if not greedy:
             with self._ours("before a step"):
                 self._account.sync()
                 allowed, stalled = self._plan()
-        if allowed is None:
+        free = self._account.pool.get_num_free_blocks()
+        with self._only(allowed, stalled):
             output = super().schedule(*args, **named)
-        else:
-            with self._only(allowed, stalled):
-                output = super().schedule(*args, **named)
-        if self.admission is not None:
-            with self._ours("after a step"):
-                if self.admission.policy.mode is not AdmissionMode.GREEDY:
-                    self._account.sync(output.num_scheduled_tokens)
-                self._report.stepped(output, self.admission)
+        with self._ours("after a step"):
+            if not greedy and self.admission is not None:
+                self._account.sync(output.num_scheduled_tokens)
+                self.admission.took(free - self._account.pool.get_num_free_blocks())
+            self._report.stepped(output, self.admission)
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
@@ -114,10 +113,18 @@ class Admitting(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
         self._report.left(request.request_id)
-        if self.admission is not None and _by_itself(request):
+        if self.admission is not None:
             with self._ours("when a request ended"):
-                self.admission.forecast.ended(request.num_output_tokens)
+                self._account.leave(request.request_id)
+                if _by_itself(request):
+                    self.admission.forecast.ended(request.num_output_tokens)
         return super()._free_request(request, *args, **named)
+
+    def _preempt_request(self, request: Request, *args: Any, **named: Any) -> None:
+        if self.admission is not None:
+            with self._ours("when a request was preempted"):
+                self._account.leave(request.request_id)
+        super()._preempt_request(request, *args, **named)
 
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
         """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
@@ -200,8 +207,11 @@ class Admitting(Scheduler):
     # -- taking out and putting back -------------------------------------------------------------------------
 
     @contextmanager
-    def _only(self, allowed: list[Request], stalled: list[Request]) -> Iterator[None]:
-        """Only ``allowed`` wait and ``stalled`` do not run; everybody is back in his place afterwards."""
+    def _only(self, allowed: list[Request] | None, stalled: list[Request]) -> Iterator[None]:
+        """Only ``allowed`` wait (None: all), ``stalled`` do not run; everybody is back in his place afterwards."""
+        if allowed is None:
+            yield
+            return
         everybody, before, most = self.waiting, self.running, self.max_num_active_reqs
         passed: list[Request] = []
         if everybody:
