@@ -41,7 +41,7 @@ class SteadyForecast(LengthForecast):
 class State:
     """What is decided on in one step: the running requests, then those that may start, in order."""
 
-    def __init__(self, running: RunningSnapshot, reserved: int, most: int) -> None:
+    def __init__(self, running: RunningSnapshot, reserved: int, most: int = 1) -> None:
         self.snapshot, self.reserved = running, reserved
         self.fresh: list[Hit] = []
         self.lengths: Int64Array | None = None  # tokens still to come of each; asked for once a step

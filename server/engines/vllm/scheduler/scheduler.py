@@ -208,7 +208,7 @@ class Admitting(Scheduler):
 
     @contextmanager
     def _only(self, allowed: list[Request] | None, stalled: list[Request]) -> Iterator[None]:
-        """Only ``allowed`` wait (None: all), ``stalled`` do not run; everybody is back in his place afterwards."""
+        """Only ``allowed`` wait (None: all), ``stalled`` do not run; afterwards all are back in place."""
         if allowed is None:
             yield
             return
