@@ -1,10 +1,11 @@
-"""Where planner/engines/runtime/hf.py has its numbers for the hf engine on a CPU from: memory of each process.
+"""What each process of a server holds on a CPU beside weights and pool: the numbers of the planner's framework terms.
 
-Starts ``tonnage serve demo``, reads RssAnon + RssShmem of the API process and of the engine process when
-ready and after a load that fills the token budget and the batch, and takes off what is known exactly (weights,
-pool).
+    python benchmarks/memory_terms.py --json                                         hf, the demo model, four settings
+    python benchmarks/memory_terms.py --engine vllm --json demo "$(python benchmarks/gemma_model.py)"
 
-    python benchmarks/memory_terms.py --json
+Starts ``tonnage serve``, reads RssAnon + RssShmem of each process when ready and after a load that fills the
+token budget and the batch, an answer that matches a grammar in it, and takes off what is known exactly (weights,
+pool). planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py have their numbers from here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,48 +26,92 @@ import httpx
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.process_memory import process_tree, process_tree_bytes
 
+POOL = ("--kv-cache-memory-bytes", "512MiB")
+# Flags, requests, tokens of each prompt.
+Case = tuple[tuple[str, ...], int, int]
+HF: tuple[Case, ...] = (
+    ((), 64, 300),
+    (("--max-num-batched-tokens", "2048", "--max-num-seqs", "128"), 128, 100),
+    (("--max-num-batched-tokens", "64", "--max-num-seqs", "16"), 32, 100),
+    (("--dtype", "float32"), 64, 300),
+)
+VLLM: tuple[Case, ...] = (
+    (("--max-model-len", "4096"), 64, 300),
+    (("--max-model-len", "4096", "--dtype", "float32"), 64, 300),
+)
+VLLM_NAMES = ("VLLM::EngineCore", "VLLM::Worker")  # what vLLM calls its processes
+
 
 def alone(pid: int) -> int:
     """Bytes of this process without its children."""
-    tree = process_tree(pid)
-    return process_tree_bytes(pid) - sum(process_tree_bytes(child) for child in tree[1:2])
+    children = [member for member in process_tree(pid)[1:] if parent(member) == pid]
+    return process_tree_bytes(pid) - sum(map(process_tree_bytes, children))
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def held(pid: int) -> dict[str, int]:
+    """Bytes of each process of the server, by name; an hf engine with its children."""
+    api, *others = process_tree(pid)
+    found = {"api": alone(api)}
+    for member in others:
+        name = Path(f"/proc/{member}/cmdline").read_text().partition("\0")[0].strip()
+        if name in VLLM_NAMES:
+            name = name.rpartition(":")[2].lower()
+        elif parent(member) != pid:
+            continue  # a child of the hf engine's
+        else:
+            name = "others" if "resource_tracker" in Path(f"/proc/{member}/cmdline").read_text() else "engine"
+        found[name] = found.get(name, 0) + (process_tree_bytes(member) if name == "engine" else alone(member))
+    return found
 
 
 async def load(url: str, requests: int, prompt_tokens: int, tokens: int) -> None:
     async with httpx.AsyncClient(timeout=600) as http:
-        bodies = [
-            {"model": "demo", "prompt": [100 + i] * prompt_tokens, "max_tokens": tokens, "temperature": 1.0}
+        bodies: list[dict[str, Any]] = [
+            {"prompt": [100 + i] * prompt_tokens, "max_tokens": tokens, "temperature": 1.0}
             for i in range(requests)
         ]
-        answers = await asyncio.gather(*(http.post(f"{url}/v1/completions", json=body) for body in bodies))
-        assert all(answer.status_code == 200 for answer in answers)
+        bodies.append(
+            {"prompt": [100], "max_tokens": tokens, "structured_outputs": {"json": {"type": "object"}}}
+        )
+        posts = (http.post(f"{url}/v1/completions", json={"model": "it"} | body) for body in bodies)
+        for answer in await asyncio.gather(*posts):
+            assert answer.status_code == 200, answer.text
 
 
-def measure(flags: list[str], requests: int, prompt_tokens: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0", *flags]
+def measure(engine: str, model: str, case: Case) -> dict[str, Any]:
+    flags, requests, prompt_tokens = case
+    command = [sys.executable, "-m", "tonnage.server.cli", "serve", model, "--served-model-name", "it"]
+    command += ["--port", "0", "--backend", engine, *POOL, *flags]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        url = next(line.split()[-1] for line in server.stdout if line.startswith("listening on "))
-        while httpx.get(f"{url}/ready").status_code != 200:
-            time.sleep(0.2)
-        engine = process_tree(server.pid)[1]
-        report = httpx.get(f"{url}/memory").json()
-        exact = report["measured"]["weights_bytes"] + report["measured"]["kv_pool_bytes"]
-        found = {
-            "flags": flags,
-            "api_ready": alone(server.pid),
-            "engine_ready": process_tree_bytes(engine) - exact,
-        }
-        asyncio.run(load(url, requests, prompt_tokens, 16))
+        url = next(line.split()[-1] for line in server.stdout if line.startswith("ready on "))
         report = httpx.get(f"{url}/memory").json()
         rank = report["plan"]["ranks"][0]
+        # vLLM on a CPU packs the weights and does not say how large they are
+        weights = report["measured"]["weights_bytes"] or rank["weights_bytes"]
+        exact = weights + report["measured"]["kv_pool_bytes"]
+        model_process = "worker" if engine == "vllm" else "engine"
+
+        def beside() -> dict[str, int]:
+            found = held(server.pid)
+            return found | {model_process: found[model_process] - exact}
+
+        ready = beside()
+        asyncio.run(load(url, requests, prompt_tokens, 16))
+        loaded = beside()
+        peak = httpx.get(f"{url}/memory").json()["measured"]["process_peak_bytes"]
         planned = sum(v for k, v in rank.items() if k not in ("free_bytes", "total_bytes"))
-        peak = report["measured"]["process_peak_bytes"]
         return {
-            **found,
-            "api_loaded": alone(server.pid),
-            "engine_loaded": process_tree_bytes(engine) - exact,
+            "model": Path(model).name,
+            "flags": flags,
+            "vocab_size": report["plan"]["model"]["vocab_size"],
+            **{f"{name}_ready": size for name, size in ready.items()},
+            **{f"{name}_loaded": size for name, size in loaded.items()},
             "peak_less_exact": peak - exact,
             "planned_framework": rank["framework_bytes"],
             "planned_activations": rank["activation_bytes"],
@@ -75,27 +121,29 @@ def measure(flags: list[str], requests: int, prompt_tokens: int) -> dict[str, An
         }
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
+        server.wait(60)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="*", default=["demo"])
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--quick", action="store_true", help="the first setting only")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
     ensure_demo()
-    pool = ["--kv-cache-memory-bytes", "512MiB"]
-    cases = [
-        measure([*pool], 64, 300),
-        measure([*pool, "--max-num-batched-tokens", "2048", "--max-num-seqs", "128"], 128, 100),
-        measure([*pool, "--max-num-batched-tokens", "64", "--max-num-seqs", "16"], 32, 100),
-        measure([*pool, "--dtype", "float32"], 64, 300),
-    ]
-    for case in cases:
-        print(" ".join(case["flags"]))
-        for name, value in case.items():
-            if isinstance(value, int):
-                print(f"  {name:20} {value:14,} bytes {value / 2**20:9.1f} MiB")
-        print(f"  peak / planned {case['peak_over_planned']:.3f}")
+    settings = HF if args.engine == "hf" else VLLM
+    cases = []
+    for model in args.model:
+        for setting in settings[:1] if args.quick else settings:
+            since = time.monotonic()
+            case = measure(args.engine, model, setting)
+            cases.append(case | {"seconds": round(time.monotonic() - since, 1)})
+            print(args.engine, case["model"], *case["flags"])
+            for name, value in case.items():
+                if isinstance(value, int):
+                    print(f"  {name:20} {value:14,} bytes {value / 2**20:9.1f} MiB")
+            print(f"  peak / planned {case['peak_over_planned']:.3f}", flush=True)
     if args.json:
         print(json.dumps({"load_average": os.getloadavg()[0], "cases": cases}))
     return 0

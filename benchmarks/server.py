@@ -143,13 +143,14 @@ async def fake() -> dict[str, Any]:
 
     from tonnage.planner.planning.build import make_plan
     from tonnage.planner.plans import Deployment
-    from tonnage.server.app import create_app, settle_heap
+    from tonnage.server.app import bound_heap, create_app, settle_heap
     from tonnage.server.commands.serve import accepting, listen
     from tonnage.server.demo.model import ensure_demo
     from tonnage.server.engines.fake import FakeEngine
     from tonnage.server.http.protocol import BoundedHttpProtocol
     from tonnage.server.settings import Settings
 
+    bound_heap()  # as tonnage serve does
     ensure_demo()
     deployment = Deployment(
         device_memory=64 * 2**30,

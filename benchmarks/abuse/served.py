@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from abuse.wire import HOST, get
-from tonnage.planner.engines.runtime.hf import API_PROCESS_BYTES
-from tonnage.planner.engines.vllm.cpu import VLLM_API_BYTES
+from tonnage.planner.engines.runtime import hf
+from tonnage.planner.engines.vllm import cpu
 from tonnage.server.engines.process_memory import process_tree_bytes
 
 ENGINES = ("fake", "hf", "vllm")
@@ -92,7 +92,8 @@ class Served:
         if self.engine == "fake":  # it is in the API process, and in no plan
             self.api_planned = process_tree_bytes(self.pid)
         else:
-            self.api_planned = VLLM_API_BYTES if self.engine == "vllm" else API_PROCESS_BYTES
+            of = cpu if self.engine == "vllm" else hf
+            self.api_planned = of.api_bytes(plan["model"]["vocab_size"])
 
 
 @contextlib.contextmanager

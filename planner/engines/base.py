@@ -145,7 +145,9 @@ class Engine(ABC):
         if chosen.flags.device == "cpu":
             from tonnage.planner.engines.runtime import hf
 
-            return Runtime(self.cpu_framework(architecture), hf.activation_bytes(architecture, chosen), NOTHING)
+            return Runtime(
+                self.cpu_framework(architecture, chosen), hf.activation_bytes(architecture, chosen), NOTHING
+            )
         return self.gpu_terms(architecture, chosen)
 
     def gpu_terms(
@@ -162,7 +164,7 @@ class Engine(ABC):
         graphs = self.counts_graphs(chosen.flags, chosen.version)
         return gpu.terms(architecture, chosen, fitted, activation, graphs=graphs)
 
-    def cpu_framework(self, architecture: Architecture) -> Estimate:
+    def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
         from tonnage.planner.engines.runtime import hf
 

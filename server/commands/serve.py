@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.app import create_app, settle_heap
+from tonnage.server.app import bound_heap, create_app, settle_heap
 from tonnage.server.commands.launch import (
     Parser,
     Waiting,
@@ -82,6 +82,7 @@ def run(argv: list[str]) -> int:
     if arguments.print_config:
         print(settings.model_dump_json(indent=2))
         return OK
+    bound_heap()
     load_keys(settings.api_key, settings.api_key_file)  # before the model is loaded, not after
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:

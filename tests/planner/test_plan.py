@@ -213,3 +213,15 @@ def test_text_names_every_term_when_asked():
     assert all(term.name in text and term.formula in text for term in plan.terms)
     assert "269,030,272 bytes" in text
     assert "Fits." in text
+
+
+def test_vllm_on_a_cpu_holds_what_was_measured(config_of, folder_with):
+    """RssAnon of its processes under load, weights and pool taken off, in MiB (benchmarks/memory_terms.py,
+    2026-11-22). What they hold grows with the vocabulary."""
+    shapes = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4}
+    gemma = config_of("google/gemma-3-1b-it") | shapes  # 3-270M's
+    asked = replace(FLAGS, engine="vllm", max_model_len=4096)
+    for model, measured in (("demo", 1708), (folder_with(gemma), 3134)):
+        rank = make_plan(model, asked).rank
+        planned = (rank.framework_bytes + rank.activation_bytes) / MIB
+        assert measured / 1.03 <= planned <= measured * 1.1

@@ -14,11 +14,13 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65
-# (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): API process 95 MiB when
-# ready and 103 with 256 clients; engine process, weights and pool taken off, 321 MiB when ready and at most 356
-# under load, of which 30 are the activations below. Some 45 of the engine's are
-# numba's compiler. The interval covers other allocators.
-API_PROCESS_BYTES = 104 * MiB
+# (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): engine process, weights
+# and pool taken off, 321 MiB when ready and at most 356 under load, of which 30 are the activations below. Some
+# 45 of the engine's are numba's compiler. The API process when ready (benchmarks/memory_terms.py): 54 MiB with a
+# vocabulary of 1,024, 67 with SmolLM2's 49,152, 149 with Gemma's 262,144, 3 more with 64 clients, 8 with 256.
+# The interval covers other allocators.
+API_PROCESS_BYTES = 66 * MiB
+API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
@@ -38,16 +40,22 @@ FLASHINFER_WORKSPACE_BYTES = 128 * MiB
 FLEX_TILE = 16
 
 
+def api_bytes(vocab_size: int) -> int:
+    """Of the API process."""
+    return API_PROCESS_BYTES + vocab_size * API_TOKEN_BYTES
+
+
 def framework_bytes(vocab_size: int) -> Estimate:
     """What the processes hold before weights and pool, and what grammars of answers may take."""
     tokens = vocab_size * GRAMMAR_TOKEN_BYTES
-    resting = API_PROCESS_BYTES + HF_CHILD_BYTES + GRAMMAR_PROCESS_BYTES + tokens
+    resting = api_bytes(vocab_size) + HF_CHILD_BYTES + GRAMMAR_PROCESS_BYTES + tokens
     return Estimate(
         resting + GRAMMAR_LIMIT_BYTES,
         int(resting * HF_INTERVAL[0]),
         int(resting * HF_INTERVAL[1]) + GRAMMAR_LIMIT_BYTES,
-        f"API process {API_PROCESS_BYTES:,} + engine process {HF_CHILD_BYTES:,} + tokenizer of grammars "
-        f"{vocab_size:,} x {GRAMMAR_TOKEN_BYTES} + process that tries them {GRAMMAR_PROCESS_BYTES:,} "
+        f"API process {API_PROCESS_BYTES:,} + vocabulary {vocab_size:,} x {API_TOKEN_BYTES} "
+        f"+ engine process {HF_CHILD_BYTES:,} + tokenizer of grammars {vocab_size:,} x {GRAMMAR_TOKEN_BYTES} "
+        f"+ process that tries them {GRAMMAR_PROCESS_BYTES:,} "
         f"+ grammars at most {GRAMMAR_LIMIT_BYTES:,}",
         "RssAnon after imports, torch 2.13 cpu, llguidance 1.7; limits of grammars",
     )

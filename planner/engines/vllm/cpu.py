@@ -1,22 +1,64 @@
 """vLLM on a CPU: memory beside weights and pool. Each of its processes has its own framework term.
 
-RssAnon of vLLM 0.32.0's three processes after load and 8 short requests (SmolLM2-135M bf16, enforce_eager,
-pool 256 MiB; x86_64, 2 cores; benchmarks/memory_terms.py), pool and weights taken off the worker's. Compiled
-models need more.
+RssAnon in MiB after a full batch and an answer that matches a grammar (benchmarks/memory_terms.py --engine vllm,
+2026-11-22: vLLM 0.32.0, torch 2.13.0, transformers 5.19, xgrammar 0.2.8, Python 3.11, x86_64 with 2 cores; bf16,
+enforce_eager, pool 512 MiB, max_model_len 4096); of the worker's, weights and pool are taken off:
+
+    model                            vocabulary   API   EngineCore   worker   planned, with activations
+    Llama of 4 layers, 256 wide           1,024   430          409      489           432    410     506
+    SmolLM2-135M, 30 layers              49,152   469          488      746           503    502     778
+    Gemma-3-270M, 18 layers             262,144   817          925    1,321           818    908   1,477
+
+384 MiB of the API process and of EngineCore are imported modules, half of it torch. Compiled models need more.
 """
 
 from __future__ import annotations
 
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.units import MiB
 
-VLLM_API_BYTES = 400 * MiB
-VLLM_CORE_BYTES = 390 * MiB
-VLLM_WORKER_BYTES = 630 * MiB
-VLLM_INTERVAL = (0.8, 1.6)
+# The tokenizer of ours and that of vLLM's; 7 MiB are multiprocessing's resource tracker.
+VLLM_API_BYTES = 437 * MiB
+VLLM_API_TOKEN_BYTES = 1550
+# Its tokenizer, and the table of it that xgrammar makes with the first grammar (670 bytes a token of it).
+VLLM_CORE_BYTES = 408 * MiB
+VLLM_CORE_TOKEN_BYTES = 2000
+VLLM_WORKER_BYTES = 480 * MiB
+VLLM_LAYER_BYTES = 4 * MiB
+VLLM_INTERVAL = (0.85, 1.6)
 
 
-def framework_bytes() -> Estimate:
-    value = VLLM_API_BYTES + VLLM_CORE_BYTES + VLLM_WORKER_BYTES
-    formula = f"API process {VLLM_API_BYTES:,} + EngineCore {VLLM_CORE_BYTES:,} + worker {VLLM_WORKER_BYTES:,}"
-    return scaled(value, VLLM_INTERVAL, formula, "RssAnon of vLLM 0.32.0 on a CPU, measured")
+def api_bytes(vocab_size: int) -> int:
+    """Of the API process."""
+    return VLLM_API_BYTES + vocab_size * VLLM_API_TOKEN_BYTES
+
+
+def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
+    """``dtype``: of the weights."""
+    api = api_bytes(architecture.vocab_size)
+    core = VLLM_CORE_BYTES + architecture.vocab_size * VLLM_CORE_TOKEN_BYTES
+    packed = _packed_bytes(architecture, dtype)
+    worker = VLLM_WORKER_BYTES + architecture.layers * VLLM_LAYER_BYTES + packed
+    formula = (
+        f"vocabulary {architecture.vocab_size:,}: API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
+        f"+ EngineCore {VLLM_CORE_BYTES:,} + {VLLM_CORE_TOKEN_BYTES:,} each + worker {VLLM_WORKER_BYTES:,} "
+        f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,}"
+    )
+    return scaled(
+        api + core + worker,
+        VLLM_INTERVAL,
+        formula,
+        "RssAnon of vLLM 0.32.0 on a CPU, measured; vocab_size, dtype",
+    )
+
+
+def _packed_bytes(architecture: Architecture, dtype: str) -> int:
+    """Embedding and head, tied or not, are packed for oneDNN as linear layers are, and their own weights kept
+    (vocab_parallel_embedding.py and dispatch_cpu_unquantized_gemm with ``remove_weight`` false, vLLM 0.32);
+    weights of 16 bits only."""
+    if DTYPE_BYTES[dtype] != 2:
+        return 0
+    copies = 1 if architecture.kind == "encoder" else 2
+    return copies * architecture.vocab_size * architecture.hidden_size * DTYPE_BYTES[dtype]

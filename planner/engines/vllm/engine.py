@@ -134,10 +134,10 @@ class VLLM(Engine):
     ) -> int:
         return allocator_rounding(self.tensors(architecture, flags), quantization, flags)
 
-    def cpu_framework(self, architecture: Architecture) -> Estimate:
+    def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         from tonnage.planner.engines.vllm import cpu
 
-        return cpu.framework_bytes()
+        return cpu.framework_bytes(architecture, chosen.flags.dtype)
 
     def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
         return fitted.sampler_fused if rules(version).fused_sampler else fitted.sampler_sort

@@ -186,6 +186,7 @@ class VLLMEngine(Engine):
         try:
             with no_collections():
                 from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.renderers import hf as renderers
                 from vllm.v1.engine.async_llm import AsyncLLM
                 from vllm.v1.metrics.loggers import StatLoggerBase
         except ImportError as error:
@@ -216,6 +217,9 @@ class VLLMEngine(Engine):
 
             def log_engine_initialized(self) -> None: ...
 
+        # vLLM copies its tokenizer for threads that render prompts: each of its copies is as large as ours
+        # (120 MiB with a vocabulary of 262,144). Here prompts are tokens, and nothing but the event loop asks it.
+        renderers.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
         before = os.environ.copy()
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Usage])

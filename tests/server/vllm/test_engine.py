@@ -96,6 +96,15 @@ def test_it_is_watched_by_its_own_plan(server: str, bare: Bare) -> None:
     assert found.measured["kv_pool"] == found.planned.components["kv_pool"]
 
 
+@needs_vllm
+def test_all_processes_hold_what_was_planned(server: str) -> None:
+    report = memory(server)
+    rank = report["plan"]["ranks"][0]
+    planned = sum(size for name, size in rank.items() if name not in ("free_bytes", "total_bytes"))
+    assert report["measured"]["process_bytes"] <= 1.03 * planned
+
+
+@needs_vllm
 def test_greedy_answers_are_bare_vllms(client: openai.OpenAI, bare: Bare) -> None:
     for prompt, expected in zip(PROMPTS, bare.texts, strict=True):
         answer = client.completions.create(model="demo", prompt=prompt, max_tokens=MAX_TOKENS, temperature=0)
