@@ -1,11 +1,11 @@
-"""What each process of a server holds on a CPU beside weights and pool: the numbers of the planner's framework terms.
+"""What each process of a server holds on a CPU beside weights and pool: where the planner has its figures from.
 
-    python benchmarks/memory_terms.py --json                                         hf, the demo model, four settings
+    python benchmarks/memory_terms.py --json                        hf, the demo model, four settings
     python benchmarks/memory_terms.py --engine vllm --json demo "$(python benchmarks/gemma_model.py)"
 
 Starts ``tonnage serve``, reads RssAnon + RssShmem of each process when ready and after a load that fills the
-token budget and the batch, an answer that matches a grammar in it, and takes off what is known exactly (weights,
-pool). planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py have their numbers from here.
+token budget and the batch, an answer that matches a grammar in it, and takes off what is known exactly
+(weights, pool). The figures stand in planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VLLM: tuple[Case, ...] = (
     (("--max-model-len", "4096"), 64, 300),
     (("--max-model-len", "4096", "--dtype", "float32"), 64, 300),
 )
-VLLM_NAMES = ("VLLM::EngineCore", "VLLM::Worker")  # what vLLM calls its processes
+VLLM_NAMES = {"VLLM::EngineCore": "core", "VLLM::Worker": "worker"}  # what vLLM calls its processes
 
 
 def alone(pid: int) -> int:
@@ -53,18 +53,16 @@ def parent(pid: int) -> int:
 
 
 def held(pid: int) -> dict[str, int]:
-    """Bytes of each process of the server, by name; an hf engine with its children."""
-    api, *others = process_tree(pid)
-    found = {"api": alone(api)}
-    for member in others:
-        name = Path(f"/proc/{member}/cmdline").read_text().partition("\0")[0].strip()
-        if name in VLLM_NAMES:
-            name = name.rpartition(":")[2].lower()
-        elif parent(member) != pid:
-            continue  # a child of the hf engine's
-        else:
-            name = "others" if "resource_tracker" in Path(f"/proc/{member}/cmdline").read_text() else "engine"
-        found[name] = found.get(name, 0) + (process_tree_bytes(member) if name == "engine" else alone(member))
+    """Bytes of each process of the server, by name; the hf engine's with its children."""
+    found = {"api": alone(pid)}
+    for member in process_tree(pid)[1:]:
+        command = Path(f"/proc/{member}/cmdline").read_text().replace("\0", " ").strip()
+        if command in VLLM_NAMES:
+            found[VLLM_NAMES[command]] = alone(member)
+        elif "server.engines.hf " in f"{command} ":
+            found["worker"] = process_tree_bytes(member)
+        elif parent(member) == pid:
+            found["others"] = found.get("others", 0) + process_tree_bytes(member)
     return found
 
 
@@ -95,11 +93,10 @@ def measure(engine: str, model: str, case: Case) -> dict[str, Any]:
         # vLLM on a CPU packs the weights and does not say how large they are
         weights = report["measured"]["weights_bytes"] or rank["weights_bytes"]
         exact = weights + report["measured"]["kv_pool_bytes"]
-        model_process = "worker" if engine == "vllm" else "engine"
 
         def beside() -> dict[str, int]:
             found = held(server.pid)
-            return found | {model_process: found[model_process] - exact}
+            return found | {"worker": found["worker"] - exact}
 
         ready = beside()
         asyncio.run(load(url, requests, prompt_tokens, 16))

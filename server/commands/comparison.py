@@ -36,9 +36,9 @@ class Row:
 
 
 def process_row(engine: str, device: str, used: int, measured: int | None) -> Row:
-    """All processes under a load without grammars: what an hf engine on a CPU keeps free for those is not
-    held. ``used``: bytes of the whole plan."""
-    kept_free = GRAMMAR_LIMIT_BYTES if (engine, device) == ("hf", "cpu") else 0
+    """All processes under a load without grammars: what a plan for a CPU keeps free for those is not held.
+    ``used``: bytes of the whole plan."""
+    kept_free = GRAMMAR_LIMIT_BYTES if engine in ("hf", "vllm") and device == "cpu" else 0
     return Row("process", used - kept_free, measured, PROCESS_BOUND)
 
 

@@ -15,10 +15,10 @@ from tonnage.planner.units import MiB
 
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65
 # (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): engine process, weights
-# and pool taken off, 321 MiB when ready and at most 356 under load, of which 30 are the activations below. Some
-# 45 of the engine's are numba's compiler. The API process when ready (benchmarks/memory_terms.py): 54 MiB with a
-# vocabulary of 1,024, 67 with SmolLM2's 49,152, 149 with Gemma's 262,144, 3 more with 64 clients, 8 with 256.
-# The interval covers other allocators.
+# and pool taken off, 321 MiB when ready and at most 356 under load, of which 30 are the activations below; some
+# 45 of it are numba's compiler. The API process when ready (benchmarks/memory_terms.py): 54 MiB with 1,024
+# tokens in the vocabulary, 67 with SmolLM2's 49,152, 149 with Gemma's 262,144; 3 more with 64 clients, 8 with
+# 256. The interval covers other allocators.
 API_PROCESS_BYTES = 66 * MiB
 API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB

@@ -1,30 +1,35 @@
 """vLLM on a CPU: memory beside weights and pool. Each of its processes has its own framework term.
 
-RssAnon in MiB after a full batch and an answer that matches a grammar (benchmarks/memory_terms.py --engine vllm,
-2026-11-22: vLLM 0.32.0, torch 2.13.0, transformers 5.19, xgrammar 0.2.8, Python 3.11, x86_64 with 2 cores; bf16,
-enforce_eager, pool 512 MiB, max_model_len 4096); of the worker's, weights and pool are taken off:
+RssAnon in MiB after a full batch and an answer that matches a grammar (benchmarks/memory_terms.py, 2026-11-22:
+vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of
+512 MiB, max_model_len 4096); of the worker's, weights and pool are taken off:
 
-    model                            vocabulary   API   EngineCore   worker   planned, with activations
-    Llama of 4 layers, 256 wide           1,024   430          409      489           432    410     506
-    SmolLM2-135M, 30 layers              49,152   469          488      746           503    502     778
-    Gemma-3-270M, 18 layers             262,144   817          925    1,321           818    908   1,477
+    model                            vocabulary   API   EngineCore   worker
+    Llama of 4 layers, 256 wide           1,024   430          409      489
+    SmolLM2-135M, 30 layers              49,152   469          488      746
+    Gemma-3-270M, 18 layers             262,144   817          925    1,321
 
 384 MiB of the API process and of EngineCore are imported modules, half of it torch. Compiled models need more.
 """
 
 from __future__ import annotations
 
-from tonnage.planner.engines.runtime.estimate import Estimate, scaled
+from tonnage.planner.engines.runtime.estimate import Estimate
+from tonnage.planner.engines.runtime.grammars import (
+    GRAMMAR_LIMIT_BYTES,
+    GRAMMAR_PROCESS_BYTES,
+    GRAMMAR_TOKEN_BYTES,
+)
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.units import MiB
 
-# The tokenizer of ours and that of vLLM's; 7 MiB are multiprocessing's resource tracker.
+# Its tokenizer is ours and vLLM's; 7 MiB are multiprocessing's resource tracker.
 VLLM_API_BYTES = 437 * MiB
 VLLM_API_TOKEN_BYTES = 1550
-# Its tokenizer, and the table of it that xgrammar makes with the first grammar (670 bytes a token of it).
+# Without grammars: 408, 465 and 757 MiB.
 VLLM_CORE_BYTES = 408 * MiB
-VLLM_CORE_TOKEN_BYTES = 2000
+VLLM_CORE_TOKEN_BYTES = 1400
 VLLM_WORKER_BYTES = 480 * MiB
 VLLM_LAYER_BYTES = 4 * MiB
 VLLM_INTERVAL = (0.85, 1.6)
@@ -36,21 +41,21 @@ def api_bytes(vocab_size: int) -> int:
 
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
-    """``dtype``: of the weights."""
-    api = api_bytes(architecture.vocab_size)
-    core = VLLM_CORE_BYTES + architecture.vocab_size * VLLM_CORE_TOKEN_BYTES
+    """What the processes hold, and what grammars of answers may take. ``dtype``: of the weights."""
+    vocabulary, core_token = architecture.vocab_size, VLLM_CORE_TOKEN_BYTES + GRAMMAR_TOKEN_BYTES
     packed = _packed_bytes(architecture, dtype)
+    core = VLLM_CORE_BYTES + vocabulary * core_token
     worker = VLLM_WORKER_BYTES + architecture.layers * VLLM_LAYER_BYTES + packed
-    formula = (
-        f"vocabulary {architecture.vocab_size:,}: API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
-        f"+ EngineCore {VLLM_CORE_BYTES:,} + {VLLM_CORE_TOKEN_BYTES:,} each + worker {VLLM_WORKER_BYTES:,} "
-        f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,}"
-    )
-    return scaled(
-        api + core + worker,
-        VLLM_INTERVAL,
-        formula,
-        "RssAnon of vLLM 0.32.0 on a CPU, measured; vocab_size, dtype",
+    resting = api_bytes(vocabulary) + core + worker + GRAMMAR_PROCESS_BYTES
+    return Estimate(
+        resting + GRAMMAR_LIMIT_BYTES,
+        int(resting * VLLM_INTERVAL[0]),
+        int(resting * VLLM_INTERVAL[1]) + GRAMMAR_LIMIT_BYTES,
+        f"vocabulary {vocabulary:,}: API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
+        f"+ EngineCore {VLLM_CORE_BYTES:,} + {core_token:,} each + worker {VLLM_WORKER_BYTES:,} "
+        f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,} "
+        f"+ process that tries grammars {GRAMMAR_PROCESS_BYTES:,} + grammars at most {GRAMMAR_LIMIT_BYTES:,}",
+        "RssAnon of vLLM 0.32.0 on a CPU, measured; limits of grammars",
     )
 
 

@@ -217,8 +217,8 @@ class VLLMEngine(Engine):
 
             def log_engine_initialized(self) -> None: ...
 
-        # vLLM copies its tokenizer for threads that render prompts: each of its copies is as large as ours
-        # (120 MiB with a vocabulary of 262,144). Here prompts are tokens, and nothing but the event loop asks it.
+        # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
+        # Here prompts are tokens, and only the event loop asks it.
         renderers.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
         before = os.environ.copy()
         try:
