@@ -219,7 +219,7 @@ class VLLMEngine(Engine):
 
         # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
         # Here prompts are tokens, and only the event loop asks it.
-        renderers.maybe_make_thread_pool = lambda tokenizer, copies=1: tokenizer
+        vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
         before = os.environ.copy()
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Usage])
