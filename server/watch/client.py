@@ -9,7 +9,6 @@ import json
 import socket
 import ssl
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -89,7 +88,6 @@ class Client:
         timer = threading.Timer(self._timeout, hang_up)
         timer.daemon = True
         timer.start()
-        since = time.monotonic()
         try:
             connection.connect()
             held.append(connection.sock)
@@ -97,7 +95,7 @@ class Client:
             response = connection.getresponse()
             data = response.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            if over.is_set() or time.monotonic() - since >= self._timeout:
+            if over.is_set() or isinstance(error, TimeoutError):
                 raise self._too_late(path) from None
             raise self._unreachable(path, error) from None
         finally:

@@ -140,7 +140,7 @@ def families(page: Page, look: Watched) -> None:
             "tonnage_prefix_hit_tokens",
             "Prompt tokens whose K/V was cached; the watched server does not tell by whose block.",
             ("source",),
-            {("any",): counters.prefix_hit_tokens},
+            {("unknown",): counters.prefix_hit_tokens},
         )
 
 
@@ -183,8 +183,8 @@ def _pool(page: Page, look: Watched) -> None:
     page.gauge("tonnage_config_block_size_tokens", "Tokens in a KV block.", size)
     page.gauge("tonnage_pool_usable_blocks", "KV blocks that can hold tokens.", usable)
     states = {"used": used, "cached": cached, "reserved": total - usable}
-    if used is not None and cached is not None:
-        states["free"] = usable - used - cached
+    if used is not None:
+        states["free"] = usable - used - (cached or 0)
     factors = {"blocks": 1, "tokens": size}
     if planned is not None and planned.bytes_per_block:
         page.gauge("tonnage_config_block_bytes", "Bytes of a KV block.", planned.bytes_per_block)
@@ -193,7 +193,7 @@ def _pool(page: Page, look: Watched) -> None:
         page.gauges(
             f"tonnage_pool_{unit}",
             f"The KV pool in {unit} by state: used by running requests, cached (reclaimable prefixes), free, "
-            "reserved (never given out); a state that the server does not tell is absent.",
+            "reserved (never given out); cached blocks are among the free ones where the server does not tell.",
             ("state",),
             {(state,): count * factor for state, count in states.items() if count is not None},
         )

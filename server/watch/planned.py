@@ -64,7 +64,7 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
         plan_id=plan.plan_id,
         model=plan.model.id,
         architecture=plan.model.architecture,
-        engine=plan.engine_name,
+        engine=deployment.engine,
         quantization=deployment.quantization or "none",
         device=device_name(plan, plan.worst_rank),
         components={name: size for name, size in components.items() if name not in hidden},

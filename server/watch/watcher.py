@@ -94,7 +94,7 @@ class Watcher:
 
     def _begin(self, server: Server, samples: Samples) -> _Run:
         told = server.tell(self._client, samples)
-        own = server.planned(self._client)
+        own = server.planned(self._client, samples)
         if own is not None:
             self._refuse_flags(told)
             return _Run(server, told, own, told.notes)
@@ -105,16 +105,16 @@ class Watcher:
 
     def _again(self, server: Server, samples: Samples) -> _Run:
         """A plan that cannot be made for the server as it is now does not end the watch."""
-        self._restarts += 1
-        self._run = None
         try:
-            self._run = self._begin(server, samples)
-        except WatchError:
+            run = self._begin(server, samples)
+        except WatchError:  # gone again: it is begun at the next look
             raise
         except TonnageError as error:
             told = server.tell(self._client, samples)
-            self._run = _Run(server, told, None, (f"without a plan: {error}",))
-        return self._run
+            run = _Run(server, told, None, (f"without a plan: {error}",))
+        self._run = run
+        self._restarts += 1
+        return run
 
     def _refuse_flags(self, told: Told) -> None:
         given = ["--model"] if self._model is not None else []
@@ -122,9 +122,8 @@ class Watcher:
         if self._kv_unified is not None:
             given.append("--kv-unified")
         if given:
-            raise DeploymentError(
-                f"a {told.title} server tells its own plan", field=given[0], hint="leave it out"
-            )
+            where = told.title if told.title == "Tonnage" else f"{told.title} with Tonnage in it"
+            raise DeploymentError(f"{where} tells its own plan", field=given[0], hint="leave it out")
 
     def _watched(self, run: _Run, reading: Reading) -> Watched:
         now = time.monotonic()

@@ -30,6 +30,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.commands.watch import parser, run
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.observe.metrics.headroom import Headroom
 from tonnage.server.observe.report import planned_components
 from tonnage.server.watch import client as client_module
 from tonnage.server.watch.client import Client, WatchError
@@ -175,6 +176,34 @@ def test_metrics_of_vllm_off(tmp_path: Path) -> None:
             look(server)
 
 
+def test_a_vllm_with_our_plug_in_tells_its_plan() -> None:
+    """Families of docs/vllm.md beside vLLM's own: no flag is needed, and none is taken."""
+    ours = """
+tonnage_plan_info{model="demo",plan_id="abc",revision="0",engine="vllm",architecture="L",quantization="none"} 1
+tonnage_plan_info{model="demo",plan_id="def",revision="1",engine="vllm",architecture="L",quantization="none"} 1
+tonnage_memory_planned_bytes{model="demo",device="cuda:0",component="weights"} 7
+tonnage_memory_planned_bytes{model="demo",device="cuda:1",component="weights"} 8
+tonnage_memory_measured_bytes{model="demo",device="cuda:1",component="kv_pool"} 64880640
+tonnage_config_block_bytes{model="demo"} 2949120
+tonnage_config_block_size_tokens{model="demo"} 128
+tonnage_config_num_blocks{model="demo"} 22
+tonnage_headroom_blocks{model="demo"} 3
+tonnage_headroom_requests{model="demo"} 1
+tonnage_headroom_prompt_tokens{model="demo"} 200
+"""
+    with vllm() as server:
+        server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_full.txt") + ours)
+        found = look(server)
+        with pytest.raises(TonnageError, match=r"^--gpu: vLLM with Tonnage in it tells its own plan"):
+            look(server, gpu="h100-80g")
+    assert found.planned is not None
+    assert (found.planned.plan_id, found.planned.device, found.planned.num_blocks) == ("abc", "cuda:1", 22)
+    assert found.planned.components == {"weights": 8}
+    assert found.measured == {"kv_pool": 64_880_640}
+    assert found.headroom == Headroom(3, 1, 200)
+    assert found.notes == ()
+
+
 # -- llama.cpp
 
 
@@ -318,7 +347,7 @@ async def test_a_tonnage_server_needs_no_flags_but_its_key(
             await asyncio.to_thread(Watcher(Client(running.url), {}, None).look)
         known = Client(running.url, api_key="watch-secret")
         for given, model in (({}, "demo"), ({"gpu": "h100-80g"}, None)):
-            with pytest.raises(TonnageError, match=r"a Tonnage server tells its own plan \(leave it out\)"):
+            with pytest.raises(TonnageError, match=r"Tonnage tells its own plan \(leave it out\)"):
                 await asyncio.to_thread(Watcher(known, given, model).look)
         found = await asyncio.to_thread(Watcher(known, {}, None).look)
     assert found.told.title == "Tonnage"
@@ -637,7 +666,8 @@ def test_exported_and_goes_on_while_the_server_is_away() -> None:
             assert found["tonnage_engine_requests,model=demo,state=waiting"] == 23
             assert found["tonnage_pool_blocks,model=demo,state=used"] == 21
             assert found["tonnage_pool_blocks,model=demo,state=reserved"] == 1
-            assert "tonnage_pool_blocks,model=demo,state=free" not in found  # vLLM does not tell it from cached
+            assert found["tonnage_pool_blocks,model=demo,state=free"] == 0
+            assert "tonnage_pool_blocks,model=demo,state=cached" not in found  # vLLM does not tell
             assert found["tonnage_pool_bytes,model=demo,state=used"] == 21 * 2_949_120
             assert (
                 found["tonnage_memory_planned_bytes,component=kv_pool,device=cuda:0,model=demo"] == 64_880_640

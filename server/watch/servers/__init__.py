@@ -32,7 +32,7 @@ class Server(Protocol):
 
     def read(self, client: Client, samples: Samples, page: Answer, told: Told) -> Reading: ...
 
-    def planned(self, client: Client) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> Planned | None:
         """The server's own plan, where it has one."""
 
 

@@ -27,7 +27,7 @@ class LlamaCppServer:
         props = mapping(client.get("/props").json())
         return "start it with --metrics" if "total_slots" in props else None
 
-    def planned(self, client: Client) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> Planned | None:
         return None
 
     def tell(self, client: Client, samples: Samples) -> Told:

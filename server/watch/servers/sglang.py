@@ -46,7 +46,7 @@ class SGLangServer:
     def silent(self, client: Client) -> str | None:
         return "start it with --enable-metrics" if _info(client) else None
 
-    def planned(self, client: Client) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> Planned | None:
         return None
 
     def tell(self, client: Client, samples: Samples) -> Told:

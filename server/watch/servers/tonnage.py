@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.server.observe.metrics.headroom import Headroom
 from tonnage.server.watch.client import Answer, Client, WatchError
 from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
 from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.families import headroom_told
 from tonnage.server.watch.servers.told import mapping, number, text
 
 # component -> key of a rank in the plan's JSON
@@ -38,7 +38,7 @@ class TonnageServer:
     def tell(self, client: Client, samples: Samples) -> Told:
         return Told(self.title, None, text(_memory(client).get("model")), model=None)
 
-    def planned(self, client: Client) -> Planned | None:
+    def planned(self, client: Client, samples: Samples) -> Planned | None:
         try:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
@@ -65,7 +65,7 @@ class TonnageServer:
                 for name in _MEASURED
                 if (value := number(measured.get(f"{name}_bytes"))) is not None
             },
-            headroom=_headroom(samples),
+            headroom=headroom_told(samples),
         )
 
 
@@ -105,11 +105,3 @@ def _pool(memory: Mapping[str, Any]) -> Pool | None:
     if not total or usable is None or number(size) is None:
         return None
     return Pool(total, usable, int(size or 1), number(blocks.get("used")), number(blocks.get("cached")))
-
-
-def _headroom(samples: Samples) -> Headroom | None:
-    names = ("blocks", "requests", "prompt_tokens")
-    blocks, requests, tokens = (samples.count(f"tonnage_headroom_{name}") for name in names)
-    if blocks is None or requests is None or tokens is None:
-        return None
-    return Headroom(blocks, requests, tokens)

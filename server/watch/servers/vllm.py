@@ -13,6 +13,7 @@ from typing import Any
 from tonnage.server.watch.client import Answer, Client
 from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
 from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.families import headroom_told, measured_told, planned_told
 from tonnage.server.watch.servers.told import cards, mapping, text
 
 _INFO = "vllm:cache_config_info"
@@ -57,8 +58,9 @@ class VLLMServer:
         owners = {card.get("owned_by") for card in cards(models)}
         return "start it without --disable-log-stats" if "vllm" in owners else None
 
-    def planned(self, client: Client) -> Planned | None:
-        return None
+    def planned(self, client: Client, samples: Samples) -> Planned | None:
+        """That of our plug-in, made from vLLM's own config."""
+        return planned_told(samples, _served(samples))
 
     def tell(self, client: Client, samples: Samples) -> Told:
         version = mapping(client.get("/version").json()).get("version")
@@ -72,10 +74,11 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        if missing := [name for name in _ASSUMED if name not in flags]:
+        told = "tonnage_memory_planned_bytes" in samples  # by our plug-in: nothing is assumed
+        if not told and (missing := [name for name in _ASSUMED if name not in flags]):
             options = ", ".join("--" + name.replace("_", "-") for name in missing)
             notes.append(f"vLLM does not tell {options}: its defaults are planned with unless they are given")
-        if config.get("speculative_config"):
+        if not told and config.get("speculative_config"):
             notes.append("it drafts: --speculative-model says what, which is not planned otherwise")
         return Told(
             title=self.title,
@@ -107,7 +110,9 @@ class VLLMServer:
                 finished_prompt=samples.count("vllm:request_prompt_tokens_sum"),
                 finished_generation=samples.count("vllm:request_generation_tokens_sum"),
             ),
+            measured=measured_told(samples),
             started=None if started is None else str(started),
+            headroom=headroom_told(samples),
         )
 
 
@@ -130,6 +135,10 @@ def _pool(samples: Samples) -> Pool | None:
     usage = samples.total(*_USAGE)
     used = None if usage is None else min(usable, round(usage * usable))
     return Pool(num_blocks=blocks, usable=usable, block_size=size, used=used)
+
+
+def _served(samples: Samples) -> str | None:
+    return next((labels.get("model_name") for labels, _ in samples.of("vllm:num_requests_running")), None)
 
 
 def _from_labels(samples: Samples) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""Our own families on a page: of a Tonnage server, or of a vLLM with our plug-in (docs/vllm.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tonnage.server.observe.metrics.headroom import Headroom
+from tonnage.server.watch.records import Planned
+from tonnage.server.watch.samples import Samples
+
+_INFO = ("plan_id", "architecture", "engine", "quantization")
+
+
+def headroom_told(samples: Samples) -> Headroom | None:
+    """Over all engines of the page; the largest prompt is that of the emptiest."""
+    blocks = samples.count("tonnage_headroom_blocks")
+    requests = samples.count("tonnage_headroom_requests")
+    prompts = [round(value) for _, value in samples.of("tonnage_headroom_prompt_tokens")]
+    if blocks is None or requests is None or not prompts:
+        return None
+    return Headroom(blocks, requests, max(prompts))
+
+
+def planned_told(samples: Samples, model: str | None) -> Planned | None:
+    """The plan of one engine, of the rank whose bytes are measured; None where the page has none."""
+    engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
+    one = samples.where(engine_index=engines[0]) if engines else samples
+    info = next((labels for labels, _ in one.of("tonnage_plan_info") if labels.get("revision") == "0"), {})
+    planned = one.of("tonnage_memory_planned_bytes")
+    size, block = one.count("tonnage_config_block_bytes"), one.count("tonnage_config_block_size_tokens")
+    if not planned or size is None or not block or not all(name in info for name in _INFO):
+        return None
+    device = next(
+        (labels["device"] for labels, _ in one.of("tonnage_memory_measured_bytes")), planned[0][0]["device"]
+    )
+    blocks = one.count("tonnage_config_num_blocks")
+    return Planned(
+        plan_id=info["plan_id"],
+        model=model or "its model",
+        architecture=info["architecture"],
+        engine=info["engine"],
+        quantization=info["quantization"],
+        device=device,
+        components=_components(planned, device),
+        block_size=block,
+        bytes_per_block=size,
+        max_model_len=one.count("tonnage_config_max_model_len_tokens"),
+        num_blocks=blocks,
+        replicas=max(1, len(engines)),
+    )
+
+
+def measured_told(samples: Samples) -> dict[str, int]:
+    """Bytes by component of one engine."""
+    engines = samples.values_of("engine_index", "tonnage_memory_measured_bytes")
+    one = samples.where(engine_index=engines[0]) if engines else samples
+    series = one.of("tonnage_memory_measured_bytes")
+    return _components(series, series[0][0]["device"]) if series else {}
+
+
+def _components(series: list[tuple[Mapping[str, str], float]], device: str) -> dict[str, int]:
+    return {labels["component"]: round(value) for labels, value in series if labels["device"] == device}

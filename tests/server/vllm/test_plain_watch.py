@@ -1,0 +1,71 @@
+"""``tonnage watch`` beside a real ``vllm serve``: by the plan of our plug-in, and by vLLM's own families."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpx
+from pages import pages
+from serving import PATIENCE
+
+from tonnage.server.watch.client import Client
+from tonnage.server.watch.watcher import Watched, Watcher
+
+
+def ask(url: str, number: int) -> None:
+    body = {"model": "demo", "prompt": f"Story {number}", "max_tokens": 64, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
+def under_load(url: str, watcher: Watcher) -> Watched:
+    """A look while requests run; at the end they are answered."""
+    threads = [threading.Thread(target=ask, args=(url, number)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE
+    found = watcher.look()
+    while not found.reading.sum_of("running") or not found.reading.blocks("used"):
+        assert time.monotonic() < deadline
+        found = watcher.look()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return found
+
+
+def test_by_the_plan_of_the_plug_in(plain: str) -> None:
+    watcher = Watcher(Client(plain), {}, None)
+    idle, busy = watcher.look(), under_load(plain, watcher)
+    page = httpx.get(f"{plain}/metrics", trust_env=False).text
+    assert (idle.told.title, idle.told.served) == ("vLLM", "demo")
+    assert idle.planned is not None
+    assert idle.planned.plan_id in page
+    assert {"weights", "activations", "framework", "free"} <= idle.planned.components.keys()
+    assert idle.planned.num_blocks == idle.reading.blocks("num_blocks")
+    assert idle.measured["kv_pool"] == idle.planned.components["kv_pool"]
+    assert idle.headroom is not None
+    assert busy.headroom is not None
+    assert busy.headroom.blocks < idle.headroom.blocks <= (idle.reading.blocks("usable") or 0)
+    assert watcher.look().restarts == 0
+
+
+def test_by_vllms_own_families(plain: str) -> None:
+    """The same figures from a page without ours: the plan is the watch's."""
+
+    def fetched(path: str) -> str:
+        return httpx.get(f"{plain}{path}", trust_env=False).text
+
+    told = Watcher(Client(plain), {}, None).look()
+    page = "".join(line for line in fetched("/metrics").splitlines(True) if not line.startswith("tonnage_"))
+    with pages(metrics=page, v1_models=fetched("/v1/models"), version=fetched("/version")) as bare:
+        flags = {"gpu": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 256, "enforce_eager": True}
+        found = Watcher(Client(bare.url), flags, None).look()
+    assert told.planned is not None
+    assert found.planned is not None
+    assert found.planned.components["weights"] == told.planned.components["weights"]
+    pool = found.planned.components["kv_pool"]
+    assert pool == told.planned.components["kv_pool"] == found.measured["kv_pool"]
+    assert found.reading.replicas == told.reading.replicas
+    assert found.headroom is not None
+    assert found.headroom.blocks == found.reading.blocks("usable")
