@@ -65,6 +65,7 @@ def install(manager: Any) -> LearnedQueue | None:
         return None
     manager.block_pool.free_block_queue = queue
     _wrap(manager, queue)
+    logger.info("Tonnage eviction: learned, %d blocks", queue.num_free_blocks)
     return queue
 
 

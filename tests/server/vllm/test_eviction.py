@@ -29,10 +29,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
+from vllm_steps import World as Steps
+from vllm_steps import config, scheduler
+from vllm_steps import request as steps_request
 
 from tonnage.cache.laws.order import check_order
 from tonnage.server.engines.vllm import eviction
 from tonnage.server.engines.vllm.eviction import LearnedQueue, install
+from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 BLOCK, LENGTH = 16, 512
@@ -302,6 +306,31 @@ def test_what_is_not_understood_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> 
         assert why in said.pop()
         assert isinstance(manager.block_pool.free_block_queue, FreeKVCacheBlockQueue)
         assert "allocate_slots" not in vars(manager)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_scheduler_installs_it(asynchronous: bool) -> None:
+    """Conversations in a pool too small for them, through vLLM's scheduler with our admission."""
+    ended = {}
+    for kind in ("lru", "learned"):
+        made = config(80, mode="predictive", asynchronous=asynchronous, eviction=kind)
+        w = Steps(scheduler(TonnageScheduler, made, [full(), sliding(64)]))
+        assert (w.scheduler.eviction is not None) == (kind == "learned")
+        lots = random.Random(3)
+        for number in range(60):
+            chat, turns = lots.randint(0, 5), lots.randint(1, 6)
+            prompt = [chat * 1000 + at for at in range(turns * 40)]
+            w.add(steps_request(str(number), prompt, 60), lots.randint(1, 50))
+        w.run()
+        ended[kind] = w.produced
+        pool = w.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == len(pool.free_block_queue.get_all_free_blocks()) == 79
+        if kind == "learned":
+            assert not w.scheduler.eviction.live
+            assert w.scheduler.eviction.stats.fallbacks == 0
+            assert w.scheduler.eviction.stats.evicted > 0
+            check_order(w.scheduler.eviction._order)
+    assert ended["lru"] == ended["learned"]
 
 
 @pytest.mark.parametrize(("kind", "blocks", "running"), [("zipf", 2000, 1), ("shift", 2000, 3)])

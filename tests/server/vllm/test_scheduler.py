@@ -14,7 +14,7 @@ from vllm_steps import BLOCK, World, config, full, request, scheduler, sliding
 
 from tonnage.cache.admission import AdmissionMode, is_safe
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
-from tonnage.server.engines.vllm.scheduler.options import BadOption, read_policy
+from tonnage.server.engines.vllm.scheduler.options import BadOption, read_eviction, read_policy
 
 MODES = ("predictive", "guaranteed", "no_evict", "greedy")
 HYBRID = [full(), sliding(64), sliding(64)]
@@ -305,6 +305,7 @@ def test_an_unknown_version_schedules_on_its_own(
         ({"watermark": 2}, "watermark"),
         ({"length_quantile": "half"}, "length_quantile"),
         ({"length_quantile": True}, "length_quantile"),
+        ({"eviction": "fifo"}, "'fifo' is none of lru, learned"),
     ],
 )
 def test_a_wrong_option_is_refused_at_start(given: dict[str, Any], named: str) -> None:
@@ -322,3 +323,8 @@ def test_options_from_the_environment() -> None:
         read_policy({}, {"TONNAGE_WATERMARK": "much"})
     with pytest.raises(BadOption, match="an object"):
         read_policy({"tonnage": "guaranteed"}, {})
+    assert read_eviction({}, {"TONNAGE_EVICTION": "learned"}) == "learned"
+    assert read_eviction({"tonnage": {"eviction": "lru"}}, {"TONNAGE_EVICTION": "learned"}) == "lru"
+    assert read_eviction({}, {}) == "lru"
+    with pytest.raises(BadOption, match="TONNAGE_EVICTION"):
+        read_eviction({}, {"TONNAGE_EVICTION": "clock"})

@@ -15,7 +15,8 @@ from tonnage.cache.errors import CacheConfigError
 # Predictive is what a vLLM that runs already can take without losing: guaranteed mode counts with the
 # max_tokens of every request, and plain vLLM fills in max_model_len for clients that send none.
 DEFAULT = AdmissionMode.PREDICTIVE
-KEYS = ("admission_mode", "length_quantile", "watermark")
+KEYS = ("admission_mode", "length_quantile", "watermark", "eviction")
+EVICTION = ("lru", "learned")  # vLLM's own, the first; `tonnage.server.engines.vllm.eviction`
 
 
 class BadOption(ValueError):
@@ -25,6 +26,28 @@ class BadOption(ValueError):
 def read_policy(additional: object, environment: Mapping[str, str] = os.environ) -> Policy:
     """The policy that ``vllm_config.additional_config`` and the environment ask for. Raises BadOption, naming
     the key."""
+    values, given = _read(additional, environment)
+    try:
+        return Policy(
+            _mode(values.get("admission_mode", DEFAULT)),
+            _number(values, "length_quantile"),
+            _number(values, "watermark"),
+        )
+    except CacheConfigError as error:
+        raise BadOption(f"{_where(str(error.field), given)}: {error}") from None
+
+
+def read_eviction(additional: object, environment: Mapping[str, str] = os.environ) -> str:
+    """One of EVICTION, as the same two ask for it. Raises BadOption."""
+    values, given = _read(additional, environment)
+    wanted = values.get("eviction", EVICTION[0])
+    if wanted not in EVICTION:
+        raise BadOption(f"{_where('eviction', given)}: {wanted!r} is none of {', '.join(EVICTION)}")
+    return str(wanted)
+
+
+def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[Any, Any]]:
+    """(what is asked for by key, the part of it that the config says)."""
     given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
         raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
@@ -35,14 +58,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
         key: environment[_variable(key)] for key in KEYS if environment.get(_variable(key))
     }
     values.update(given)
-    try:
-        return Policy(
-            _mode(values.get("admission_mode", DEFAULT)),
-            _number(values, "length_quantile"),
-            _number(values, "watermark"),
-        )
-    except CacheConfigError as error:
-        raise BadOption(f"{_where(str(error.field), given)}: {error}") from None
+    return values, given
 
 
 def _mode(value: object) -> AdmissionMode:

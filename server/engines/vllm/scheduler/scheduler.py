@@ -25,10 +25,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
 from tonnage.cache.admission import AdmissionMode
+from tonnage.server.engines.vllm.eviction import LearnedQueue, install
 from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.groups import read_groups
-from tonnage.server.engines.vllm.scheduler.options import read_policy
+from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
 from tonnage.server.engines.vllm.scheduler.report import Report
 from tonnage.server.engines.vllm.told import Told, put
 
@@ -48,6 +49,9 @@ class Admitting(Scheduler):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         policy = read_policy(self.vllm_config.additional_config)  # refuses what it does not know
+        self.eviction: LearnedQueue | None = None  # vLLM's own
+        if read_eviction(self.vllm_config.additional_config) == "learned":
+            self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
         self._report = Report(self)
         if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
