@@ -194,12 +194,14 @@ async def engine_stopped(server: Served) -> Answers:
 
 async def load_stopped(server: Served) -> Answers:
     """Kill -9 of the engine, SIGSTOP of its successor while it loads, until another is ready."""
-    first = server.largest_child()
+    before, first = server.children(), server.largest_child()
     assert first is not None
     first.kill()
-    while (process := server.largest_child()) is None or process == first:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(1)
+    while True:
+        process = server.largest_child(besides=before)
+        await asyncio.sleep(1)
+        if process is not None and process.is_running():
+            break
     process.suspend()
     try:
         return await _back(server, process)

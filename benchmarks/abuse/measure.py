@@ -87,7 +87,7 @@ async def watching(server: Served) -> AsyncIterator[asyncio.subprocess.Process |
 async def settled(server: Served, before: State) -> bool:
     """Whether the server holds what it held ``before``, 3 % of its plan more, within a minute."""
     until = time.monotonic() + SETTLE_SECONDS
-    most = before.bytes + SLACK * server.planned
+    most, state = before.bytes + SLACK * server.planned, None
     while time.monotonic() < until and server.alive:
         state = await server.state()
         if (
@@ -99,6 +99,7 @@ async def settled(server: Served, before: State) -> bool:
         ):
             return True
         await asyncio.sleep(0.1)
+    print(f"not as before: {before}, then {state}", file=sys.stderr)
     return False
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import psutil
 
 from abuse.wire import HOST, get
 from tonnage.planner.engines.runtime import hf
+from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.vllm import cpu
 from tonnage.server.engines.process_memory import process_tree_bytes
 
@@ -76,11 +77,16 @@ class Served:
             return State(unfinished, memory["pool"]["blocks"]["used"], process_tree_bytes(self.pid), files)
         return None
 
-    def largest_child(self) -> psutil.Process | None:
-        """The process that has the model: it holds the most memory."""
+    def children(self) -> set[psutil.Process]:
+        """All processes of the server but its first."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.pid).children(recursive=True)
-            return max(children, key=lambda child: child.memory_info().rss, default=None)
+            return set(psutil.Process(self.pid).children(recursive=True))
+        return set()
+
+    def largest_child(self, besides: Set[psutil.Process] = frozenset()) -> psutil.Process | None:
+        """The process that has the model: it holds the most memory. ``besides``: others are meant."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return max(self.children() - besides, key=lambda child: child.memory_info().rss, default=None)
         return None
 
     async def read_plan(self) -> None:
@@ -93,7 +99,7 @@ class Served:
             self.api_planned = process_tree_bytes(self.pid)
         else:
             of = cpu if self.engine == "vllm" else hf
-            self.api_planned = of.api_bytes(plan["model"]["vocab_size"])
+            self.api_planned = of.api_bytes(plan["model"]["vocab_size"]) + API_LIMIT_BYTES
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from tonnage.server.errors import ApiError, ErrorCode
 # The first bytes of a body count nothing, so that large bodies never keep a small one out. uvicorn buffers as
 # much of a connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
 FREE_BYTES = 65_536
-# Bodies of the largest size that may arrive at once: 24 MiB by default, which fits into what a container of the
-# smallest plans has beyond its plan (3 % of the 1.2 GiB of the demo model: 37 MiB).
+# Bodies of the largest size that may arrive at once: 24 MiB by default, which a plan for a CPU counts
+# (planner/engines/runtime/api.py).
 LARGEST_AT_ONCE = 3
 
 Parsed = TypeVar("Parsed")

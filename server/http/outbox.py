@@ -12,10 +12,10 @@ from typing import Any
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-# Of all streams together: as two request bodies of the largest size (max_request_body_bytes), a sixth of what
-# the API process is planned with (planner/engines/runtime/hf.py). With events of 250 bytes, a token each, one
-# slow client may be 67,000 tokens behind and each of 512 may be 130, besides the 64 KiB of its connection.
-OUTBOX_BYTES = 16 * 2**20
+from tonnage.planner.engines.runtime.api import OUTBOX_BYTES
+
+# OUTBOX_BYTES is of all streams together. With events of 250 bytes, a token each, one slow client may be 67,000
+# tokens behind and each of 512 may be 130, besides the 64 KiB of its connection.
 
 
 class Outboxes:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tonnage.planner.engines.runtime.api import BODIES_BYTES
 from tonnage.server.api import body as body_module
 from tonnage.server.api.body import MAX_ITEMS, Fields, most_values, parse_body
 from tonnage.server.api.chat import protocol as chat
@@ -25,6 +26,7 @@ from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_BYTES, MAX_T
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES, LARGEST_AT_ONCE, BodyBytes
+from tonnage.server.settings import Settings
 from tonnage.server.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -414,6 +416,11 @@ async def test_tokens_of_a_long_text_and_back(server, checked, encoded) -> None:
     error = checked(await server.http.post("/detokenize", json={"tokens": [1] * (MAX_TOKENS + 1)}))
     assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tokens")
     assert str(MAX_TOKENS) in error.message
+
+
+def test_the_plan_counts_what_bodies_may_hold() -> None:
+    default = Settings.model_fields["max_request_body_bytes"].default
+    assert BodyBytes(default).most == BODIES_BYTES
 
 
 async def test_bodies_that_arrive_slowly_hold_no_more_than_their_share(run_server, small_plan) -> None:

@@ -14,6 +14,7 @@ vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; 
 
 from __future__ import annotations
 
+from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.grammars import (
     GRAMMAR_LIMIT_BYTES,
@@ -36,26 +37,28 @@ VLLM_INTERVAL = (0.85, 1.6)
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Of the API process."""
+    """Of the API process while nobody sends anything large."""
     return VLLM_API_BYTES + vocab_size * VLLM_API_TOKEN_BYTES
 
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
-    """What the processes hold, and what grammars of answers may take. ``dtype``: of the weights."""
+    """What the processes hold, and what clients and grammars of answers may take. ``dtype``: of the weights."""
     vocabulary, core_token = architecture.vocab_size, VLLM_CORE_TOKEN_BYTES + GRAMMAR_TOKEN_BYTES
     packed = _packed_bytes(architecture, dtype)
     core = VLLM_CORE_BYTES + vocabulary * core_token
     worker = VLLM_WORKER_BYTES + architecture.layers * VLLM_LAYER_BYTES + packed
     resting = api_bytes(vocabulary) + core + worker + GRAMMAR_PROCESS_BYTES
+    limits = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
     return Estimate(
-        resting + GRAMMAR_LIMIT_BYTES,
+        resting + limits,
         int(resting * VLLM_INTERVAL[0]),
-        int(resting * VLLM_INTERVAL[1]) + GRAMMAR_LIMIT_BYTES,
+        int(resting * VLLM_INTERVAL[1]) + limits,
         f"vocabulary {vocabulary:,}: API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
         f"+ EngineCore {VLLM_CORE_BYTES:,} + {core_token:,} each + worker {VLLM_WORKER_BYTES:,} "
         f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,} "
-        f"+ process that tries grammars {GRAMMAR_PROCESS_BYTES:,} + grammars at most {GRAMMAR_LIMIT_BYTES:,}",
-        "RssAnon of vLLM 0.32.0 on a CPU, measured; limits of grammars",
+        f"+ process that tries grammars {GRAMMAR_PROCESS_BYTES:,} + grammars at most {GRAMMAR_LIMIT_BYTES:,} "
+        f"+ bodies and unread streams at most {API_LIMIT_BYTES:,}",
+        "RssAnon of vLLM 0.32.0 on a CPU, measured; limits of the server",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
 import signal
 import time
 import traceback
@@ -38,16 +37,12 @@ from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, samp
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.hf.sequence import Sequence
 from tonnage.server.engines.imports import no_collections
+from tonnage.server.engines.niceness import stand_back
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
-
-# Compute threads keep every core busy. Unless they stand back, a probe, a scrape or a token on its way out
-# waits for a time slice behind them: 99 % of scrapes took 5.4 to 5.8 ms, with nice 5 3.7 to 4.0, at the same
-# tokens a second (benchmarks/metrics_scrape.py).
-BEHIND_THE_API = 5
 
 
 def main(descriptor: int, threads: int) -> None:
@@ -56,7 +51,7 @@ def main(descriptor: int, threads: int) -> None:
     connection = Connection(descriptor)
     load: Load = connection.recv()
     if load.plan.deployment.device == "cpu":
-        os.nice(BEHIND_THE_API)
+        stand_back()
     try:
         engine = EngineLoop(load.plan, connection, threads, load.policy, load.sharing)
     except TonnageError as error:

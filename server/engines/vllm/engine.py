@@ -146,6 +146,8 @@ class VLLMEngine(Engine):
                 # It would compile each grammar once more, in this loop (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
                 await self._llm.collective_rpc("tonnage_import_masks")
+            if self._on_cpu:
+                await self._llm.collective_rpc("tonnage_on_cpu")
             await self._llm.collective_rpc("tonnage_die_with", args=(os.getpid(), self._on_cpu))
             await self._load_adapters()
             held = await self._llm.collective_rpc("tonnage_memory")
@@ -189,6 +191,7 @@ class VLLMEngine(Engine):
                 from vllm.renderers import hf as renderers
                 from vllm.v1.engine.async_llm import AsyncLLM
                 from vllm.v1.metrics.loggers import StatLoggerBase
+                from zmq.utils.garbage import gc as collector
         except ImportError as error:
             raise DeploymentError(
                 f"vLLM cannot be imported: {error}",
@@ -228,6 +231,10 @@ class VLLMEngine(Engine):
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ.update(before)
+        if not collector.is_alive():
+            # pyzmq's thread for what it sends without a copy begins with the first message of 64 KiB: now, so
+            # that no request opens its seven files.
+            collector.start()
         if self._stopping:
             self._end(llm)
         return llm

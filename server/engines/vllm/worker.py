@@ -9,11 +9,25 @@ import signal
 import threading
 from typing import Any
 
+from tonnage.server.engines.niceness import stand_back
+
 
 class WorkerExtension:
     """These methods become methods of the worker."""
 
     model_runner: Any
+
+    def tonnage_on_cpu(self) -> None:
+        """What computes gives way to the API process, and log probabilities need no compiler.
+
+        vLLM 0.32 counts what is likelier than a token by a function for which the first request that wants log
+        probabilities waits for torch.compile: nobody got a token for 3 s (benchmarks/abuse.py, deaf).
+        """
+        from vllm.v1.sample import sampler
+
+        stand_back()
+        compiled = vars(sampler)["batched_count_greater_than"]
+        vars(sampler)["batched_count_greater_than"] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
     def tonnage_die_with(self, api_process: int, at_once: bool) -> None:
         """End vLLM's engine core when ``api_process`` ends without saying so (kill -9, out of memory).
