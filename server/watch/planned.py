@@ -30,6 +30,9 @@ def plan_of(told: Told, given: Mapping[str, Any], model: str | None) -> tuple[Pl
     DeploymentError for a flag that contradicts the server, ModelNotFound where --model is needed.
     """
     flags, notes = _merged(told, given)
+    if missing := [name for name in told.assumed if name not in given]:
+        options = ", ".join(flags_of(Deployment)[name].option for name in missing)
+        notes.append(f"{told.title} does not tell {options}: planned with its defaults unless given")
     source = _source(told, model)
     known = "gpu" in flags or "device_memory" in flags or flags.get("device") == "cpu"
     if not known:

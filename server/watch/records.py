@@ -17,7 +17,8 @@ class Told:
     ``title``: as its authors call it. ``model``: path or hub id of what it loaded, ``served``: its name in the
     API. ``flags``: fields of a Deployment by name, those that the server tells. ``pool_tokens`` of one
     replica, ``most_tokens``: where a flag limits them beside the memory. ``measured``: bytes by component that
-    the server measured at its start. ``hidden``: components that do not follow from what it tells.
+    the server measured at its start. ``hidden``: components that do not follow from what it tells;
+    ``assumed``: fields that it does not tell and that decide much.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Told:
     most_tokens: int | None = None
     measured: Mapping[str, int] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

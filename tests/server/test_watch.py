@@ -131,12 +131,14 @@ def test_an_unknown_device_plans_only_what_does_not_need_it() -> None:
     with vllm() as server:
         bare = look(server)
         named = look(server, gpu="h100-80g")
+        said = look(server, gpu="h100-80g", max_num_seqs=16)
     assert bare.planned is not None
     assert named.planned is not None
     assert set(bare.planned.components) == {"weights", "kv_pool"}
     assert any("--gpu" in note for note in bare.notes)
     assert {"activations", "framework", "cuda_graphs", "free"} <= named.planned.components.keys()
     assert any("--max-num-seqs" in note for note in named.notes)  # assumed
+    assert not any("--max-num-seqs" in note for note in said.notes)
 
 
 def test_vllms_server_info_says_the_rest() -> None:

@@ -75,9 +75,6 @@ class VLLMServer:
             flags["max_model_len"] = length
         notes = []
         told = "tonnage_memory_planned_bytes" in samples  # by our plug-in: nothing is assumed
-        if not told and (missing := [name for name in _ASSUMED if name not in flags]):
-            options = ", ".join("--" + name.replace("_", "-") for name in missing)
-            notes.append(f"vLLM does not tell {options}: its defaults are planned with unless they are given")
         if not told and config.get("speculative_config"):
             notes.append("it drafts: --speculative-model says what, which is not planned otherwise")
         return Told(
@@ -86,6 +83,7 @@ class VLLMServer:
             served=text(own.get("id")),
             model=text(own.get("root")) or text(own.get("id")),
             flags=flags,
+            assumed=tuple(name for name in _ASSUMED if name not in flags),
             notes=tuple(notes),
         )
 
