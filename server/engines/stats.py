@@ -50,7 +50,7 @@ class MeasuredMemory:
     storages of the pool; ``framework`` what the processes held at ready beside these two; ``process`` the
     RssAnon + RssShmem of all processes now, ``process_peak`` its maximum. ``warm_weights``: the weights
     once more after the first full step, in which a kernel may repack what it uses. ``lora`` the slots of the
-    adapters, where there are any.
+    adapters, where there are any. ``activation_peak`` and ``cuda_graphs``: as the engine itself measured them.
     """
 
     weights: int | None = None
@@ -60,10 +60,14 @@ class MeasuredMemory:
     process_peak: int | None = None
     warm_weights: int | None = None
     lora: int | None = None
+    activation_peak: int | None = None
+    cuda_graphs: int | None = None
 
     @property
     def activations(self) -> int | None:
-        """What the peak holds beyond weights, pool, LoRA slots and framework."""
+        """The engine's own figure, else what the peak holds beyond weights, pool, LoRA slots and framework."""
+        if self.activation_peak is not None:
+            return self.activation_peak
         parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
         if any(part is None for part in parts):
             return None

@@ -19,6 +19,7 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
         "weights": memory.weights,
         "kv_pool": memory.kv_pool,
         "activations": memory.activations,
+        "cuda_graphs": memory.cuda_graphs,
         "framework": memory.framework,
         "lora": memory.lora,
         "free": None if memory.process_peak is None else plan.rank.total_bytes - memory.process_peak,

@@ -14,6 +14,8 @@ _LINES = (
     ("activation_bytes", GiB, rf"{NUMBER} ?GiB for peak activation"),
     ("non_torch_bytes", GiB, rf"{NUMBER} ?GiB for non-torch"),
     ("cuda_graph_bytes", GiB, rf"Graph capturing finished in .*took {NUMBER} Gi?B"),
+    ("cuda_graph_bytes", GiB, rf"{NUMBER} ?GiB for CUDAGraph memory"),
+    ("consumed_bytes", GiB, rf"{NUMBER} ?GiB for consumed memory"),  # weights and what is not torch's
     ("kv_pool_bytes", GiB, rf"Available KV cache memory: {NUMBER} GiB"),
     ("kv_pool_bytes", GiB, rf"reserved for KV Cache is {NUMBER} ?GiB"),
     ("tokens", 1, rf"(?:GPU|CPU|XPU) KV cache size: {NUMBER} tokens"),

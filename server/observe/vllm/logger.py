@@ -26,6 +26,7 @@ from tonnage.planner.units import gib
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
+from tonnage.server.engines.vllm import figures
 from tonnage.server.engines.vllm.deployment import asked_of, served_name
 from tonnage.server.engines.vllm.told import take
 from tonnage.server.observe.metrics.config import engine_families, plan_families
@@ -61,6 +62,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         self._errors = 0
         self._name = ""
         self._sampler: PeakSampler | None = None
+        self._workers = figures.WorkerMemory()
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
             return  # `tonnage serve --backend vllm` shows all this on its own page
@@ -76,6 +78,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._ours("at start"):
             self._name = served_name(vllm_config)
             self._show()
+            self._workers = figures.read()  # they have started
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
@@ -140,9 +143,12 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         TonnageStatLogger._shown = self
 
     def _memory(self) -> MeasuredMemory:
-        sampler = self._sampler
+        sampler, workers = self._sampler, self._workers
         if sampler is None:  # what a GPU holds is not among the memory of processes
-            return MeasuredMemory()
+            return MeasuredMemory(
+                weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,
+                cuda_graphs=workers.cuda_graphs,
+            )  # fmt: skip
         return MeasuredMemory(process=sampler.current or None, process_peak=sampler.peak or None)
 
     @contextmanager

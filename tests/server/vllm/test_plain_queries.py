@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from queries import Prometheus, Traffic, dashboards, operands, panel_queries, rules, scraping, selectors, wrong
 from serving import PATIENCE
+
+from tonnage.server.engines.vllm import figures
 
 # What neither vLLM nor our scheduler in it tells (docs/vllm.md).
 ABSENT = {"tonnage_evictions_total", "tonnage_invariant_violations_total"}
@@ -96,6 +101,20 @@ def test_the_page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert "vllm:num_requests_running" in text  # its own are there as before
     (log,) = Path(tmp_path_factory.getbasetemp()).glob("plain0/log")
     assert log.read_text().count("Tonnage: plan ") == 1
+
+
+def test_its_processes_tell_of_their_memory(busy: str) -> None:
+    """On a CPU they have only the size of the pool to tell; it comes the way a GPU's figures do."""
+    family = psutil.Process().children(recursive=True)
+    folders = {folder for child in family if (folder := child.environ().get(figures.FOLDER))}
+    assert len(folders) == 1
+    told: dict[str, float] = {}
+    for file in Path(folders.pop()).glob("*.json"):
+        told |= json.loads(file.read_text())
+    text = httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text
+    (tokens,) = re.findall(r'^tonnage_pool_tokens\{model="demo",state="reserved"} (\d+)', text, re.M)
+    blocks = float(re.findall(r'^tonnage_config_num_blocks\{model="demo"} (\d+)', text, re.M)[0])
+    assert told["tokens"] == (blocks - 1) * float(tokens) or told["tokens"] == blocks * float(tokens)
 
 
 def test_what_it_counts_is_what_clients_saw(busy: str) -> None:
