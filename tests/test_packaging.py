@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import subprocess
@@ -54,6 +55,16 @@ def test_wheel_has_exactly_the_tracked_files(wheel: Path) -> None:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected
     assert {"tonnage/py.typed", *(f"tonnage/{package}/py.typed" for package in PACKAGES)} <= found
+
+
+def test_what_vllm_looks_for_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (written,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        entries = configparser.ConfigParser()
+        entries.read_string(archive.read(written).decode())
+        for group in ("vllm.general_plugins", "vllm.stat_logger_plugins"):
+            module, _, name = entries[group]["tonnage"].partition(":")
+            assert f"{name}" in archive.read(f"{module.replace('.', '/')}.py").decode()
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,7 @@ def watch() -> None:
     if FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="tonnage-vllm-")
         os.environ[FOLDER] = folder
-        owner = os.getpid()
-        atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+        atexit.register(_take_away, folder, os.getpid())
     log = logging.getLogger("vllm")
     if not any(isinstance(handler, _Listener) for handler in log.handlers):
         log.addHandler(_Listener(Path(os.environ[FOLDER])))
@@ -66,6 +65,11 @@ def read() -> WorkerMemory:
     return WorkerMemory(
         size("weights_bytes"), size("framework_bytes"), size("activation_bytes"), size("cuda_graph_bytes")
     )
+
+
+def _take_away(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Listener(logging.Handler):

@@ -22,9 +22,11 @@ class Told:
     """Counts since the start, and blocks of all groups now.
 
     ``received``: requests that came, ``unfinished`` of them still there. ``decisions`` and ``missing_blocks``
-    by (outcome, reason), as `tonnage.server.engines.stats.EngineStats`. ``reserved``: by the running requests;
-    ``committed``: what counts as taken for a newcomer; ``asked``: by all unfinished ones; ``waste``: token
-    slots. ``failures``: exceptions of ours, after the first of which vLLM schedules on its own.
+    by (outcome, reason), as `tonnage.server.engines.stats.EngineStats`. ``reserved``: by the running
+    requests; ``committed``: what counts as taken for a newcomer; ``asked``: by all unfinished ones;
+    ``waste``: token slots. ``cached``: blocks that a prefix can hit and nobody references; ``evictions`` of
+    such by cause. ``broken``: laws of the account that did not hold when somebody looked. ``failures``:
+    exceptions of ours, after the first of which vLLM schedules on its own.
     """
 
     mode: str
@@ -35,12 +37,15 @@ class Told:
     committed: int | None = None
     asked: int | None = None
     waste: int | None = None
+    broken: int | None = None
+    cached: int | None = None
     decisions: Reasons = field(default_factory=dict)
     missing_blocks: Reasons = field(default_factory=dict)
+    evictions: Reasons = field(default_factory=dict)  # ("blocks", cause)
 
 
-_NUMBERS = ("received", "unfinished", "failures", "reserved", "committed", "asked", "waste")
-_TABLES = ("decisions", "missing_blocks")
+_NUMBERS = ("received", "unfinished", "failures", "reserved", "committed", "asked", "waste", "broken", "cached")
+_TABLES = ("decisions", "missing_blocks", "evictions")
 
 
 def put(told: Told, into: dict[str, int]) -> None:

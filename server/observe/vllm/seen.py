@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
+from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.engines.vllm.told import Told, take
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
@@ -116,6 +117,11 @@ class Seen:
         usable = max(0, self.num_blocks - 1)
         used = min(usable, round(self._usage * usable))
         told = self.told or Told("greedy")
+        # Looked at once a second, so it may be of a moment when less was used.
+        cached = None if told.cached is None else min(told.cached, usable - used)
+        evicted: tuple[int, ...] = ()
+        if told.cached is not None:
+            evicted = tuple(told.evictions.get(("blocks", cause), 0) for cause in EVICTION_CAUSES)
         reserved = used if told.reserved is None else max(used, told.reserved)
         return EngineStats(
             ready=True,
@@ -125,9 +131,11 @@ class Seen:
                 self.num_blocks,
                 usable,
                 used,
-                None,
-                usable - used,
+                cached,
+                usable - used - (cached or 0),
                 reserved,
+                evictions=sum(evicted),
+                evictions_by_cause=evicted,
                 committed=told.committed,
                 tail_waste_slots=told.waste,
             ),
@@ -140,5 +148,5 @@ class Seen:
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._hit_tokens,
             shared_hit_tokens=None,
-            invariant_violations=None,
+            invariant_violations=told.broken,
         )

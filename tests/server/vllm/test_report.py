@@ -12,6 +12,7 @@ from vllm_steps import BLOCK, World, config, request, scheduler
 
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler import report as module
+from tonnage.server.engines.vllm.scheduler.account import RESERVED
 from tonnage.server.engines.vllm.scheduler.admission import State
 from tonnage.server.engines.vllm.told import PREFIX, Told, take
 
@@ -22,9 +23,14 @@ def world(mode: str, blocks: int = BLOCKS, **flags: Any) -> World:
     return World(scheduler(TonnageScheduler, config(blocks + 1, mode=mode, **flags)))
 
 
+def told_by(made: Any) -> Told:
+    told: Told = made._told(made._report)
+    return told
+
+
 def holds(made: Any) -> Told:
     """The law between what is told and what vLLM has."""
-    told: Told = made._told()
+    told = told_by(made)
     assert told.unfinished == len(made.requests)
     if told.mode == "greedy":
         assert told.reserved is told.committed is told.waste is told.asked is None
@@ -32,11 +38,18 @@ def holds(made: Any) -> Told:
     tables = made.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     held = sum(len(tables[running.request_id]) for running in made.running)
     assert told.waste == held * BLOCK - sum(running.num_computed_tokens for running in made.running)
+    assert told.broken == 0
     assert told.reserved is not None
     assert told.committed is not None
     assert told.asked is not None
     assert held <= told.reserved <= told.asked
     assert 0 <= told.committed <= BLOCKS
+    pool = made.kv_cache_manager.block_pool
+    hashed = [block for block in pool.blocks[1:] if block.block_hash is not None]
+    twice = len(hashed) - len({block.block_hash for block in hashed})
+    reclaimable = sum(block.ref_cnt == 0 for block in hashed)
+    assert told.cached is not None
+    assert max(0, reclaimable - twice) == told.cached
     return told
 
 
@@ -47,6 +60,15 @@ def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -
     tried = world(mode, sequences=8)
     made = tried.scheduler
     before = Told("")
+    pool, removed = made.kv_cache_manager.block_pool, 0
+    emit = pool._emit_block_removed_events
+
+    def emitted(hashes: list[Any]) -> None:
+        nonlocal removed
+        removed += len(hashes)
+        emit(hashes)
+
+    monkeypatch.setattr(pool, "_emit_block_removed_events", emitted)
 
     def law(made: Any) -> None:
         nonlocal before
@@ -62,7 +84,7 @@ def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -
             if made.has_unfinished_requests():
                 tried.step()
     tried.run()
-    told = made._told()
+    told = told_by(made)
     assert (told.received, told.unfinished) == (40, 0)
     assert told.decisions["admit", "fits"] == 40
     assert told.decisions.get(("admit", "resumed"), 0) == tried.preemptions
@@ -70,6 +92,13 @@ def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -
     if mode != "greedy":
         assert (told.reserved, told.committed, told.asked, told.waste) == (0, 0, 0, 0)
         assert told.missing_blocks["wait", "blocks"] >= told.decisions["wait", "blocks"]
+        assert sum(told.evictions.values()) == removed > 0
+        assert told.evictions["blocks", "prefill"] > 0
+        assert told.evictions["blocks", "decode"] > 0
+        cached = told.cached
+        assert made.reset_prefix_cache()
+        assert told_by(made).evictions["blocks", "reset"] == cached
+        assert told_by(made).cached == 0
     assert told.failures == 0
 
 
@@ -82,7 +111,7 @@ def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytes
     for number in range(30):
         tried.add(request(f"r{number}", draw.randrange(1, 120), 100), 1 + draw.randrange(90))
         tried.step()
-        room = BLOCKS - (made._told().committed or 0)
+        room = BLOCKS - (told_by(made).committed or 0)
         if made.admission is None or not 0 < room < BLOCKS or made.waiting:
             continue
         newcomer = request(f"new{number}", max(1, room * BLOCK - 20), 20)
@@ -99,11 +128,22 @@ def test_who_waits_for_a_seat_and_who_never_fits() -> None:
         tried.add(request(f"r{number}", 16, 30), 20 + number)
     tried.add(request("large", 2000, 30), 1)
     tried.run()
-    told = tried.scheduler._told()
+    told = told_by(tried.scheduler)
     assert told.decisions["wait", "sequences"] == 2  # each once, as long as he is the first
     assert told.decisions["never", "blocks"] == 1
     assert told.missing_blocks["never", "blocks"] == 2029 // BLOCK + 1 - BLOCKS
     assert (told.received, told.unfinished) == (5, 0)
+
+
+def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+    tried = world("guaranteed")
+    tried.add(request("r0", 50, 30), 25)
+    tried.step()
+    assert told_by(tried.scheduler).broken == 0
+    tried.scheduler._account._rows[:, RESERVED] = 1  # it holds four
+    assert told_by(tried.scheduler).broken == 2
+    assert told_by(tried.scheduler).broken == 4
 
 
 def test_aborted_ones_are_not_there_any_more() -> None:
@@ -119,11 +159,20 @@ def test_aborted_ones_are_not_there_any_more() -> None:
 def test_it_goes_with_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world("guaranteed").scheduler
     stats = made.make_stats()
-    assert take(stats.waiting_lora_adapters) == made._told()
+    assert take(stats.waiting_lora_adapters) == told_by(made)
     assert stats.waiting_lora_adapters == {}
     monkeypatch.setenv("VLLM_PLUGINS", "another")  # our logger is left out: nobody would take it away
     quiet = world("guaranteed").scheduler.make_stats()
     assert not [name for name in quiet.waiting_lora_adapters if name.startswith(PREFIX)]
+
+
+def test_what_it_fails_to_tell_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = world("guaranteed")
+    monkeypatch.setattr(tried.scheduler._report, "told", None)
+    tried.add(request("r0", 16, 30), 20)
+    tried.run()
+    assert tried.scheduler.admission is not None
+    assert tried.scheduler.make_stats().waiting_lora_adapters == {}
 
 
 def test_after_a_failure_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +182,6 @@ def test_after_a_failure_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tried.scheduler._account, "sync", None)
     tried.add(request("r1", 16, 30), 20)
     tried.run()
-    told = tried.scheduler._told()
+    told = told_by(tried.scheduler)
     assert (told.mode, told.failures, told.received, told.unfinished) == ("greedy", 1, 2, 0)
     assert told.reserved is None

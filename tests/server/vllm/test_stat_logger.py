@@ -3,6 +3,7 @@ unknown, and nothing that goes wrong in it reaches vLLM."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,24 @@ def nothing_left() -> Iterator[None]:
         TonnageStatLogger._shown = None
         if shown._sampler is not None:
             shown._sampler.stop()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the plugin logs, whatever vLLM's logging is configured to."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    kept = Kept()
+    level = module.logger.level
+    module.logger.addHandler(kept)
+    module.logger.setLevel(logging.INFO)
+    yield lines
+    module.logger.setLevel(level)
+    module.logger.removeHandler(kept)
 
 
 def page() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -166,6 +185,7 @@ def test_what_nobody_knows_is_absent(made: Any) -> None:
 
 TOLD = Told(
     "predictive", received=9, unfinished=4, failures=0, reserved=12, committed=15, asked=18, waste=300,
+    broken=0, cached=5, evictions={("blocks", "decode"): 8},
     decisions={("admit", "fits"): 7, ("wait", "blocks"): 2}, missing_blocks={("wait", "blocks"): 5},
 )  # fmt: skip
 
@@ -194,6 +214,11 @@ def test_what_our_scheduler_tells_passes_through_vllms_messages(made: Any) -> No
     assert value(seen, "tonnage_admission_refused_blocks_total", outcome="wait", reason="blocks") == 5
     assert value(seen, "tonnage_pool_promised_unused_blocks") == 12 - 9
     assert value(seen, "tonnage_pool_tail_waste_tokens") == 300
+    assert value(seen, "tonnage_invariant_violations_total") == 0
+    assert value(seen, "tonnage_evictions_total", cause="decode") == 8
+    assert value(seen, "tonnage_evictions_total", cause="prefill") == 0
+    states = {state: value(seen, "tonnage_pool_blocks", state=state) for state in ("used", "cached", "free")}
+    assert states == {"used": 9, "cached": 5, "free": 7}
     assert value(seen, "tonnage_headroom_blocks") == 21 - 15
     assert value(seen, "tonnage_tenant_asked_bytes", tenant="none") == 18 * 2_949_120
     # Nine came, two ended, four are there: three hung up.
@@ -244,12 +269,11 @@ def test_a_scheduler_that_gave_up_is_counted(made: Any) -> None:
     assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
-def test_a_model_without_a_plan(made: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_a_model_without_a_plan(made: Any, monkeypatch: Any, said: list[str]) -> None:
     def refuse(*_: Any) -> None:
         raise DeploymentError("is not understood", field="quantization")
 
     monkeypatch.setattr(module, "make_plan", refuse)
-    monkeypatch.setattr(module.logger, "propagate", True)
     TonnageStatLogger(made, [0]).record(SchedulerStats(num_running_reqs=2, kv_cache_usage=1 / 21), None)
     seen = page()
     names = {name for name, _ in seen}
@@ -258,19 +282,18 @@ def test_a_model_without_a_plan(made: Any, monkeypatch: Any, caplog: Any) -> Non
     assert value(seen, "tonnage_pool_blocks", state="used") == 1
     assert value(seen, "tonnage_engine_requests", state="running") == 2
     assert value(seen, "tonnage_plugin_errors_total") == 0
-    (line,) = [record.message for record in caplog.records if "no plan" in record.message]
+    (line,) = [line for line in said if "no plan" in line]
     assert "quantization" in line
 
 
-def test_what_goes_wrong_reaches_nobody(made: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_what_goes_wrong_reaches_nobody(made: Any, monkeypatch: Any, said: list[str]) -> None:
     logger = TonnageStatLogger(made, [0])
-    monkeypatch.setattr(module.logger, "propagate", True)
     logger.record(object(), object())
     logger.record(object(), object())
     logger.record(SchedulerStats(num_running_reqs=1), None)
     assert value(page(), "tonnage_plugin_errors_total") == 2
     assert value(page(), "tonnage_engine_requests", state="running") == 1
-    assert sum("Tonnage failed" in record.message for record in caplog.records) == 1
+    assert sum("Tonnage failed" in line for line in said) == 1
     monkeypatch.setattr(module, "pool_families", None)
     assert value(page(), "tonnage_plugin_errors_total") >= 3
 
@@ -300,12 +323,11 @@ def test_behind_our_own_server_it_shows_nothing(made: Any) -> None:
     assert page() == {}
 
 
-def test_several_api_servers_are_named(made: Any, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(module.logger, "propagate", True)
+def test_several_api_servers_are_named(made: Any, monkeypatch: Any, said: list[str]) -> None:
     monkeypatch.setattr(made.parallel_config, "_api_process_count", 2)
     TonnageStatLogger(made, [0]).record(SchedulerStats(), IterationStats())
     assert page() == {}
-    assert any("--api-server-count 1" in record.message for record in caplog.records)
+    assert any("--api-server-count 1" in line for line in said)
 
 
 def test_names_and_types_are_the_servers_own(made: Any) -> None:

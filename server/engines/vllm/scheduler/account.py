@@ -104,6 +104,17 @@ class Account:
         held = int(self.snapshot().held.sum())
         return max(0, held * self.groups.limits.layout.block_size - computed * self.groups.count)
 
+    def broken(self) -> int:
+        """How many laws do not hold: the sum of the reservations, and of each running request that it holds no
+        more than is reserved for it. O(running)."""
+        broken = reserved = 0
+        for request in self.scheduler.running:
+            row = self._rows[self._slots[request.request_id]]
+            held = len(self._tables.get(request.request_id, ())) * self.groups.count
+            broken += held > row[RESERVED]
+            reserved += int(row[RESERVED] + row[WINDOWED])
+        return int(broken) + (reserved != self.reserved)
+
     def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
         """In which order those of ``snapshot`` can finish, and what each gives back; walks all tables.
         ``fresh``: what the last of them, still waiting, would find."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
+from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
 from tonnage.server.engines.vllm.told import Told
 
 # Seconds between two looks at every running request. Nobody scrapes more often.
@@ -26,7 +27,9 @@ class Report:
         self._missing: Counter[tuple[str, str]] = Counter()
         self._waited: set[str] = set()  # unfinished requests that had to wait
         self._looked = float("-inf")
-        self._committed = self._waste = 0
+        self._reserved_then = 0  # at the last look
+        self._committed = self._waste = self._broken = self._cached = 0
+        self._evictions = Evictions(scheduler.kv_cache_manager)
 
     def added(self, id: str, blocks: int) -> None:
         """A request has come that may hold so many blocks."""
@@ -80,8 +83,16 @@ class Report:
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS or not self._scheduler.running:
             self._looked = now
+            self._reserved_then = admission.account.reserved
             self._committed, self._waste = admission.committed(), admission.account.waste()
+            self._broken += admission.account.broken()
+            self._cached = cached_blocks(self._scheduler.kv_cache_manager)
+        # Who came and left since the last look counts with all that is reserved for him.
+        reserved = admission.account.reserved
+        committed = self._committed + reserved - self._reserved_then
+        committed = max(0, min(committed, admission.limits.usable_blocks))
         return replace(
-            told, reserved=admission.account.reserved, committed=self._committed, asked=self._asked_blocks,
-            waste=self._waste,
+            told, reserved=reserved, committed=committed, asked=self._asked_blocks,
+            waste=self._waste, broken=self._broken, cached=self._cached,
+            evictions={("blocks", cause): count for cause, count in self._evictions.counts.items()},
         )  # fmt: skip

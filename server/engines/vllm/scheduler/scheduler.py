@@ -44,7 +44,7 @@ class Admitting(Scheduler):
 
     admission: VllmAdmission | None = None
     fallbacks = 0  # exceptions of ours so far: 0 or 1
-    _tells = False
+    _report: Report | None = None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -53,7 +53,6 @@ class Admitting(Scheduler):
         if read_eviction(self.vllm_config.additional_config) == "learned":
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
-        self._report = Report(self)
         if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
             logger.warning(
                 "Tonnage knows vLLM %s, this is %s: vLLM schedules on its own, there is no admission",
@@ -61,8 +60,6 @@ class Admitting(Scheduler):
                 vllm.__version__,
             )
             return
-        # Where vLLM is told to leave our stat logger out, nobody would take it out of vLLM's statistics again.
-        self._tells = "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(",")
         with self._ours("at start"):
             self._account = Account(self, read_groups(self))
             self.admission = VllmAdmission(policy, self._account)
@@ -71,6 +68,12 @@ class Admitting(Scheduler):
                 policy.mode,
                 self._account.groups.limits.usable_blocks,
             )
+        # Where vLLM is told to leave our stat logger out, nobody would take it out of vLLM's statistics again.
+        if "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(","):
+            try:
+                self._report = Report(self)
+            except Exception:  # admission goes on
+                logger.exception("Tonnage cannot tell of its scheduler")
 
     # -- vLLM calls these ------------------------------------------------------------------------------------
 
@@ -84,7 +87,8 @@ class Admitting(Scheduler):
             with self._ours("for a new request"):
                 blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
-        self._report.added(request.request_id, blocks)
+        if self._report is not None:
+            self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
         """One step of vLLM's over those who may take part in it."""
@@ -104,7 +108,8 @@ class Admitting(Scheduler):
             if not greedy and self.admission is not None:
                 self._account.sync(output.num_scheduled_tokens)
                 self.admission.took(free - self._account.pool.get_num_free_blocks())
-            self._report.stepped(output, self.admission)
+            if self._report is not None:
+                self._report.stepped(output, self.admission)
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
@@ -116,7 +121,8 @@ class Admitting(Scheduler):
         return outputs
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
-        self._report.left(request.request_id)
+        if self._report is not None:
+            self._report.left(request.request_id)
         if self.admission is not None:
             with self._ours("when a request ended"):
                 self._account.leave(request.request_id)
@@ -133,16 +139,19 @@ class Admitting(Scheduler):
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
         """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
         stats = super().make_stats(*args, **named)
-        if stats is not None and self._tells:
-            with self._ours("while it told of itself"):
-                put(self._told(), stats.waiting_lora_adapters)
+        if stats is not None and self._report is not None:
+            try:
+                put(self._told(self._report), stats.waiting_lora_adapters)
+            except Exception:  # admission goes on
+                self._report = None
+                logger.exception("Tonnage failed to tell of its scheduler: it tells no more")
         return stats
 
-    def _told(self) -> Told:
+    def _told(self, report: Report) -> Told:
         admission = self.admission
         if admission is not None and admission.policy.mode is not AdmissionMode.GREEDY:
-            return self._report.told(admission, str(admission.policy.mode), self.fallbacks)
-        return self._report.told(None, str(AdmissionMode.GREEDY), self.fallbacks)
+            return report.told(admission, str(admission.policy.mode), self.fallbacks)
+        return report.told(None, str(AdmissionMode.GREEDY), self.fallbacks)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -187,7 +196,8 @@ class Admitting(Scheduler):
             RequestStatus.FINISHED_LENGTH_CAPPED if request.num_output_tokens else RequestStatus.FINISHED_ERROR
         )
         self._refused[request.request_id] = status, why
-        self._report.never(self.admission.missing(request))
+        if self._report is not None:
+            self._report.never(self.admission.missing(request))
         logger.warning("Tonnage refuses request %s: %s", request.request_id, why)
         return True
 
