@@ -6,6 +6,7 @@ A thread of its own, so that an engine's loop and an event loop can both ask.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -51,7 +52,7 @@ class Trials:
     def __init__(self, folder: Path, told: Callable[[str, Grammar, Tried | None], None]) -> None:
         self._folder, self._told = folder, told
         self._asked: deque[GenerationRequest | str | None] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")  # closed with this object
         self._known: OrderedDict[Grammar, Tried] = OrderedDict()
         self._trial = _Trial(folder)
         threading.Thread(target=self._run, name="grammars", daemon=True).start()
@@ -75,7 +76,7 @@ class Trials:
 
     def _say(self, said: GenerationRequest | str | None) -> None:
         self._asked.append(said)
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake.fileno(), 1)
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -87,11 +88,12 @@ class Trials:
             ready = wait([self._trial.connection, self._wake])
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
+                    os.eventfd_read(self._wake.fileno())
                 while self._asked:
                     asked = self._asked.popleft()
                     if asked is None:
                         self._trial.connection.close()
+                        self._trial.process.wait()
                         return
                     if isinstance(asked, str):
                         self._forget(asked, waiting, running)
