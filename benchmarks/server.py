@@ -143,10 +143,11 @@ async def fake() -> dict[str, Any]:
 
     from tonnage.planner.planning.build import make_plan
     from tonnage.planner.plans import Deployment
-    from tonnage.server.app import bound_heap, create_app, settle_heap
+    from tonnage.server.app import create_app
     from tonnage.server.commands.serve import accepting, listen
     from tonnage.server.demo.model import ensure_demo
     from tonnage.server.engines.fake import FakeEngine
+    from tonnage.server.engines.heap import bound_heap, settle_heap
     from tonnage.server.http.protocol import BoundedHttpProtocol
     from tonnage.server.settings import Settings
 

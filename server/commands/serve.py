@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.app import bound_heap, create_app, settle_heap
+from tonnage.server.app import create_app
 from tonnage.server.commands.launch import (
     Parser,
     Waiting,
@@ -27,6 +27,7 @@ from tonnage.server.commands.launch import (
     stoppable,
 )
 from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.heap import bound_heap, settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.observe.logs import configure

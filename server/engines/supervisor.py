@@ -21,6 +21,7 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
+from tonnage.server.engines.heap import settle_heap
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, merged
 
@@ -163,6 +164,7 @@ class SupervisedEngine(Engine):
             log.error("the engine did not start: %s: %s", type(error).__name__, error)
             return False
         self._between = False
+        settle_heap()
         log.warning("the engine runs again (restart %d)", self._restarts)
         return True
 

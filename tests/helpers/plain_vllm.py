@@ -48,7 +48,8 @@ def plain_vllm(folder: Path, model: str, *flags: str) -> Iterator[str]:
     register(folder)
     start, log, port = folder / "start.py", folder / "log", free_port()
     start.write_text(START)  # a file: vLLM spawns its processes, which read it again
-    environment = os.environ | {
+    # An engine that another test had in this process has set what it wants of vLLM, the level of its log too.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | {
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder)))),
     }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from serving import PATIENCE
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.heap import settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 
 TOLD_WITHIN = 2.0  # seconds after the kill
@@ -96,6 +98,27 @@ async def test_an_engine_that_keeps_dying_ends_the_server(small_plan) -> None:
     assert "after 3 restarts" in str(told[0])
     assert made == 4
     assert not engine.stats().ready
+    await engine.stop()
+
+
+async def test_what_an_engine_held_goes_when_another_one_runs(small_plan) -> None:
+    """Also what refers to itself, as vLLM's client does: its sockets were open for ever."""
+
+    class Itself:
+        def __init__(self) -> None:
+            self.itself = self
+
+    engine = SupervisedEngine(lambda: FakeEngine(small_plan()), back_off=(0.01,))
+    await engine.start()
+    held = weakref.ref(kept := Itself())
+    vars(engine.engine)["kept"] = kept
+    del kept
+    settle_heap()  # as tonnage serve does when the model is loaded
+    engine.engine.die()
+    async with asyncio.timeout(PATIENCE):
+        while not engine.stats().ready or not engine.stats().restarts:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert held() is None
     await engine.stop()
 
 

@@ -698,11 +698,20 @@ def test_a_port_that_is_taken() -> None:
         run([server.url, "--port", server.url.rpartition(":")[2]])
 
 
+# Where the tests run in the background (nohup) an interrupt is ignored, and so it is in whatever they start.
+INTERRUPTED = """\
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tonnage.server.cli import main
+sys.exit(main())
+"""
+
+
 def test_a_screen_on_a_terminal() -> None:
     with vllm() as server:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tonnage.server.cli", "watch", server.url, "--interval", "0.2"],
+            [sys.executable, "-c", INTERRUPTED, "watch", server.url, "--interval", "0.2"],
             stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"},
         )  # fmt: skip
         os.close(theirs)

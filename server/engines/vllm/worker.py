@@ -23,7 +23,7 @@ class WorkerExtension:
         vLLM 0.32 counts what is likelier than a token by a function for which the first request that wants log
         probabilities waits for torch.compile: nobody got a token for 3 s (benchmarks/abuse.py, deaf).
         """
-        from vllm.v1.sample import sampler
+        from vllm.v1.sample import sampler  # vLLM's, which the API process need not have
 
         stand_back()
         compiled = vars(sampler)["batched_count_greater_than"]
