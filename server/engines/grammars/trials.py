@@ -52,7 +52,9 @@ class Trials:
     def __init__(self, folder: Path, told: Callable[[str, Grammar, Tried | None], None]) -> None:
         self._folder, self._told = folder, told
         self._asked: deque[GenerationRequest | str | None] = deque()
-        self._wake = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")  # closed with this object
+        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker = io.FileIO(wake, "r+")  # closed with this object
+        self._wake = self._waker.fileno()
         self._known: OrderedDict[Grammar, Tried] = OrderedDict()
         self._trial = _Trial(folder)
         threading.Thread(target=self._run, name="grammars", daemon=True).start()
@@ -76,7 +78,7 @@ class Trials:
 
     def _say(self, said: GenerationRequest | str | None) -> None:
         self._asked.append(said)
-        os.eventfd_write(self._wake.fileno(), 1)
+        os.eventfd_write(self._wake, 1)
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class Trials:
             ready = wait([self._trial.connection, self._wake])
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake.fileno())
+                    os.eventfd_read(self._wake)
                 while self._asked:
                     asked = self._asked.popleft()
                     if asked is None:
