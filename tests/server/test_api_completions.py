@@ -341,7 +341,7 @@ async def test_usage_in_every_chunk(server) -> None:
         told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert told == sorted(told)
         assert (told[-1], chunks[-1]["choices"]) == (5, [])
-        assert set(told) == {1, 2, 3, 4, 5}
+        assert {1, 5} <= set(told) <= {1, 2, 3, 4, 5}  # what a busy server says late it says at once
         # Asked for alone it is without effect, as in vLLM.
         alone = await server.http.post(path, json=body | {"stream_options": {"continuous_usage_stats": True}})
         assert '"usage"' not in alone.text
