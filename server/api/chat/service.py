@@ -98,14 +98,18 @@ class ChatService(OpenAIEvents):
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
         continuous = request.continuous_usage()
+        said: list[int] = []  # tokens of each choice in the usage before
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
-                if continuous:
-                    events.told = usage_so_far(counts)
                 if delta.index not in begun:
                     begun.add(delta.index)
+                    if continuous:  # the role comes before a token, as in vLLM
+                        events.told = usage_so_far(replace(counts, choices=said))
                     event = events.role(delta.index)
+                if continuous:
+                    said = list(counts.choices)
+                    events.told = usage_so_far(counts)
                 lists = b"null"
                 if request.logprobs:
                     content = chat_logprobs(delta.logprobs, tokenizer, top)
