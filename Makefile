@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
-	@echo "make test       lint, types, layers and all tests of this environment"
+	@echo "make test       style and all tests of this environment"
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
@@ -32,7 +32,7 @@ help:
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
 	@echo "make test-equality  prompts of 1 to 3,000 tokens in one batch against generate (5 minutes)"
-	@echo "make lint       only the first three"
+	@echo "make lint       style, types and layers (make types: the last two, a minute; .ci/run does both)"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
 	@echo "make soak       10^7 random operations on the block manager, its laws checked after every call"
 	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
@@ -43,12 +43,9 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.demo
 	$(BIN)/tonnage serve $(MODEL) --port $(PORT) --kv-cache-memory-bytes $(POOL)
 
-# Types and layers are checked beside the tests: they take a minute of one core.
 test: style
 	bash .ci/prometheus
-	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long; \
-	tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests ? tests : types))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long
 
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
