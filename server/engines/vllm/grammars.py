@@ -36,7 +36,7 @@ logging.getLogger("vllm.v1.core.sched.scheduler").addFilter(
 
 class Answer:
     """One answer's grammar, as vLLM's manager wants it (StructuredOutputGrammar in
-    v1/structured_output/backend_types.py). Not for speculative decoding: it cannot go back."""
+    v1/structured_output/backend_types.py); what is called there for drafted tokens alone is not here."""
 
     def __init__(self, tenant: str, matcher: GrammarMatcher | TagMatcher | None, error: str | None) -> None:
         self.tenant, self.matcher, self.error = tenant, matcher, error
@@ -84,15 +84,6 @@ class Answer:
 
     def is_terminated(self) -> bool:
         return self.done
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        raise NotImplementedError
-
-    def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        raise NotImplementedError
 
 
 class Backend:
