@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
-from tonnage.planner.engines.runtime.grammars import GRAMMAR_LIMIT_BYTES
+from tonnage.planner.engines.runtime.api import LIMIT_BYTES
 
 # The plan is exact for weights and pool. For the processes it forecasts what libraries allocate as well.
 PROCESS_BOUND = 0.10
@@ -39,8 +38,7 @@ class Row:
 def process_row(engine: str, device: str, used: int, measured: int | None) -> Row:
     """All processes under a load without grammars and large bodies: what a plan for a CPU keeps free for those
     is not held. ``used``: bytes of the whole plan."""
-    limits = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
-    kept_free = limits if engine in ("hf", "vllm") and device == "cpu" else 0
+    kept_free = LIMIT_BYTES if engine in ("hf", "vllm") and device == "cpu" else 0
     return Row("process", used - kept_free, measured, PROCESS_BOUND)
 
 

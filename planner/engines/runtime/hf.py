@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
+from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
-from tonnage.planner.engines.runtime.grammars import (
-    GRAMMAR_LIMIT_BYTES,
-    GRAMMAR_PROCESS_BYTES,
-    GRAMMAR_TOKEN_BYTES,
-)
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
 from tonnage.planner.plans import Resolved
@@ -48,18 +43,12 @@ def api_bytes(vocab_size: int) -> int:
 
 def framework_bytes(vocab_size: int) -> Estimate:
     """What the processes hold before weights and pool, and what clients and grammars of answers may take."""
-    tokens = vocab_size * GRAMMAR_TOKEN_BYTES
-    resting = api_bytes(vocab_size) + HF_CHILD_BYTES + GRAMMAR_PROCESS_BYTES + tokens
-    limits = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
-    return Estimate(
-        resting + limits,
-        int(resting * HF_INTERVAL[0]),
-        int(resting * HF_INTERVAL[1]) + limits,
-        f"API process {API_PROCESS_BYTES:,} + vocabulary {vocab_size:,} x {API_TOKEN_BYTES} "
-        f"+ engine process {HF_CHILD_BYTES:,} + tokenizer of grammars {vocab_size:,} x {GRAMMAR_TOKEN_BYTES} "
-        f"+ process that tries them {GRAMMAR_PROCESS_BYTES:,} "
-        f"+ grammars at most {GRAMMAR_LIMIT_BYTES:,} + bodies and unread streams at most {API_LIMIT_BYTES:,}",
-        "RssAnon after imports, torch 2.13 cpu, llguidance 1.7; limits of the server",
+    return framework(
+        api_bytes(vocab_size) + HF_CHILD_BYTES,
+        vocab_size,
+        HF_INTERVAL,
+        f"API process {API_PROCESS_BYTES:,} + {API_TOKEN_BYTES} each + engine process {HF_CHILD_BYTES:,}",
+        "RssAnon after imports, torch 2.13 cpu, llguidance 1.7",
     )
 
 

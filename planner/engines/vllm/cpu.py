@@ -14,13 +14,8 @@ vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; 
 
 from __future__ import annotations
 
-from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
+from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate
-from tonnage.planner.engines.runtime.grammars import (
-    GRAMMAR_LIMIT_BYTES,
-    GRAMMAR_PROCESS_BYTES,
-    GRAMMAR_TOKEN_BYTES,
-)
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.units import MiB
@@ -43,22 +38,18 @@ def api_bytes(vocab_size: int) -> int:
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
     """What the processes hold, and what clients and grammars of answers may take. ``dtype``: of the weights."""
-    vocabulary, core_token = architecture.vocab_size, VLLM_CORE_TOKEN_BYTES + GRAMMAR_TOKEN_BYTES
+    vocabulary = architecture.vocab_size
     packed = _packed_bytes(architecture, dtype)
-    core = VLLM_CORE_BYTES + vocabulary * core_token
+    core = VLLM_CORE_BYTES + vocabulary * VLLM_CORE_TOKEN_BYTES
     worker = VLLM_WORKER_BYTES + architecture.layers * VLLM_LAYER_BYTES + packed
-    resting = api_bytes(vocabulary) + core + worker + GRAMMAR_PROCESS_BYTES
-    limits = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
-    return Estimate(
-        resting + limits,
-        int(resting * VLLM_INTERVAL[0]),
-        int(resting * VLLM_INTERVAL[1]) + limits,
-        f"vocabulary {vocabulary:,}: API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
-        f"+ EngineCore {VLLM_CORE_BYTES:,} + {core_token:,} each + worker {VLLM_WORKER_BYTES:,} "
-        f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,} "
-        f"+ process that tries grammars {GRAMMAR_PROCESS_BYTES:,} + grammars at most {GRAMMAR_LIMIT_BYTES:,} "
-        f"+ bodies and unread streams at most {API_LIMIT_BYTES:,}",
-        "RssAnon of vLLM 0.32.0 on a CPU, measured; limits of the server",
+    return framework(
+        api_bytes(vocabulary) + core + worker,
+        vocabulary,
+        VLLM_INTERVAL,
+        f"API process {VLLM_API_BYTES:,} + {VLLM_API_TOKEN_BYTES:,} each "
+        f"+ EngineCore {VLLM_CORE_BYTES:,} + {VLLM_CORE_TOKEN_BYTES:,} each + worker {VLLM_WORKER_BYTES:,} "
+        f"+ {architecture.layers} layers x {VLLM_LAYER_BYTES:,} + packed embedding and head {packed:,}",
+        "RssAnon of vLLM 0.32.0 on a CPU, measured",
     )
 
 
