@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,6 +66,7 @@ def config(
     caching: bool = True,
     asynchronous: bool = True,
     policy: str = "fcfs",
+    loras: int = 0,
     **tonnage: Any,
 ) -> VllmConfig:
     keys = tonnage if mode is None else {"admission_mode": mode, **tonnage}
@@ -76,6 +78,7 @@ def config(
             enable_chunked_prefill=True, async_scheduling=asynchronous, is_encoder_decoder=False, policy=policy,
         ),
         device_config=DeviceConfig("cpu"),
+        lora_config=LoRAConfig(max_loras=loras) if loras else None,
         additional_config={"tonnage": keys} if keys else {},
     )  # fmt: skip
     made.cache_config.num_gpu_blocks = blocks
@@ -100,13 +103,16 @@ def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | N
 
 def request(
     name: str, prompt: Sequence[int] | int, max_tokens: int, *, priority: int = 0, arrival: float = 0.0,
-    stop: list[str] | None = None,
+    stop: list[str] | None = None, adapter: int = 0, regex: str | None = None,
 ) -> Request:  # fmt: skip
+    """``adapter``: number of one, 0: none. ``regex``: a grammar, which somebody has to compile."""
     tokens = [hash((name, at)) % 50_000 for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop)
+    grammar = None if regex is None else StructuredOutputsParams(regex=regex)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, structured_outputs=grammar)
     sampling.update_from_generation_config({}, EOS)
     return Request(
-        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher()
+        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(),
+        lora_request=LoRARequest(str(adapter), adapter, f"/adapters/{adapter}") if adapter else None,
     )  # fmt: skip
 
 

@@ -333,6 +333,17 @@ def test_the_scheduler_installs_it(asynchronous: bool) -> None:
     assert ended["lru"] == ended["learned"]
 
 
+def test_the_scheduler_tells_of_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Steps(scheduler(TonnageScheduler, config(80, mode="predictive", eviction="learned")))
+    w.add(steps_request("first", 40, 60), 50)
+    w.step()
+    assert w.scheduler._told(w.scheduler._report).failures == 0
+    monkeypatch.setattr(w.scheduler.eviction._order, "release", None)
+    w.run()
+    told = w.scheduler._told(w.scheduler._report)
+    assert (told.mode, told.failures) == ("predictive", 1)
+
+
 @pytest.mark.parametrize(("kind", "blocks", "running"), [("zipf", 2000, 1), ("shift", 2000, 3)])
 def test_it_decides_as_our_own_pool(
     kind: str, blocks: int, running: int, monkeypatch: pytest.MonkeyPatch

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
+import vllm
+from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm_steps import BLOCK, World, config, full, request, scheduler, sliding
 
+import tonnage.server.engines.vllm as vllm_engine
 from tonnage.cache.admission import AdmissionMode, is_safe
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler.options import BadOption, read_eviction, read_policy
+from tonnage.server.engines.vllm.scheduler.versions import rules_of
+from tonnage.server.engines.vllm.told import take
 
+RULES = rules_of(vllm.__version__)
+assert RULES is not None
 MODES = ("predictive", "guaranteed", "no_evict", "greedy")
 HYBRID = [full(), sliding(64), sliding(64)]
 
@@ -30,7 +42,7 @@ def blocks_conserve(made: Any) -> None:
     for block in pool.blocks[1:]:
         assert block.ref_cnt == named[block.block_id]
     assert pool.get_num_free_blocks() == sum(block.ref_cnt == 0 for block in pool.blocks[1:])
-    lists = [r.request_id for r in (*made.running, *made.waiting, *made.kv_holding_waiting)]
+    lists = [r.request_id for r in (*made.running, *made.waiting, *getattr(made, RULES.holders))]
     assert sorted(lists) == sorted(made.requests)
 
 
@@ -190,6 +202,47 @@ def test_the_urgent_first() -> None:
     assert started == [f"r{at}" for at in reversed(range(12))]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("seed", range(3))
+def test_who_waits_for_a_slot_of_adapters(policy: str, seed: int) -> None:
+    """vLLM passes those over; they are admitted like all others once there is one."""
+    draw = random.Random(seed)
+    w = world("guaranteed", 30, loras=2, policy=policy)
+    expected = {}
+    for at in range(40):
+        priority, adapter = draw.randrange(2), draw.randrange(1, 4)
+        made = request(f"r{at}", draw.randrange(1, 100), 60, priority=priority, arrival=at, adapter=adapter)
+        expected[f"r{at}"] = output = draw.randrange(1, 60)
+        w.add(made, output)
+        if draw.random() < 0.4:
+            w.step()
+    w.run()
+    assert w.produced == expected
+    assert w.preemptions == w.scheduler.fallbacks == 0
+
+
+def test_who_waits_for_a_grammar() -> None:
+    """Nobody waits behind it, and the admission is asked for it; one that fails is vLLM's to answer."""
+    w = world("guaranteed", 30)
+    futures: dict[str, Future[Any]] = {name: Future() for name in ("bad", "slow")}
+    for name, future in futures.items():
+        made = request(name, 40, 50, regex="a+")
+        made.structured_output_request.grammar = future
+        w.add(made, 20)
+    expected = crowd(w, 10, 40, 80, 30)
+    w.step()
+    assert len(w.scheduler.running) > 1
+    futures["bad"].set_exception(ValueError("no such grammar"))
+    while len(w.scheduler.requests) > 1:
+        w.step()
+    assert w.produced == {**expected, "bad": 0}
+    assert w.ended["bad"].finish_reason is FinishReason.ERROR
+    assert list(w.scheduler.requests) == ["slow"]
+    w.abort("slow")
+    w.run()
+    assert w.preemptions == w.scheduler.fallbacks == 0
+
+
 # -- what never fits ---------
 
 
@@ -235,7 +288,13 @@ def test_refused_and_aborted_before_its_answer() -> None:
 # -- what goes wrong ---------
 
 
-@pytest.mark.parametrize("where", ["plan", "never", "forecast"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("admission.plan", "admission.never", "admission.forecast.ended", "admission.took"),
+        *("_account.sync", "_account.leave", "_account.pool", "_candidates", "_sort_out", "_take", "_put_back"),
+    ],
+)
 def test_an_exception_of_ours_reaches_nobody(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,13 +305,30 @@ def test_an_exception_of_ours_reaches_nobody(
 
     expected = crowd(w)
     w.step()
-    target = w.scheduler.admission if where != "forecast" else w.scheduler.admission.forecast
-    monkeypatch.setattr(target, "ended" if where == "forecast" else where, broken)
+    path, _, name = where.rpartition(".")
+    target = attrgetter(path)(w.scheduler) if path else w.scheduler
+    w.scheduler._rules = replace(RULES, mixed=True)  # `_sort_out` is asked
+    monkeypatch.setattr(target, name, broken)
     w.add(request("late", 40, 50), 20)
     w.run()
     assert w.produced == {**expected, "late": 20}
     assert w.scheduler.fallbacks == 1
     assert caplog.text.count("from now on vLLM schedules on its own") == 1
+    told = take(w.scheduler.make_stats().waiting_lora_adapters)
+    assert told is not None
+    assert (told.mode, told.failures) == ("greedy", 1)
+
+
+@pytest.mark.parametrize("where", ["added", "stepped", "left"])
+def test_what_counts_wrong_stops_nobody(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world("predictive", 60)
+    expected = crowd(w)
+    w.step()
+    monkeypatch.setattr(w.scheduler._report, where, None)
+    w.add(request("late", 40, 50), 20)
+    w.run()
+    assert w.produced == {**expected, "late": 20}
+    assert w.scheduler.admission is not None
 
 
 def test_an_exception_of_vllms_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,16 +358,28 @@ def test_everybody_preempted_from_outside() -> None:
     assert w.scheduler.fallbacks == 0
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 def test_an_unknown_version_schedules_on_its_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Even one that lacks names we import."""
+    package = vllm_engine.__name__
     monkeypatch.setattr("vllm.__version__", "0.99.1")
-    w = World(scheduler(TonnageScheduler, config(61, mode="predictive")))
+    monkeypatch.delattr(single_type_kv_cache_manager, "SinkFullAttentionManager")
+    monkeypatch.setattr(vllm_engine, "scheduler", vllm_engine.scheduler)  # put back as it is
+    for name in [name for name in sys.modules if name.startswith(f"{package}.scheduler")]:
+        monkeypatch.delitem(sys.modules, name)
+    unknown = importlib.import_module(f"{package}.scheduler").TonnageScheduler
+    made = config(61, mode="predictive", asynchronous=asynchronous, eviction="learned")
+    w = World(scheduler(unknown, made))
+    assert type(w.scheduler) is (AsyncScheduler if asynchronous else Scheduler)
     expected = crowd(w)
     w.run()
     assert w.produced == expected
     assert w.preemptions > 0
     assert "this is 0.99.1" in caplog.text
+    with pytest.raises(ValueError, match="unknown modus"):
+        scheduler(unknown, config(50, modus="greedy"))
 
 
 # -- options ---------

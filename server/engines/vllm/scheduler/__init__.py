@@ -8,9 +8,19 @@
 ``account``     what the running requests hold and may still ask for, beside vLLM's books
 ``groups``      vLLM's KV cache groups as admission counts them
 ``options``     ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
+``versions``    what vLLM calls by another name in 0.30, 0.31, 0.32
+``own``         vLLM's own scheduler, where its version is another one
 =============== ==================================================================================
 """
 
-from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler
+import vllm
+
+from tonnage.server.engines.vllm.scheduler.own import OwnScheduler
+from tonnage.server.engines.vllm.scheduler.versions import rules_of
+
+if rules_of(vllm.__version__) is None:  # it may lack names that we import
+    TonnageScheduler: type = OwnScheduler
+else:
+    from tonnage.server.engines.vllm.scheduler.scheduler import TonnageScheduler
 
 __all__ = ["TonnageScheduler"]

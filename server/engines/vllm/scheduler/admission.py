@@ -222,7 +222,7 @@ class VllmAdmission:
         """Whether somebody who is not in the account may hold blocks: streaming sessions that wait for input,
         blocks that a connector still loads or sends."""
         scheduler = self.account.scheduler
-        return bool(getattr(scheduler, "kv_holding_waiting", ())) or scheduler.connector is not None
+        return bool(getattr(scheduler, scheduler._rules.holders)) or scheduler.connector is not None
 
     # -- who sits out the step -------------------------------------------------------------------------------
 

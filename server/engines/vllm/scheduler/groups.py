@@ -3,8 +3,8 @@ hold.
 
 Groups that keep every token in blocks of one size are *full*: their growth is forecast block by block. All
 others (windows, recurrent states, encoder tokens, other block sizes) are set aside whole for each request, at
-the most they can ever hold, as `tonnage.cache.admission.reservation` does. vLLM 0.32:
-v1/core/single_type_kv_cache_manager.py.
+the most they can ever hold, as `tonnage.cache.admission.reservation` does. vLLM 0.30 to
+0.32: v1/core/single_type_kv_cache_manager.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from tonnage.cache.admission import Limits
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.units import ceil_div
+from tonnage.server.engines.vllm.scheduler.versions import Rules
 
 _KEEP_ALL = (FullAttentionManager, SinkFullAttentionManager)
 
@@ -83,14 +84,14 @@ class Groups:
         return full, sum(other.most_blocks(slots, encoder_tokens) for other in self.others)
 
 
-def read_groups(scheduler: Any) -> Groups:
+def read_groups(scheduler: Any, rules: Rules) -> Groups:
     """The groups of a vLLM scheduler that has just been made."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     config = scheduler.vllm_config
     keep_all = [
         (at, manager.block_size)
         for at, manager in enumerate(managers)
-        if type(manager) in _KEEP_ALL and manager.max_admission_blocks_per_request is None
+        if type(manager) in _KEEP_ALL and getattr(manager, rules.most_blocks) is None
     ]
     size = min((size for _, size in keep_all), default=min(manager.block_size for manager in managers))
     full = [at for at, block_size in keep_all if block_size == size]
@@ -99,7 +100,11 @@ def read_groups(scheduler: Any) -> Groups:
     )  # only its groups and its block size are asked for
     return Groups(
         full=full[0] if full else None,
-        others=tuple(_other(manager, config) for at, manager in enumerate(managers) if at not in full),
+        others=tuple(
+            _other(manager, getattr(manager, rules.most_blocks), config)
+            for at, manager in enumerate(managers)
+            if at not in full
+        ),
         limits=Limits(
             layout,
             usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
@@ -111,8 +116,8 @@ def read_groups(scheduler: Any) -> Groups:
     )
 
 
-def _other(manager: Any, config: Any) -> Other:
-    most, spec = manager.max_admission_blocks_per_request, manager.kv_cache_spec
+def _other(manager: Any, most: int | None, config: Any) -> Other:
+    spec = manager.kv_cache_spec
     if not isinstance(manager, MambaManager):
         return Other(manager, most, 0)
     if getattr(spec, "mamba_cache_mode", "none") != "align":

@@ -30,13 +30,12 @@ from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.groups import read_groups
 from tonnage.server.engines.vllm.scheduler.options import read_eviction, read_policy
+from tonnage.server.engines.vllm.scheduler.own import config_of
 from tonnage.server.engines.vllm.scheduler.report import Report
+from tonnage.server.engines.vllm.scheduler.versions import rules_of
 from tonnage.server.engines.vllm.told import Told, put
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
-
-# Those whose sources were read and tests run.
-KNOWN_VERSIONS = ("0.32",)
 
 
 class Admitting(Scheduler):
@@ -53,15 +52,11 @@ class Admitting(Scheduler):
         if read_eviction(self.vllm_config.additional_config) == "learned":
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
-        if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN_VERSIONS:
-            logger.warning(
-                "Tonnage knows vLLM %s, this is %s: vLLM schedules on its own, there is no admission",
-                ", ".join(KNOWN_VERSIONS),
-                vllm.__version__,
-            )
-            return
+        rules = rules_of(vllm.__version__)
+        assert rules is not None  # `tonnage.server.engines.vllm.scheduler` has looked
+        self._rules = rules
         with self._ours("at start"):
-            self._account = Account(self, read_groups(self))
+            self._account = Account(self, read_groups(self, rules))
             self.admission = VllmAdmission(policy, self._account)
             logger.info(
                 "Tonnage admission: %s, %d usable blocks",
@@ -70,10 +65,8 @@ class Admitting(Scheduler):
             )
         # Where vLLM is told to leave our stat logger out, nobody would take it out of vLLM's statistics again.
         if "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(","):
-            try:
+            with self._telling():
                 self._report = Report(self)
-            except Exception:  # admission goes on
-                logger.exception("Tonnage cannot tell of its scheduler")
 
     # -- vLLM calls these ------------------------------------------------------------------------------------
 
@@ -88,7 +81,8 @@ class Admitting(Scheduler):
                 blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
         if self._report is not None:
-            self._report.added(request.request_id, blocks)
+            with self._telling():
+                self._report.added(request.request_id, blocks)
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
         """One step of vLLM's over those who may take part in it."""
@@ -97,24 +91,29 @@ class Admitting(Scheduler):
         greedy = self.admission.policy.mode is AdmissionMode.GREEDY
         allowed: list[Request] | None = None
         stalled: list[Request] = []
+        free = 0
         if not greedy:
             with self._ours("before a step"):
                 self._account.sync()
                 allowed, stalled = self._plan()
-        free = self._account.pool.get_num_free_blocks()
+                free = self._account.pool.get_num_free_blocks()
         with self._only(allowed, stalled):
             output = super().schedule(*args, **named)
-        with self._ours("after a step"):
-            if not greedy and self.admission is not None:
+        if not greedy and self.admission is not None:
+            with self._ours("after a step"):
                 self._account.sync(output.num_scheduled_tokens)
                 self.admission.took(free - self._account.pool.get_num_free_blocks())
-            if self._report is not None:
+        if self._report is not None:
+            with self._telling():
                 self._report.stepped(output, self.admission)
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, with an answer to those that never fit."""
-        ended = self._end_refused() if self._refused else []
+        ended: list[tuple[int, EngineCoreOutput]] = []
+        if self._refused:
+            with self._ours("when it refused a request"):
+                ended = self._end_refused()
         outputs = super().update_from_output(*args, **named)
         for client, each in ended:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(each)
@@ -122,7 +121,8 @@ class Admitting(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
         if self._report is not None:
-            self._report.left(request.request_id)
+            with self._telling():
+                self._report.left(request.request_id)
         if self.admission is not None:
             with self._ours("when a request ended"):
                 self._account.leave(request.request_id)
@@ -140,26 +140,26 @@ class Admitting(Scheduler):
         """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
         stats = super().make_stats(*args, **named)
         if stats is not None and self._report is not None:
-            try:
+            with self._telling():
                 put(self._told(self._report), stats.waiting_lora_adapters)
-            except Exception:  # admission goes on
-                self._report = None
-                logger.exception("Tonnage failed to tell of its scheduler: it tells no more")
         return stats
 
     def _told(self, report: Report) -> Told:
         admission = self.admission
+        failures = self.fallbacks + (0 if self.eviction is None else self.eviction.stats.fallbacks)
         if admission is not None and admission.policy.mode is not AdmissionMode.GREEDY:
-            return report.told(admission, str(admission.policy.mode), self.fallbacks)
-        return report.told(None, str(AdmissionMode.GREEDY), self.fallbacks)
+            return report.told(admission, str(admission.policy.mode), failures)
+        return report.told(None, str(AdmissionMode.GREEDY), failures)
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _plan(self) -> tuple[list[Request], list[Request]]:
         """(those who may start, running ones that sit the step out)."""
         assert self.admission is not None
+        if self._rules.mixed:
+            self._sort_out()
         streaming = self.num_waiting_for_streaming_input
-        room = self.max_num_active_reqs - len(self.running) - streaming
+        room = getattr(self, self._rules.seats) - len(self.running) - streaming
         return self.admission.plan(self._candidates(), room, self.current_step)
 
     def _candidates(self) -> Iterator[Request]:
@@ -175,14 +175,19 @@ class Admitting(Scheduler):
             yield request
 
     def _grammar_ready(self, request: Request) -> bool:
+        """vLLM, which is asked here, answers those whose grammar has failed after the step."""
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
-        wanted = request.structured_output_request
-        grammar = None if wanted is None else wanted.grammar
-        if isinstance(grammar, Exception):  # vLLM answers it after the step
-            self.grammar_compile_error_reqs.add(request.request_id)
-            return False
-        return grammar is not None
+        return bool(getattr(self, self._rules.ready)(request))
+
+    def _sort_out(self) -> None:
+        """Who was passed over and holds no blocks waits for room again, before all others as in vLLM 0.30."""
+        passed_over = getattr(self, self._rules.holders)
+        out = [request for request in passed_over if not _holds_blocks(request)]
+        if out:
+            passed_over.remove_requests(out)
+        for request in reversed(out):
+            self.waiting.prepend_request(request)
 
     # -- what never fits -------------------------------------------------------------------------------------
 
@@ -226,27 +231,36 @@ class Admitting(Scheduler):
         if allowed is None:
             yield
             return
-        everybody, before, most = self.waiting, self.running, self.max_num_active_reqs
+        everybody, before = self.waiting, self.running
+        seats = self._rules.seats
+        most = getattr(self, seats)
         passed: list[Request] = []
-        if everybody:
-            self.waiting = create_request_queue(self.policy)
-            passed = self._take(everybody, set(allowed))
-        if stalled:
-            out = set(stalled)
-            self.running = [request for request in before if request not in out]
-            self.max_num_active_reqs = most - len(stalled)
+        out = set(stalled)
+        with self._ours("before a step"):
+            if everybody:
+                self.waiting = create_request_queue(self.policy)
+                passed = self._take(everybody, set(allowed))
+            if stalled:
+                self.running = [request for request in before if request not in out]
+                setattr(self, seats, most - len(stalled))
+        if self.admission is None:
+            self._gather()
+            everybody, stalled = self.waiting, []
         try:
             yield
         finally:
-            if stalled:
-                still, known = set(self.running) | out, set(before)
-                self.running = [
-                    *(request for request in before if request in still),
-                    *(request for request in self.running if request not in known),
-                ]
-                self.max_num_active_reqs = most
-            if self.waiting is not everybody:
-                self._put_back(everybody, passed, allowed)
+            setattr(self, seats, most)
+            with self._ours("after a step"):
+                if stalled:
+                    still, known = set(self.running) | out, set(before)
+                    self.running = [
+                        *(request for request in before if request in still),
+                        *(request for request in self.running if request not in known),
+                    ]
+                if self.waiting is not everybody:
+                    self._put_back(everybody, passed, allowed)
+            if self.admission is None:
+                self._gather()
 
     def _take(self, everybody: Any, allowed: set[Request]) -> list[Request]:
         """Move ``allowed`` into the empty ``self.waiting``; all that were taken out of ``everybody`` for it."""
@@ -273,6 +287,17 @@ class Admitting(Scheduler):
 
     # -- when it goes wrong ----------------------------------------------------------------------------------
 
+    def _gather(self) -> None:
+        """Whom our failure has left in none of vLLM's lists is put back into his."""
+        listed = {*self.running, *self.waiting, *getattr(self, self._rules.holders)}
+        for request in self.requests.values():
+            if request in listed or request.is_finished():
+                continue
+            if request.status == RequestStatus.RUNNING:
+                self.running.append(request)
+            else:
+                self.waiting.add_request(request)
+
     @contextmanager
     def _ours(self, when: str) -> Iterator[None]:
         """From the first exception in here on, vLLM schedules on its own."""
@@ -282,6 +307,23 @@ class Admitting(Scheduler):
             self.admission = None
             self.fallbacks += 1
             logger.exception("Tonnage failed %s: from now on vLLM schedules on its own", when)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """From the first exception in here on, nothing is told of the scheduler; admission goes on."""
+        try:
+            yield
+        except Exception:
+            self._report = None
+            logger.exception("Tonnage failed to tell of its scheduler: it tells no more")
+
+
+def _holds_blocks(request: Request) -> bool:
+    """As Scheduler._holds_kv_blocks of vLLM 0.31."""
+    return request.num_computed_tokens > 0 or request.status in (
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.WAITING_FOR_STREAMING_REQ,
+    )
 
 
 def _by_itself(request: Request) -> bool:
@@ -307,7 +349,6 @@ class TonnageScheduler(Admitting, AsyncScheduler):
     """
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        config = named["vllm_config"] if "vllm_config" in named else args[0]
-        if cls is TonnageScheduler and not config.scheduler_config.async_scheduling:
+        if cls is TonnageScheduler and not config_of(args, named).scheduler_config.async_scheduling:
             return TonnageSyncScheduler(*args, **named)
         return super().__new__(cls)
