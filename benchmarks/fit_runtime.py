@@ -1,6 +1,6 @@
 """Fit the GPU runtime model to start-up reports and write planner/engines/runtime/fitted.json.
 
-    python benchmarks/fit_runtime.py [--reports FILE.jsonl] [--configs DIR] [--write]
+    python benchmarks/fit_runtime.py [--reports FILE.jsonl] [--configs DIR] [--startups DIR] [--write]
 
 Prints the coefficients, how each was found, and the error on sources left out; --write stores them.
 """
@@ -20,21 +20,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reports", type=Path, default=ROOT / "tests/data/field_reports.jsonl")
     parser.add_argument("--configs", type=Path, default=ROOT / "tests/data/configs")
+    parser.add_argument(
+        "--startups", type=Path, default=ROOT / "tests/data/startups", help="folder of starts and configs"
+    )
     parser.add_argument("--write", action="store_true", help="write planner/engines/runtime/fitted.json")
     options = parser.parse_args()
     from accuracy.common import Inputs
     from accuracy.pool_from_flags import score
     from accuracy.runtime_fit import fit, load_rows
+    from accuracy.startups import load, row
 
     inputs = Inputs(configs=options.configs, reports=options.reports)
     rows, _ = load_rows(inputs)
+    starts = sorted(options.startups.glob("*.jsonl"))
+    more = [row(start) for path in starts for start in load(Inputs(configs=options.startups, startups=path))[0]]
+    rows += more
     fitted = fit(rows)
-    section = score(inputs)
+    section = score(inputs, more)
     assert section is not None
     scored = section.to_json()
     out = {
         "coefficients": asdict(fitted),
-        "fitted_to": f"{options.reports.name}: {len(rows)} reports, {len({r.source for r in rows})} sources",
+        "fitted_to": f"{', '.join(path.name for path in (options.reports, *starts))}: "
+        f"{len(rows)} starts, {len({r.source for r in rows})} sources",
         "left_out_one_source_at_a_time": {
             key: scored[key] for key in ("rows", "median_error", "p90_error", "worst_error", "covered")
         },

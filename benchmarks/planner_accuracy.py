@@ -2,7 +2,7 @@
 
     python benchmarks/planner_accuracy.py --configs DIR --truth param_truth.tsv
         --checkpoints checkpoint_sizes.tsv --vllm vllm_kv_truth.tsv --reports field_reports.jsonl
-        --receipts measured_receipts.tsv --json
+        --receipts measured_receipts.tsv --startups startups_vllm_0190.jsonl --json
 
 Each input is optional; a section without its inputs is left out. Each section is a module of
 ``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``. transformers is made
@@ -20,7 +20,7 @@ from pathlib import Path
 
 SECTIONS = (
     "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "llama_cpp",
-    "sglang",
+    "sglang", "startups",
 )  # fmt: skip
 
 
@@ -33,6 +33,7 @@ def main() -> int:
         ("vllm", "what vLLM's own functions allocate (TSV)"),
         ("reports", "start-up reports of real engines (JSON lines)"),
         ("receipts", "published measurements (TSV)"),
+        ("startups", "start-ups with every term logged (JSON lines)"),
     ):
         parser.add_argument(f"--{name}", type=Path, help=what)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)

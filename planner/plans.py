@@ -45,7 +45,7 @@ class Deployment:
         unit="bytes",
     )  # fmt: skip
     gpu_memory_utilization: float | None = flag(
-        None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.21 on 0.92)",
+        None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.20 on 0.92)",
         group=_DEVICE, unit="share",
     )  # fmt: skip
     dtype: str = flag(

@@ -19,18 +19,24 @@ class Inputs:
     vllm: Path | None = None
     reports: Path | None = None
     receipts: Path | None = None
+    startups: Path | None = None
 
     def config(self, name: str) -> dict[str, Any] | None:
         """config.json of ``org/model`` or ``org__model`` (with ``hf_quant_config.json`` merged in, as the
         planner reads a folder); None when the folder does not have it."""
         from tonnage.planner.model.fields import parse_config
 
+        path = self.config_path(name)
+        return None if path is None else parse_config(path.read_bytes(), str(path))
+
+    def config_path(self, name: str) -> Path | None:
+        """Where the config of :meth:`config` lies."""
         if self.configs is None:
             return None
         stem = name.replace("/", "__", 1)
         for path in (self.configs / stem / "config.json", self.configs / f"{stem}.json"):
             if path.is_file():
-                return parse_config(path.read_bytes(), str(path))
+                return path
         return None
 
     def names(self) -> list[str]:

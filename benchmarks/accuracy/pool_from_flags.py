@@ -5,7 +5,7 @@ Only rows with complete flags and an engine version carry the bar; each source c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import median
 
 from accuracy.common import Inputs, Section
@@ -14,17 +14,22 @@ from accuracy.runtime_fit import Row, fit, load_rows
 NAME = "pool_from_flags"
 
 
-def score(inputs: Inputs) -> Section | None:
+def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
+    """``more``: rows of other inputs that the fits may use."""
     if inputs.configs is None or inputs.reports is None:
         return None
     rows, left_out = load_rows(inputs)
+    if not more and inputs.startups is not None:
+        from accuracy.startups import load, row
+
+        more = list(map(row, load(inputs)[0]))
     section = Section(covered=0)
     by_source: dict[str, list[Row]] = {}
     for row in rows:
         by_source.setdefault(row.source, []).append(row)
     details, others, width = [], [], 0.0
     for source, own in sorted(by_source.items()):
-        fitted = fit([row for row in rows if row.source != source])
+        fitted = fit([*(row for row in rows if row.source != source), *more])
         graded = [row for row in own if row.carries_bar]
         errors, covered = [], []
         for row in own:
@@ -34,7 +39,9 @@ def score(inputs: Inputs) -> Section | None:
             line = f"{row.name}: {100 * error:+.2f} % of the GPU{note}"
             if row in graded:
                 errors.append(abs(error))
-                covered.append(abs(error) <= fitted.spread)
+                low, high = row.pool_interval(fitted)
+                covered.append(low <= row.pool <= high)
+                width = max(width, (high - low) / row.device)
                 details.append(line)
             else:
                 others.append(line)
@@ -44,7 +51,7 @@ def score(inputs: Inputs) -> Section | None:
         section.errors.append(median(errors))
         section.exact += median(errors) < 0.001
         section.covered = (section.covered or 0) + (sum(covered) * 2 > len(covered))
-        width = max(width, 2 * fitted.spread)
+    whole = fit([*rows, *more])
     section.misses = [line for line in details if abs(float(line.split(": ")[-1].split(" %")[0])) > 1.5]
     section.extra |= {
         "unit": "share of GPU memory, one vote per source",
@@ -52,6 +59,6 @@ def score(inputs: Inputs) -> Section | None:
         "graded": details,
         "reported_only": others,
         "left_out": left_out,
-        "coefficients": {k: getattr(replace(fit(rows)), k) for k in fit(rows).__dataclass_fields__},
+        "coefficients": {k: getattr(whole, k) for k in whole.__dataclass_fields__},
     }
     return section

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
+from tonnage.planner.engines.runtime.gpu import coefficients
+from tonnage.planner.engines.vllm.versions import rules
 
 if TYPE_CHECKING:
-    from tonnage.planner.engines.runtime.estimate import Coefficients
+    from tonnage.planner.engines.runtime.estimate import Coefficients, Runtime
     from tonnage.planner.model.architecture import Architecture
     from tonnage.planner.plans import Resolved
 
-# Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all.
-_LEAST_SPREAD, _MOST_SPREAD = 0.01, 0.04
+# Half-widths of the interval tried: as wide as the sources need, and never more than 8 % of the device in all;
+# where every part was seen at most 3 %.
+_LEAST_SPREAD, _MOST_SPREAD, _LEAST_SEEN = 0.01, 0.04, 0.01
+# Where no report says otherwise: bf16 logits 2, their float32 copy, sorted values, probabilities and their
+# sums 4 each, indices 8 and as much again while they are sorted (v1/sample/ops/topk_topp_sampler.py, 0.16).
+SAMPLER_SORT = 34
+# What the first capture takes, of 512 tokens: 260, 256, 256 and 122 MiB in tests/data/startup_logs of 0.19.0.
+GRAPH_FIRST = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -38,19 +46,84 @@ class Row:
     non_torch: int | None
     graph_estimate: int | None
     carries_bar: bool
+    fused: int = 0  # of ``non_torch``: what is derived
+    model: str = ""
 
     @property
     def device(self) -> int:
         return self.chosen.device_memory
 
-    def planned_pool(self, fitted: Coefficients) -> int:
-        return max(0, self.chosen.limit - self.weights - self.runtime(fitted))
+    @property
+    def hopper(self) -> bool:
+        from tonnage.planner.engines.vllm.framework import is_hopper
 
-    def runtime(self, fitted: Coefficients) -> int:
+        return is_hopper(self.chosen.flags)
+
+    @property
+    def seen(self) -> bool:
+        from tonnage.planner.engines.vllm.budget import is_seen
+
+        return is_seen(self.architecture, self.chosen)
+
+    @property
+    def graphs_left(self) -> bool:
+        """Whether graphs were captured on trial within the profile."""
+        return rules(self.chosen.version).graphs_within_profile and not self.chosen.flags.enforce_eager
+
+    def planned_pool(self, fitted: Coefficients) -> int:
+        return max(0, self.chosen.limit - self.weights - self.runtime(fitted).total)
+
+    def pool_interval(self, fitted: Coefficients) -> tuple[int, int]:
+        bounds = self.runtime(fitted).sum_interval
+        assert bounds is not None
+        low, high = bounds
+        return max(0, self.chosen.limit - self.weights - high), max(0, self.chosen.limit - self.weights - low)
+
+    def runtime(self, fitted: Coefficients) -> Runtime:
         from tonnage.planner.engines.registry import engine_of
 
         engine = engine_of(self.chosen.flags.engine)
-        return engine.gpu_terms(self.architecture, self.chosen, fitted).total
+        return engine.gpu_terms(self.architecture, self.chosen, fitted)
+
+    def outside_pytorch(self) -> int | None:
+        """Non-torch memory less what of it is derived; None: not printed, or not an NVIDIA GPU's."""
+        if self.non_torch is None or (self.chosen.flags.gpu or "").startswith("mi"):
+            return None
+        return self.non_torch - self.fused
+
+    def outside_unified(self) -> int | None:
+        """What is left of the budget on a machine whose host and device share memory."""
+        from tonnage.planner.engines.vllm.framework import is_unified
+
+        if not is_unified(self.chosen.flags) or not self.carries_bar or self.graph_estimate is None:
+            return None
+        from tonnage.planner.engines.vllm.activation import peak
+
+        inside = peak(self.architecture, self.chosen, coefficients()).total
+        return self.chosen.limit - self.weights - self.pool - self.graph_estimate - inside
+
+    def sampler_bytes_per_logit(self) -> float | None:
+        """Of a sampler that sorts and is the peak."""
+        if self.activation is None or rules(self.chosen.version).sampler != "sort":
+            return None
+        from tonnage.planner.engines.vllm.activation import peak
+
+        found = peak(self.architecture, self.chosen, coefficients())
+        if self.activation < 1.2 * found.forward:
+            return None
+        stream = self.chosen.max_num_batched_tokens * self.architecture.hidden_size * 2
+        rows = min(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
+        each = (self.activation - stream - found.workspace) / (rows * self.architecture.vocab_size)
+        return each if 0 < each < 64 else None
+
+    def bytes_per_graph(self) -> float | None:
+        """Of each batch size after the first, for as many as are captured by default."""
+        from tonnage.planner.engines.vllm.graphs import sizes
+
+        count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
+        if self.graph_estimate is None or count < 51 or self.chosen.flags.pipeline_parallel_size > 1:
+            return None
+        return max(1 << 20, (self.graph_estimate - GRAPH_FIRST) / (count - 1))
 
 
 def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
@@ -107,7 +180,7 @@ def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
         weights_printed=weights[1],
         pool=size("available_kv_gib") or 0,
         activation=size("activation_peak_gib"),
-        non_torch=size("non_torch_gib"),
+        non_torch=None if report["engine_version"] and _version(report) is None else size("non_torch_gib"),
         graph_estimate=size("cudagraph_est_gib"),
         carries_bar=report["flags_complete"] is True and _version(report) is not None,
     )
@@ -181,56 +254,91 @@ def _weights(
 
 
 def fit(rows: Sequence[Row]) -> Coefficients:
-    """Medians over sources (each counts once); the spread covers 90 % of them, left out one at a time."""
+    """Medians over sources (each counts once); the spreads cover 90 % of them, left out one at a time."""
     values = _values(rows)
-    sources = sorted({row.source for row in rows if row.carries_bar})
-    errors = []
-    for source in sources:
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for source in sorted({row.source for row in rows if row.carries_bar}):
         others = _values([row for row in rows if row.source != source])
         own = [row for row in rows if row.source == source and row.carries_bar]
-        errors.append(median(abs(row.planned_pool(others) - row.pool) / row.device for row in own))
-    errors.sort()
-    spread = errors[min(len(errors) - 1, int(0.9 * len(errors)))] if errors else _MOST_SPREAD
-    return replace(values, spread=min(_MOST_SPREAD, max(_LEAST_SPREAD, 1.25 * spread)))
+        for seen in (False, True):
+            found = [abs(row.planned_pool(others) - row.pool) / row.device for row in own if row.seen is seen]
+            if found:
+                errors[seen].append(median(found))
+    return replace(
+        values, spread=_covering(errors[False], _LEAST_SPREAD), spread_seen=_covering(errors[True], _LEAST_SEEN)
+    )
+
+
+def _covering(errors: Sequence[float], least: float) -> float:
+    """What 90 % of ``errors`` stay within, with a quarter to spare."""
+    if not errors:
+        return _MOST_SPREAD
+    spread = sorted(errors)[min(len(errors) - 1, int(0.9 * len(errors)))]
+    return min(_MOST_SPREAD, max(least, 1.25 * spread))
 
 
 def _values(rows: Sequence[Row]) -> Coefficients:
     from tonnage.planner.engines.runtime.estimate import Coefficients
-    from tonnage.planner.engines.runtime.gpu import SAMPLER_BYTES, forward_bytes
-    from tonnage.planner.engines.vllm.versions import rules
 
-    sort: dict[str, list[float]] = {}
-    fused: dict[str, list[float]] = {}
-    alone: dict[str, list[float]] = {}
-    parallel: dict[str, list[float]] = {}
-    graphs: dict[str, list[float]] = {}
+    sort: _Votes = {}
+    alone: _Votes = {}
+    hopper: _Votes = {}
+    unified: _Votes = {}
+    parallel: _Votes = {}
+    ranks: _Votes = {}
+    stage: _Votes = {}
+    each: _Votes = {}
     for row in rows:
-        ranks = row.chosen.flags.tensor_parallel_size
-        if row.non_torch is not None:
-            (parallel if ranks > 1 else alone).setdefault(row.source, []).append(row.non_torch)
-        if row.graph_estimate is not None:
-            graphs.setdefault(row.source, []).append(row.graph_estimate)
-        peak = row.activation
-        if peak is None and row.carries_bar:
-            peak = row.chosen.limit - row.weights - row.pool - (row.graph_estimate or 0)
-        if peak is None:
-            continue
-        hidden = row.chosen.max_num_batched_tokens * row.architecture.hidden_size * 2
-        forward = forward_bytes(row.architecture, row.chosen.max_num_batched_tokens, 2, ranks)
-        each = (peak - hidden) / (row.chosen.max_num_seqs * row.architecture.vocab_size)
-        if peak > 1.2 * forward and row.activation is not None and 0 < each < 64:
-            target = fused if rules(row.chosen.version).fused_sampler else sort
-            target.setdefault(row.source, []).append(each)
+        flags = row.chosen.flags
+        _vote(sort, row, row.sampler_bytes_per_logit())
+        outside = row.outside_pytorch()
+        if outside is not None and not row.graphs_left:
+            if flags.tensor_parallel_size == 1:
+                _vote(hopper if row.hopper and row.chosen.version >= (0, 11, 0) else alone, row, outside)
+            elif not row.hopper:
+                _vote(parallel, row, outside)
+        if outside is not None and row.hopper:
+            if flags.pipeline_parallel_size > 1:
+                _vote(stage, row, outside)
+            elif flags.tensor_parallel_size == 2:
+                _vote(ranks, row, outside)
+        _vote(each, row, row.bytes_per_graph())
+        _vote(unified, row, row.outside_unified())
+    plain, two = _median(hopper, 0.0), _median(ranks, 0.0)
+    left: _Votes = {}
+    doubling: _Votes = {}
+    for row in rows:
+        outside, flags = row.outside_pytorch(), row.chosen.flags
+        if outside is not None and row.hopper:
+            if row.graphs_left and flags.tensor_parallel_size == flags.pipeline_parallel_size == 1:
+                _vote(left, row, outside - plain)
+            elif flags.tensor_parallel_size == 4:
+                _vote(doubling, row, outside - two)
     return Coefficients(
-        sampler_sort=_vote(sort, float(SAMPLER_BYTES)),
-        sampler_fused=_vote(fused, float(SAMPLER_BYTES)),
-        non_torch=int(_vote(alone, 0.0)),
-        non_torch_parallel=int(_vote(parallel, 0.0)),
-        graphs=int(_vote(graphs, 0.0)),
+        sampler_sort=_median(sort, float(SAMPLER_SORT)),
+        non_torch=int(_median(alone, 0.0)),
+        non_torch_hopper=int(plain),
+        graph_profile=int(_median(left, 0.0)),
+        non_torch_unified=int(_median(unified, _median(alone, 0.0))),
+        non_torch_parallel=int(_median(parallel, two)),
+        non_torch_ranks=int(two),
+        non_torch_doubling=int(_median(doubling, 0.0)),
+        non_torch_stage=int(_median(stage, 0.0)),
+        graph_first=GRAPH_FIRST,
+        graph_each=int(_median(each, 0.0)),
         spread=_MOST_SPREAD,
+        spread_seen=_MOST_SPREAD,
     )
 
 
-def _vote(values: dict[str, list[float]], otherwise: float) -> float:
+_Votes = dict[str, list[float]]
+
+
+def _vote(votes: _Votes, row: Row, value: float | None) -> None:
+    if value is not None:
+        votes.setdefault(row.source, []).append(value)
+
+
+def _median(votes: _Votes, otherwise: float) -> float:
     """Median over sources of each source's median."""
-    return median(median(found) for found in values.values()) if values else otherwise
+    return median(median(found) for found in votes.values()) if votes else otherwise

@@ -160,9 +160,8 @@ class Engine(ABC):
         fitted = fitted or gpu.coefficients()
         activation = self.gpu_activation(architecture, chosen)
         if activation is None:
-            activation = gpu.activation(architecture, chosen, fitted, self.logit_bytes(chosen.version, fitted))
-        graphs = self.counts_graphs(chosen.flags, chosen.version)
-        return gpu.terms(architecture, chosen, fitted, activation, graphs=graphs)
+            activation = gpu.activation(architecture, chosen, fitted)
+        return gpu.terms(architecture, chosen, fitted, activation)
 
     def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """What the processes hold on a CPU before weights and pool: the hf engine's, where none is measured."""
@@ -171,16 +170,8 @@ class Engine(ABC):
         return hf.framework_bytes(architecture.vocab_size)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        """Activations of a step on a GPU; None: as the fitted model has them."""
+        """Activations of a step on a GPU; None: the widest layer's."""
         return None
-
-    def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
-        """Bytes per logit of the sampler in the profile run; 0: it is not the peak."""
-        return 0.0
-
-    def counts_graphs(self, flags: Deployment, version: Version) -> bool:
-        """Whether an estimate of the CUDA graphs comes off the KV budget."""
-        return False
 
     # -- the pool
 

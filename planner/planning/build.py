@@ -97,13 +97,14 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model under complete flags in numbers. ``place``: of the stage that decides; ``reasons``: why it does
-    not fit."""
+    """A model under complete flags in numbers. ``parts``: a rank's share of each stage; ``place``: of
+    the stage that decides; ``reasons``: why it does not fit."""
 
     architecture: Architecture
     quantization: Quantization
     chosen: Resolved
     pool: PoolSpec
+    parts: tuple[Architecture, ...]
     stages: list[Stage]
     place: int
     held: PoolCapacity
@@ -168,7 +169,8 @@ class Sizer:
         held = engine.capacity(pool, chosen, num_blocks)
         reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
         chosen = replace(chosen, flags=flags)
-        return Size(architecture, quantization, chosen, pool, stages, place, held, reasons, draft_notes)
+        shares = tuple(part for part, _ in parts)
+        return Size(architecture, quantization, chosen, pool, shares, stages, place, held, reasons, draft_notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
         key = flags.quantization, flags.engine

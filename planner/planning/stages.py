@@ -39,7 +39,10 @@ class Stage:
         return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes))
 
     def runtime_terms(self) -> list[Term]:
-        return [Term(name, e.value, e.formula, e.source) for name, e in self._estimates().items()]
+        found = self._estimates()
+        if self.runtime.beside is not None:  # no part of the sum
+            found["cuda_graphs_beside_bytes"] = self.runtime.beside
+        return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
     def intervals(self) -> dict[str, tuple[int, int]]:
         """Bounds of every figure that is not exact, and of their sum with the exact ones."""

@@ -132,17 +132,23 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         pooled, _, _ = with_draft(architecture, chosen.flags)
         return engine.build_pool(pooled, chosen)
 
-    def runtime(key: tuple[int, int]) -> Runtime:
-        place, ranks = key
+    def runtime(key: tuple[int, int, str | None]) -> Runtime:
+        place, ranks, kind = key
         chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
+        chosen = replace(chosen, flags=replace(chosen.flags, quantization=kind))
         return engine.runtime_terms(part_of(ranks), chosen)
+
+    def experts(scheme: str) -> str | None:
+        """The format that changes what a step takes: MXFP4's experts have no buffer of their own."""
+        found = read_quantization(source.config, None if scheme == "as is" else scheme).scheme
+        return found if found == "mxfp4" else None
 
     def part(ranks: int) -> Architecture:
         return rank_architecture(architecture, replace(deployment, tensor_parallel_size=ranks), 0)
 
     resolved_for: dict[_PoolKey, Resolved] = {}
     weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
-    pool_of, runtime_of = _Once(pool), _Once(runtime)
+    pool_of, runtime_of, experts_of = _Once(pool), _Once(runtime), _Once(experts)
     rows = []
     for place, gpu in enumerate(grid.gpus):
         kernel = engine.kernel_class(gpu.name)
@@ -154,13 +160,14 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
                     chosen = resolved((place, kv_dtype, ranks))
                     key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
                     resolved_for.setdefault(key, chosen)
-                    layout, terms = pool_of(key), runtime_of((place, ranks)).total
+                    layout = pool_of(key)
                 except TonnageError as error:
                     refused = str(error)
                 for scheme in grid.quantizations:
                     if not refused:
                         try:
                             held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
+                            terms = runtime_of((place, ranks, experts_of(scheme))).total
                         except TonnageError as error:
                             why = str(error)
                             rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))

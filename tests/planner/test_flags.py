@@ -85,8 +85,8 @@ def test_the_help_tells_the_engines_own_defaults():
         for size in engine.blocks.values():
             assert str(size) in flags_of(Deployment)["block_size"].said
     vllm = engine_of("vllm")
-    assert (vllm.default_utilization((0, 20, 0)), vllm.default_utilization((0, 21, 0))) == (0.9, 0.92)
-    assert "vllm from 0.21 on 0.92" in flags_of(Deployment)["gpu_memory_utilization"].said
+    assert (vllm.default_utilization((0, 19, 1)), vllm.default_utilization((0, 20, 0))) == (0.9, 0.92)
+    assert "vllm from 0.20 on 0.92" in flags_of(Deployment)["gpu_memory_utilization"].said
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])

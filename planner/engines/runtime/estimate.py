@@ -20,12 +20,14 @@ class Estimate:
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """Terms of one rank. ``sum_interval``: bounds of their sum, tighter than the sum of their bounds
-    where the sum was fitted as one (GPUs); None: add the bounds."""
+    where the parts were held against logs together (GPUs); None: add the bounds. ``beside``: memory
+    that is taken after the pool was sized, outside the share the plan may take."""
 
     framework: Estimate
     activation: Estimate
     graphs: Estimate
     sum_interval: tuple[int, int] | None = None
+    beside: Estimate | None = None
 
     @property
     def total(self) -> int:
@@ -34,17 +36,31 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """``sampler_sort`` / ``sampler_fused``: bytes per logit (row x vocabulary). ``non_torch`` bytes without
-    and with tensor parallelism, ``graphs`` bytes captured. ``spread``: half-width of the interval of the
-    sum as a share of the device, what 90 % of the sources left out stay within; ``towers``: more of it for
-    models with vision or audio towers, whose profile run encodes the largest picture."""
+    """What no source of an engine states, fitted to start-up logs; bytes unless said.
+
+    ``sampler_sort``: per logit of vLLM's sampler up to 0.16. Memory outside PyTorch of a rank: ``non_torch``
+    with one rank on any GPU, ``non_torch_hopper`` on data centre GPUs from Hopper on; ``graph_profile`` more
+    where graphs were captured on trial; ``non_torch_unified`` where host and device share their memory;
+    ``non_torch_parallel`` with tensor parallelism on any GPU, on Hopper ``non_torch_ranks`` with two ranks and
+    ``non_torch_doubling`` more with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs:
+    ``graph_first`` and ``graph_each`` batch size after the first. ``spread``: half-width of the interval of the
+    sum as a share of the device, what 90 % of the sources left out stay within; ``spread_seen``: for engines,
+    GPUs and models of which every part was seen.
+    """
 
     sampler_sort: float
-    sampler_fused: float
     non_torch: int
+    non_torch_hopper: int
+    graph_profile: int
+    non_torch_unified: int
     non_torch_parallel: int
-    graphs: int
+    non_torch_ranks: int
+    non_torch_doubling: int
+    non_torch_stage: int
+    graph_first: int
+    graph_each: int
     spread: float
+    spread_seen: float
 
 
 NOTHING = Estimate(0, 0, 0, "", "")

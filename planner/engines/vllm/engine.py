@@ -9,7 +9,7 @@ from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
-from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate
+from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
@@ -139,11 +139,12 @@ class VLLM(Engine):
 
         return cpu.framework_bytes(architecture, chosen.flags.dtype)
 
-    def logit_bytes(self, version: Version, fitted: Coefficients) -> float:
-        return fitted.sampler_fused if rules(version).fused_sampler else fitted.sampler_sort
+    def gpu_terms(
+        self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
+    ) -> Runtime:
+        from tonnage.planner.engines.vllm import budget
 
-    def counts_graphs(self, flags: Deployment, version: Version) -> bool:
-        return rules(version).graphs_subtracted and not flags.enforce_eager
+        return budget.terms(architecture, chosen, fitted)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log

@@ -20,9 +20,23 @@ class Rules:
     hybrid_groups: bool = False  # False: sliding layers keep every token beside full ones
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # and those of 160 GiB and more
-    fused_sampler: bool = False  # one top-k/top-p kernel instead of a sort: fewer bytes per logit
+    # top-k and top-p of the profile run: a sort, one Triton kernel with a buffer, FlashInfer's
+    sampler: Literal["sort", "triton", "flashinfer"] = "sort"
+    # what runs on the second model runner: models of these classes, and all that are dense and without state
+    # ("*",): everything
+    runner_v2: tuple[str, ...] = ()
+    runner_v2_dense: bool = False
+    expert_buffer: bool = False  # fused experts of all layers share a buffer that is never given back
+    expert_chunk: int = 16 * 1024  # most tokens of a step that they take at once
+    # workspace of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell
+    fused_all_reduce: Literal["", "trtllm", "mnnvl"] = ""
+    fused_alone: bool = False  # it is off with pipeline and data parallelism
+    torch_2_8: bool = False  # PyTorch 2.8 and later
     # "blocks": num_blocks // groups x smallest block; "concurrency": concurrency x length
     token_line: Literal["blocks", "concurrency"] = "blocks"
+    graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
+    graphs_within_profile: bool = False  # and what that leaves outside PyTorch counts as non-torch memory
+    counts_consumed: bool = False  # what the runner allocates before the profile comes off too
     graphs_subtracted: bool = False  # the estimate of the CUDA graphs comes off the KV budget
     default_utilization: float = 0.9
     in_flight_batches: int = 1  # batches whose tokens a sliding layer still holds, on a GPU
@@ -32,6 +46,7 @@ class Rules:
     one_mrope_length: bool = False  # a table of one length for models whose positions do not run ahead
 
 
+_V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
 # (from this version on, what changed)
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # pull request 17885 and before: 256 and 2,048 for all in 0.7
@@ -40,18 +55,33 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 9, 2), {"hybrid_groups": True}),
     # before, AMD GPUs ran on V0 (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl)
     ((0, 10, 0), {"chunked_on_rocm": True}),
+    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py: 32,768 before; reports of 0.11.0 on
+    ((0, 11, 0), {"torch_2_8": True}),
+    # v1/worker/workspace.py, first in the sources of 0.13.0
+    ((0, 13, 0), {"expert_buffer": True}),
     # 0.9.2 to 0.13 gave an MI300X (192 GiB) the 70 GiB defaults
     ((0, 14, 0), {"huge_batches": True}),
-    # bytes per logit in logs up to 0.15 and from 0.17 on
-    ((0, 16, 0), {"fused_sampler": True}),
-    # pull request 38364; logs up to 0.19.1 and from 0.25.1
-    ((0, 20, 0), {"token_line": "concurrency"}),
-    # pull request 38284
-    ((0, 21, 0), {"graphs_subtracted": True, "default_utilization": 0.92}),
+    # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py), first in 0.17.0;
+    # starts of 0.16.0 and 0.17.0 in tests/data/startups: 5.64 and 2.23 GiB of activations
+    ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
+    # profile_cudagraph_memory and the experts in one piece (VLLM_FUSED_MOE_CHUNK_SIZE is gone), first in 0.18.0
+    ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
+    # pull requests 38364 and 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
+    ((0, 20, 0), {"token_line": "concurrency", "graphs_subtracted": True, "default_utilization": 0.92}),
+    # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism
+    ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False}),
+    # DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py, here and below
+    ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",)}),
+    ((0, 24, 0), {"runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")}),
+    # and _resolve_fi_ar_backend of 0.24.0 and 0.25.1
+    ((0, 25, 0), {"runner_v2": _V2_MOE, "runner_v2_dense": True, "fused_all_reduce": "mnnvl"}),
     # pull request 47728 (July 2026; not yet in 0.25.1's logs)
     ((0, 26, 0), {"in_flight_batches": 2}),
+    # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0
+    ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True}),
     # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)
     ((0, 28, 0), {"hybrid_prefix_caching": True, "prefill_checkpoint": True}),
+    ((0, 29, 0), {"runner_v2": ("*",)}),
     # models/deepseek_v4; models/qwen3_vl.py mrope_positions_factor (pull request 44738 measured four times the
     # length for Qwen3-VL in June 2026)
     ((0, 32, 0), {"compressed_cache": True, "one_mrope_length": True}),

@@ -1,0 +1,175 @@
+"""``startups``: vLLM's start-ups of which every term was logged, each term against the plan's.
+
+What ships is scored: the plan is made as `tonnage plan` makes it, with the coefficients in fitted.json. The
+worst rank of each start counts; its pool decides. Beside it the KV pool with each model's starts left out of
+the fit (``model_left_out``), because a fitted number must not have seen what it is judged by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import TYPE_CHECKING, Any
+
+from accuracy.common import Inputs, Section, read_jsonl
+from accuracy.reports import GIB
+
+if TYPE_CHECKING:
+    from accuracy.runtime_fit import Row
+    from tonnage.planner.plans import Deployment, Plan
+    from tonnage.planner.source.resolve import ModelSource
+
+NAME = "startups"
+SWEEP = "jgchn/llm-d-planner"  # rows of one sweep are not independent: one vote
+# term of the log -> component of the plan; the share of the device is what an error of a small term is held to
+TERMS = {
+    "weights_gib": "weights_bytes",
+    "torch_peak_gib": "activation_bytes",
+    "non_torch_gib": "framework_bytes",
+    "cudagraph_estimate_gib": "cuda_graph_bytes",
+    "available_kv_gib_worst": "kv_pool_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start that went well. ``logged``: bytes by term of the plan, of the rank that decides; ``tokens``,
+    ``concurrency`` as printed (None: not)."""
+
+    name: str
+    found: ModelSource
+    flags: Deployment
+    logged: dict[str, int]
+    tokens: int | None
+    concurrency: float | None
+
+
+def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
+    """(starts, what was left out and why)."""
+    from tonnage.planner.plans import Deployment
+    from tonnage.planner.source.resolve import ModelSource
+
+    assert inputs.startups is not None
+    starts, left_out = [], []
+    for row in read_jsonl(inputs.startups):
+        seen = row["observed"]
+        if row["status"] != "ok":
+            left_out.append(f"{row['id']}: {row['failure']['class'] if row['failure'] else row['status']}")
+            continue
+        config = inputs.config(row["config"] or "")
+        if config is None:
+            left_out.append(f"{row['id']}: no config")
+            continue
+        flags = Deployment(
+            engine="vllm",
+            engine_version=row["engine_version"],
+            device="cuda",
+            gpu="h100-80g" if row["gpu"] == "H100-80GB" else None,
+            gpu_memory_utilization=row["gpu_memory_utilization"],
+            dtype=row["dtype"] or "auto",
+            quantization=row["quantization"],
+            kv_cache_dtype=row["kv_cache_dtype"] or "auto",
+            max_model_len=row["max_model_len"],
+            max_num_seqs=row["max_num_seqs"],
+            max_num_batched_tokens=row["max_num_batched_tokens"],
+            tensor_parallel_size=row["tensor_parallel"] or 1,
+            pipeline_parallel_size=row["pipeline_parallel"] or 1,
+            enforce_eager=bool(row["enforce_eager"]),
+            enable_prefix_caching=row["enable_prefix_caching"],
+        )
+        worst = dict(seen)
+        worst["available_kv_gib_worst"] = seen["available_kv_gib_worst"] or seen["available_kv_gib"]
+        logged = {term: int(worst[key] * GIB) for key, term in TERMS.items() if worst.get(key) is not None}
+        starts.append(
+            Start(
+                row["id"], ModelSource(row["model"], row["model"], config, "folder"), flags, logged,
+                seen["kv_tokens"], seen["max_concurrency"],
+            )
+        )  # fmt: skip
+    return starts, left_out
+
+
+def planned(start: Start) -> Plan:
+    """The plan as it ships."""
+    from tonnage.planner.planning.build import plan_source
+
+    return plan_source(start.found, start.flags)
+
+
+def row(start: Start) -> Row:
+    """The same start for the fit of the coefficients."""
+    from accuracy.runtime_fit import Row
+    from tonnage.planner.engines.vllm.framework import fused_all_reduce
+    from tonnage.planner.planning.build import Sizer
+
+    size = Sizer(start.found).size(start.flags)
+    part, chosen = size.parts[size.place], size.chosen
+    return Row(
+        name=start.name, source=SWEEP, architecture=part, chosen=chosen,
+        weights=size.worst.rank.weights_bytes, weights_printed=False, pool=start.logged["kv_pool_bytes"],
+        activation=start.logged.get("activation_bytes"), non_torch=start.logged.get("framework_bytes"),
+        graph_estimate=start.logged.get("cuda_graph_bytes"), carries_bar=True,
+        fused=fused_all_reduce(part, chosen), model=start.found.id,
+    )  # fmt: skip
+
+
+def score(inputs: Inputs) -> Section | None:
+    if inputs.configs is None or inputs.startups is None:
+        return None
+    starts, left_out = load(inputs)
+    section = Section(covered=0)
+    errors: dict[str, list[float]] = {term: [] for term in TERMS.values()}
+    signed: list[float] = []
+    for start in starts:
+        plan = planned(start)
+        for term, logged in start.logged.items():
+            ours = _component(plan, term)
+            if term == "kv_pool_bytes":
+                section.add(start.name, ours, logged)
+                signed.append((ours - logged) / logged)
+            errors[term].append((ours - logged) / plan.rank.total_bytes)
+    section.extra |= {
+        "mean_error": mean(section.errors), "mean_signed_error": mean(signed),
+        "model_left_out": _left_out(inputs, starts),
+        "terms_share_of_gpu": {term: _spread(found) for term, found in errors.items() if found},
+        "left_out": left_out,
+    }  # fmt: skip
+    return section
+
+
+def _left_out(inputs: Inputs, starts: list[Start]) -> dict[str, Any]:
+    """KV pool with a model's starts left out of the fit, of the pool and as a share of the device."""
+    from accuracy.runtime_fit import fit, load_rows
+
+    reports = load_rows(inputs)[0] if inputs.reports is not None else []
+    rows = [row(start) for start in starts]
+    errors, covered, width = [], 0, 0.0
+    for model in sorted({item.model for item in rows}):
+        fitted = fit([*reports, *(item for item in rows if item.model != model)])
+        for item in (item for item in rows if item.model == model):
+            errors.append(abs(item.planned_pool(fitted) - item.pool) / item.pool)
+            low, high = item.pool_interval(fitted)
+            covered += low <= item.pool <= high
+            width = max(width, (high - low) / item.device)
+    errors.sort()
+    return {
+        "rows": len(errors), "mean_error": mean(errors), "median_error": median(errors),
+        "p90_error": errors[int(0.9 * len(errors))], "covered": covered, "widest_interval": width,
+    }  # fmt: skip
+
+
+def _component(plan: Plan, term: str) -> int:
+    rank = plan.rank
+    if term == "cuda_graph_bytes" and not rank.cuda_graph_bytes:
+        return next((item.value for item in plan.terms if item.name == "cuda_graphs_beside_bytes"), 0)
+    value: int = getattr(rank, term)
+    return value
+
+
+def _spread(errors: Iterable[float]) -> dict[str, Any]:
+    sizes = sorted(map(abs, errors))
+    return {
+        "rows": len(sizes), "mean": mean(sizes), "median": median(sizes),
+        "p90": sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))], "signed": mean(errors),
+    }  # fmt: skip

@@ -1,0 +1,170 @@
+"""vLLM on a GPU: the most PyTorch allocates while vLLM profiles (``profile_run``), beside the weights.
+
+The larger of two moments, on top of what stays allocated through both. Read out of vLLM 0.10 to 0.33
+(v1/worker/gpu_model_runner.py _dummy_run and _dummy_sampler_run, v1/sample, v1/worker/workspace.py,
+model_executor/layers/fused_moe), held against tests/data/startups:
+
+* the sampler, on the logits of max_num_seqs rows, with the hidden states of the whole step;
+* the widest layer of a step of max_num_batched_tokens tokens.
+
+What stays: the matrix multiplications' workspace, and from 0.13 on the buffer that fused experts share.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.vllm.versions import Rules, rules
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.plans import Resolved
+from tonnage.planner.records import dataclass
+from tonnage.planner.units import MiB
+
+# cuBLAS' workspace, kept by PyTorch: 32 MiB from Hopper on, before two of 4 MiB and eight of 16 KiB
+# (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
+_CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
+# Inductor times a kernel's variants on its first run with a buffer of the L2 cache's size between them: 50 MiB
+# on an H100 (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). It explains the first pipeline stages of
+# Llama-3.1-8B (1.10 GiB printed, 1.05 without) in 0.19; reports of 0.10.2 do without (Qwen2.5-3B: 0.17 GiB).
+_L2 = 50 * MiB
+_TIMED_SINCE = (0, 15, 0)
+# Rows of the buffer of the top-k/top-p kernel: one for each multiprocessor, 132 on an H100
+# (v1/sample/ops/topk_topp_triton.py).
+_MULTIPROCESSORS = 132
+# Tokens of context whose keys and values an MLA prefill expands at once, at most
+# (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
+_LATENT_CONTEXT = 64 * 1024
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes at each moment (0: not on this stage) and what stays allocated through both."""
+
+    forward: int
+    sampler: int
+    workspace: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return max(self.forward, self.sampler) + self.workspace + self.experts
+
+    @property
+    def formula(self) -> str:
+        kept = f" + buffer of the experts {self.experts:,}" if self.experts else ""
+        return (
+            f"max(forward pass {self.forward:,}, sampler {self.sampler:,}) + workspace of matrix "
+            f"multiplications {self.workspace:,}{kept}"
+        )
+
+
+def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Peak:
+    """``architecture``: one rank's share, of one pipeline stage."""
+    flags, known = chosen.flags, rules(chosen.version)
+    size = DTYPE_BYTES[flags.dtype]
+    stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
+    first, last = _ends(architecture)
+    # a later stage receives hidden states and residual into buffers of its own
+    # (make_empty_intermediate_tensors)
+    received = 0 if first else 2 * stream
+    hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
+    return Peak(
+        forward=_forward(architecture, chosen) + received,
+        sampler=_sampler(architecture, chosen, known, fitted) + stream + received if last else 0,
+        workspace=_CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
+        experts=_expert_buffer(architecture, chosen) if known.expert_buffer else 0,
+    )
+
+
+def _ends(architecture: Architecture) -> tuple[bool, bool]:
+    """Whether the stage embeds the tokens, and whether it samples."""
+    outside = [tensor.role for tensor in architecture.tensors if tensor.layer is None]
+    return "embedding" in outside, "head" in outside or "norm" in outside
+
+
+def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted: Coefficients) -> int:
+    """Logits in the model's dtype; their float32 copy, the probabilities and the exponential noise (4 bytes
+    each, of a float32 model too: 2.21 GiB printed), or as many for FlashInfer's masked logits; the rows that
+    are sampled and a random copy of them."""
+    rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
+    size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
+    sampled = 2 * rows * architecture.hidden_size * size
+    if on_second_runner(architecture, known):
+        # its dummy requests ask for no sampling parameters: nothing is copied (v1/worker/gpu/sample/sampler.py)
+        return rows * vocabulary * size + sampled
+    if known.sampler == "sort":
+        return int(rows * vocabulary * fitted.sampler_sort)
+    buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if known.sampler == "triton" and rows >= 8 else 0
+    return rows * vocabulary * (size + 3 * 4) + sampled + buffer
+
+
+def on_second_runner(architecture: Architecture, known: Rules) -> bool:
+    """config/vllm.py _is_default_v2_model_runner_model."""
+    if architecture.class_name in known.runner_v2 or known.runner_v2 == ("*",):
+        return True
+    plain = not architecture.experts and all(layer.kind != "state" for layer in architecture.cache_layers)
+    return known.runner_v2_dense and plain
+
+
+def _forward(architecture: Architecture, chosen: Resolved) -> int:
+    """Widest moment of a layer. Of each token: the MLP's gate, up and their product; queries, keys and values
+    (as projected, and rotated), the attention's output; residual and the projection of that output."""
+    flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
+    size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
+    q = architecture.heads * architecture.head_size // ranks
+    kv = max(1, architecture.kv_heads // ranks) * architecture.head_size
+    around = 2 * architecture.hidden_size + 3 * q + 3 * kv
+    mlp = _widest(architecture, "mlp") // architecture.hidden_size
+    moments = [tokens * (around + mlp) * size]
+    latents = [layer for layer in architecture.cache_layers if layer.kind == "mla"]
+    if latents and architecture.rotary is not None:
+        # the profile run allocates what a prefill of long contexts will (mla_attention.py forward_impl)
+        seqs = chosen.max_num_seqs * chosen.block_size
+        context = max(min(max(8 * chosen.max_model_len, 4 * seqs), _LATENT_CONTEXT), seqs)
+        value = latents[0].value_head_size or architecture.head_size
+        expanded = architecture.heads // ranks * (architecture.head_size - architecture.rotary.dim + value)
+        moments.append((tokens * around + context * expanded) * size)
+    timed = _L2 if not flags.enforce_eager and chosen.version >= _TIMED_SINCE else 0
+    return max(moments) + timed
+
+
+def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
+    """One allocation that every layer's fused experts use and that is kept: of each token and each of its
+    experts max(inner, hidden) and max(2 x inner, hidden) values (workspace_shapes of the Triton, Marlin,
+    CUTLASS and DeepGEMM experts). MXFP4's Triton kernel on Hopper allocates inside."""
+    flags = chosen.flags
+    if not architecture.experts_per_token or _allocates_inside(chosen):
+        return 0
+    hidden = architecture.hidden_size
+    held = architecture.experts
+    if flags.enable_expert_parallel:
+        held = max(1, held // (flags.tensor_parallel_size * flags.data_parallel_size))
+    matrices = 3 if architecture.gated_mlp else 2
+    inner = _widest(architecture, "expert") // (held * hidden * matrices)
+    if not inner:
+        return 0
+    tokens = min(chosen.max_num_batched_tokens, rules(chosen.version).expert_chunk)
+    each = max(inner, hidden) + max((matrices - 1) * inner, hidden)
+    return tokens * architecture.experts_per_token * each * DTYPE_BYTES[flags.dtype]
+
+
+def _allocates_inside(chosen: Resolved) -> bool:
+    from tonnage.planner.engines.vllm.repack import mxfp4_kernel
+
+    return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags.gpu) == "triton"
+
+
+def _widest(architecture: Architecture, role: str) -> int:
+    """Most elements of ``role``'s matrices in one layer."""
+    layers: dict[int, int] = {}
+    for tensor in architecture.tensors:
+        if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):
+            layers[tensor.layer] = layers.get(tensor.layer, 0) + tensor.elements
+    return max(layers.values(), default=0)
+
+
+def _is_matrix(tensor: TensorSpec) -> bool:
+    return len(tensor.shape) >= (3 if tensor.role == "expert" else 2)

@@ -1,0 +1,70 @@
+"""vLLM on a GPU: what comes off the KV pool beside the weights, term by term, and how sure that is."""
+
+from __future__ import annotations
+
+from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
+from tonnage.planner.engines.runtime.gpu import SOURCE, bounded, coefficients, has_towers
+from tonnage.planner.engines.vllm import activation, framework, graphs
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.plans import Resolved
+from tonnage.planner.records import replace
+
+_DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
+
+
+def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
+    """``architecture``: one rank's share, of one stage. ``fitted``: other coefficients than those shipped."""
+    fitted = fitted or coefficients()
+    share = max(spread(architecture, chosen, fitted))
+    held = framework.held(architecture, chosen, fitted)
+    sources = (
+        SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
+    )
+    outside = bounded(held.total, chosen, share, held.formula, sources)
+    peak = activation.peak(architecture, chosen, fitted)
+    inside = bounded(peak.total, chosen, share, peak.formula, _DERIVED.format("activation"))
+    size, count = graphs.estimated(chosen, fitted)
+    captured = NOTHING
+    if size:
+        each = (count - 1) * fitted.graph_each
+        formula = f"{count} batch sizes: the first {size - each:,} + {count - 1} x {fitted.graph_each:,}"
+        captured = Estimate(size, size // 2, 2 * size, formula, f"sizes derived, bytes {SOURCE}")
+        if not rules(chosen.version).graphs_subtracted:
+            formula += "; taken after the pool was sized, outside the share that is used"
+            captured = replace(captured, formula=formula)
+    taken = captured if rules(chosen.version).graphs_subtracted else NOTHING
+    total = outside.value + inside.value + taken.value
+    below, above = (int(share * chosen.device_memory) for share in spread(architecture, chosen, fitted))
+    # the bytes of a graph are the driver's: one start in ten takes several times as many
+    bounds = max(0, total - below - taken.value // 4), total + above + taken.value // 2
+    return Runtime(outside, inside, taken, bounds, None if taken is captured else captured)
+
+
+def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
+    """How far below and above the sum may be, as shares of the device: narrow where every part of the plan was
+    seen in start-up logs, wide where not. What nobody counted only adds."""
+    if has_towers(architecture):
+        return fitted.spread, 2 * fitted.spread
+    if not _is_counted(architecture, chosen):
+        return fitted.spread, fitted.spread
+    if architecture.experts or any(layer.kind == "mla" for layer in architecture.cache_layers):
+        return fitted.spread_seen * 2 / 3, fitted.spread_seen * 2
+    return fitted.spread_seen, fitted.spread_seen
+
+
+def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
+    """Whether each part of the plan is held against logs that print every term (tests/data/startups)."""
+    return _is_counted(architecture, chosen) and not architecture.experts
+
+
+def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
+    """A decoder without towers and states on one to four Hopper GPUs, under the versions of those logs."""
+    return (
+        capability_of(chosen.flags.gpu) == (9, 0)
+        and (0, 13, 0) <= chosen.version < (0, 20, 0)
+        and chosen.flags.tensor_parallel_size <= 4
+        and not has_towers(architecture)
+        and all(layer.kind in ("full", "sliding", "mla") for layer in architecture.cache_layers)
+    )

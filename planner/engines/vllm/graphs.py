@@ -1,0 +1,35 @@
+"""vLLM on a GPU: CUDA graphs, as vLLM estimates them before it sizes the pool.
+
+From 0.18 on two graphs of each kind are captured on trial: the largest, and one more that stands for all others
+(v1/worker/gpu_model_runner.py profile_cudagraph_memory). The sum comes off the pool from 0.20 on; before, what
+is captured lies outside the share of --gpu-memory-utilization. How many there are follows from the flags; what
+one takes is the driver's, in steps of 2 MiB, and fitted: the estimate was 0.7 to 2.2 times what was captured.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.plans import Resolved
+
+_LARGEST = 512  # tokens of the largest graph (config/vllm.py _set_cudagraph_sizes, 0.13 to 0.33)
+
+
+def sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """How many batch sizes are captured: 1, 2, 4, multiples of 8 below 256, of 16 from there on, up to twice
+    the sequences."""
+    largest = min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
+    return (
+        sum(size <= largest for size in (1, 2, 4))
+        + len(range(8, min(largest, 255) + 1, 8))
+        + len(range(256, largest + 1, 16))
+    )
+
+
+def estimated(chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
+    """(bytes, batch sizes) of vLLM's own estimate; (0, 0) where it captures none."""
+    if chosen.flags.enforce_eager or not rules(chosen.version).graphs_estimated:
+        return 0, 0
+    count = sizes(chosen.max_num_seqs, chosen.max_num_batched_tokens)
+    largest = min(2 * chosen.max_num_seqs, _LARGEST, chosen.max_num_batched_tokens)
+    return int(fitted.graph_first * largest / _LARGEST + (count - 1) * fitted.graph_each), count

@@ -1,0 +1,177 @@
+"""vLLM's budget beside weights and KV pool against starts with every term logged (tests/data/startups)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.planner.engines.runtime.gpu import coefficients
+from tonnage.planner.engines.vllm import activation, framework, graphs
+from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.units import GiB, MiB
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = ROOT / "tests" / "data"
+STARTS = DATA / "startups"
+
+
+@pytest.fixture(scope="module")
+def scores():
+    command = [
+        sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), "--configs", str(STARTS),
+        "--startups", str(STARTS / "vllm_0190.jsonl"), "--sections", "startups", "--json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])["startups"]
+
+
+def test_the_kv_pool(scores):
+    assert scores["scored"] >= 28
+    assert scores["mean_error"] <= 0.006
+    assert scores["worst_error"] <= 0.015
+    assert scores["model_left_out"]["mean_error"] <= 0.015
+    assert scores["model_left_out"]["covered"] >= 0.9 * scores["model_left_out"]["rows"]
+    assert scores["model_left_out"]["widest_interval"] <= 0.03
+
+
+@pytest.mark.parametrize(
+    ("term", "share"),
+    [
+        ("weights_bytes", 0.001),
+        ("activation_bytes", 0.001),
+        ("framework_bytes", 0.001),
+        ("cuda_graph_bytes", 0.005),
+    ],
+)
+def test_each_term(scores, term, share):
+    found = scores["terms_share_of_gpu"][term]
+    assert found["rows"] >= 25
+    assert found["mean"] <= share
+
+
+def config(name: str) -> ModelSource:
+    for folder in (STARTS, DATA / "configs"):
+        path = folder / f"{name}.json"
+        if path.is_file():
+            return ModelSource(name, name, json.loads(path.read_text()), "folder")
+    raise FileNotFoundError(name)
+
+
+def sized(name: str, **flags):
+    flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g", "device": "cuda"} | flags
+    return Sizer(config(name)).size(Deployment(**flags))
+
+
+def peak(name: str, **flags) -> activation.Peak:
+    found = sized(name, **flags)
+    return activation.peak(found.parts[found.place], found.chosen, coefficients())
+
+
+def held(name: str, **flags) -> framework.Held:
+    found = sized(name, **flags)
+    return framework.held(found.parts[found.place], found.chosen, coefficients())
+
+
+LLAMA = "meta-llama__Llama-3.1-8B-Instruct"
+
+
+def test_fused_all_reduce_takes_whole_pieces_of_multicast_memory():
+    """Starts of 0.19.0 with two and four ranks hold 2.06 to 2.13 GiB outside PyTorch, pipelines 0.07."""
+    assert held(LLAMA, tensor_parallel_size=2).fused == held(LLAMA, tensor_parallel_size=4).fused == 1536 * MiB
+    assert held(LLAMA, tensor_parallel_size=2, enforce_eager=True).fused == 0
+    assert held(LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2).fused == 0
+    assert held(LLAMA, tensor_parallel_size=2, engine_version="0.16.0").fused == 0
+    assert held(LLAMA, tensor_parallel_size=2, gpu="l40s-48g").fused == 0
+    assert held(LLAMA, tensor_parallel_size=2, engine_version="0.25.1").fused == 512 * MiB
+    assert held(LLAMA).fused == held(LLAMA, pipeline_parallel_size=2).fused == 0
+
+
+def test_graphs_captured_on_trial_leave_memory_outside():
+    """Qwen3-14B on one machine: 0.13 GiB of non-torch memory with 0.17.0, 0.25 with 0.18.0."""
+    before, since = held(LLAMA, engine_version="0.17.0"), held(LLAMA, engine_version="0.18.0")
+    assert since.rest - before.rest == pytest.approx(0.12 * GiB, rel=0.01)
+    assert held(LLAMA, engine_version="0.18.0", enforce_eager=True).rest == before.rest
+    assert held(LLAMA, engine_version="0.27.0").rest == before.rest
+
+
+@pytest.mark.parametrize(
+    ("version", "gib"), [("0.15.0", 5.64), ("0.16.0", 5.64), ("0.17.0", 2.23), ("0.18.0", 2.23)]
+)
+def test_the_sampler_by_version(version, gib):
+    """Printed for Qwen3-14B; the sort went in 0.17.0."""
+    assert peak("Qwen__Qwen3-14B", engine_version=version, max_model_len=8192).total == pytest.approx(
+        gib * GiB, rel=0.005
+    )
+
+
+def test_the_second_model_runner_samples_nothing_in_its_profile():
+    logits = 1024 * 128256
+    for version in ("0.21.0", "0.25.0"):
+        found = peak(LLAMA, engine_version=version)
+        assert (found.sampler > 14 * logits) is (version == "0.21.0")
+    assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.25.1").sampler > 14 * 1024 * 151936
+    assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.29.0").sampler < 3 * 1024 * 151936
+
+
+def test_counts_of_tokens_come_off_since_what_the_device_lost_is_counted():
+    """4 bytes and a bit a sequence and token, allocated before the profile run."""
+    assert held(LLAMA, engine_version="0.26.0").counts == 0
+    assert held(LLAMA, engine_version="0.27.0").counts == 1024 * (128256 * 4 + 4008 * 4)
+    assert held("Qwen__Qwen3-30B-A3B", engine_version="0.28.0").counts == 0  # still on the first runner
+
+
+def test_experts_share_a_buffer_that_stays():
+    """8,192 tokens x 8 experts x (2,048 + 2,048) values in bf16. Report 31 (0.15.0 on an H200) has 0.5 GiB more
+    than the sampler takes, those of 0.10.2 on an H100 have not."""
+    assert peak("Qwen__Qwen3-30B-A3B", max_num_batched_tokens=8192).experts == 512 * MiB
+    assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.12.0").experts == 0
+    halved = peak("Qwen__Qwen3-30B-A3B", tensor_parallel_size=2)
+    assert halved.experts == 512 * MiB  # hidden states of every token's experts, whatever the rank's share
+    assert peak(LLAMA).experts == 0
+
+
+def test_a_later_stage_receives_hidden_states():
+    """Printed for Llama-3.1-8B in two stages: 1.10 and 2.01 GiB; 1.89 in one."""
+    found = sized(LLAMA, pipeline_parallel_size=2, max_model_len=8192)
+    peaks = [activation.peak(part, found.chosen, coefficients()) for part in found.parts]
+    assert [round(each.total / GiB, 2) for each in peaks] == pytest.approx([1.10, 2.01], abs=0.011)
+    assert peaks[0].sampler == 0
+    assert peaks[1].sampler - peak(LLAMA).sampler == 2 * 8192 * 4096 * 2
+
+
+@pytest.mark.parametrize(("seqs", "count"), [(1024, 51), (256, 51), (255, 50), (32, 11), (2, 3), (1, 2)])
+def test_captured_batch_sizes(seqs, count):
+    assert graphs.sizes(seqs, 8192) == count
+
+
+def test_graphs_come_off_the_pool_from_0_20_on():
+    flags = Deployment(
+        engine="vllm", engine_version="0.19.0", gpu="h100-80g", device="cuda", gpu_memory_utilization=0.9
+    )
+    before = plan_source(config(LLAMA), flags)
+    since = plan_source(config(LLAMA), replace(flags, engine_version="0.20.0"))
+    beside = {term.name: term for term in before.terms}["cuda_graphs_beside_bytes"]
+    assert before.rank.cuda_graph_bytes == 0
+    assert "outside" in beside.formula
+    assert since.rank.cuda_graph_bytes == beside.value
+    assert before.rank.kv_pool_bytes - since.rank.kv_pool_bytes == pytest.approx(beside.value, rel=0.01)
+
+
+def test_explain_says_what_is_derived_and_what_fitted():
+    plan = plan_source(
+        config(LLAMA), Deployment(engine="vllm", gpu="h100-80g", device="cuda", tensor_parallel_size=2)
+    )
+    sources = {term.name: term.source for term in plan.terms}
+    assert sources["activation_bytes"].startswith("derived")
+    assert "derived" in sources["framework_bytes"]
+    assert "fitted" in sources["framework_bytes"]
+    assert "fitted" in sources["cuda_graph_bytes"]
