@@ -69,8 +69,8 @@ def held(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
     """Of the second model runner: 4 bytes and a bit for each sequence and token of the vocabulary
-    (v1/worker/gpu/sample/penalties.py). PyTorch's memory, but from before the profile: it came off the pool only
-    once vLLM counted what the device lost."""
+    (v1/worker/gpu/sample/penalties.py). PyTorch's memory, but from before the profile: it came off the pool
+    only once vLLM counted what the device lost."""
     known = rules(chosen.version)
     if not known.counts_consumed or not on_second_runner(architecture, known):
         return 0
