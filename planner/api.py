@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.build import Sizer, plan_source
 from tonnage.planner.planning.deployment import deployment_of
@@ -37,13 +39,26 @@ def plan(model: str, **fields: Any) -> Plan:
     flags = flags_of(Deployment)
     for name in fields.keys() & flags.keys():  # a command line can give text alone, Python anything
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
-    return plan_or_advise(resolve_model(model), deployment_of(fields))
+    return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
 
 
-def plan_or_advise(source: ModelSource, deployment: Deployment) -> Plan:
-    """The plan; one that does not fit says in ``advice`` which single changes would make it fit."""
+def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
+    """The plan; one that does not fit says in ``advice`` which single changes would make it fit. A model that
+    the default engine does not serve is planned for the one that does, and a note says so."""
     sizer = Sizer(source)
-    found = plan_source(source, deployment, sizer)
+    try:
+        found = plan_source(source, deployment, sizer)
+    except UnsupportedArchitecture as error:
+        elsewhere = engine_of(deployment.engine).elsewhere
+        if engine_given or elsewhere is None:
+            raise
+        why = f"the {deployment.engine} engine, the default, does not serve this model ({error.message}): "
+        deployment = replace(deployment, engine=elsewhere)
+        try:
+            found = plan_source(source, deployment, sizer)
+        except TonnageError:
+            raise error from None
+        found = replace(found, notes=(f"{why}planned for {elsewhere}", *found.notes))
     if found.fits:
         return found
     from tonnage.planner.planning.advice import advise  # only where it is needed: a plan that fits takes 50 ms

@@ -128,7 +128,8 @@ def _answer(args: argparse.Namespace) -> int:
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
     from tonnage.planner.api import plan_or_advise
 
-    plan = plan_or_advise(resolve_model(args.model), deployment)
+    asked = given(args, Deployment)
+    plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
     if args.html:
         from tonnage.planner.markup import write_page
 

@@ -58,6 +58,14 @@ class Deployment:
         "auto", "KV cache: float32, float16, bfloat16, fp8, fp8_per_token_head ... (default: the model's)",
         group=_CACHE,
     )  # fmt: skip
+    mamba_ssm_cache_dtype: str = flag(
+        "auto", "recurrent states: float32, float16 or bfloat16 (default: the model's)", group=_CACHE,
+        choices=("auto", *DTYPE_BYTES), metavar="DTYPE", engine="vllm",
+    )  # fmt: skip
+    runner: str = flag(
+        "auto", "pooling: embeddings of a model that could generate (default: what the model is for)",
+        group=_MODEL, choices=("auto", "generate", "pooling"), engine="vllm",
+    )  # fmt: skip
     max_model_len: int | None = flag(
         None, "longest prompt and completion together, in tokens (default: the model's own)", group=_MODEL
     )

@@ -24,6 +24,7 @@ def vllm_index_bytes(elements: int) -> int:
 MLA = {
     "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "mistral4",
 }  # fmt: skip
+SPARSE = {"deepseek_v32", "glm_moe_dsa"}
 DENSE = {
     "llama", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3", "qwen3_moe",
     "qwen2_moe", "granite", "granitemoe", "granitemoeshared",
@@ -65,6 +66,15 @@ def geometry(c: dict[str, Any], kv_default: int | None = None) -> tuple[int, int
     return layers, kv, first(c, "head_dim", "kv_channels", default=hidden // heads)
 
 
+def indexers(c: dict[str, Any]) -> int:
+    """Layers with keys of their own (vLLM 0.32, models/deepseek_v32/attention.py)."""
+    layers, pattern = c["num_hidden_layers"], c.get("index_topk_pattern")
+    if pattern is not None:
+        return sum(letter != "S" for letter in pattern[:layers])
+    offset, step = c.get("index_skip_topk_offset", 2), c.get("index_topk_freq", 1)
+    return sum(max(i - offset + 1, 0) % step == 0 for i in range(layers))
+
+
 def windows(kinds: list[bool], window: int | None, tokens: int) -> int:
     """Token-layers: a sliding layer (True) keeps its window."""
     return sum(min(tokens, window) if slides and window else tokens for slides in kinds)
@@ -97,8 +107,8 @@ def expected(
         return c["n_layers"] * kv * (c["d_model"] // c["n_heads"]) * 2 * tokens * 2, 0
     if kind in MLA or (kind == "deepseek_v2" and c.get("kv_lora_rank")):
         entry = c["kv_lora_rank"] + c["qk_rope_head_dim"]
-        key = index_bytes(c.get("index_head_dim", 128)) if kind in ("deepseek_v32", "glm_moe_dsa") else 0
-        return c["num_hidden_layers"] * (entry * 2 + key) * tokens, 0
+        keys = index_bytes(c.get("index_head_dim", 128)) * indexers(c) if kind in SPARSE else 0
+        return (c["num_hidden_layers"] * entry * 2 + keys) * tokens, 0
     if kind in ("deepseek_v4", "deepseek_ref"):
         return deepseek_v4(c, tokens)
     if kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):

@@ -26,10 +26,9 @@ def cpu_features() -> frozenset[str]:
     return frozenset()
 
 
-def cpu_features_of(device: str, gpu: str | None) -> frozenset[str]:
-    """:func:`cpu_features` where the plan is for this machine's CPU; ``--gpu cpu`` means any CPU host, without
-    these instructions."""
-    return cpu_features() if device == "cpu" and gpu is None else frozenset()
+def cpu_features_of(device: str) -> frozenset[str]:
+    """:func:`cpu_features` where the plan is for a CPU: this machine's, as the memory of ``--gpu cpu`` is."""
+    return cpu_features() if device == "cpu" else frozenset()
 
 
 def _limits(cgroup: Path, own: Path) -> list[int]:

@@ -18,7 +18,7 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Deployment, EngineName, Plan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Engine(ABC):
     apple = False  # runs on Apple's GPUs
     quantizes_to: tuple[str, ...] = ()  # what it makes of 16-bit weights while it loads them
 
+    elsewhere: EngineName | None = None  # for models that it does not serve, where nobody asked for an engine
+
     # how it keeps a model
     as_transformers = False  # keys and values as transformers' own modules make them
     pads_vocabulary = False  # of each rank, to whole rows of its padding
@@ -64,12 +66,28 @@ class Engine(ABC):
     # -- flags: completed by tonnage.planner.planning.deployment, or refused by name
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """(max_num_seqs, max_num_batched_tokens) on a device of ``memory`` bytes."""
+        """(max_num_seqs, max_num_batched_tokens) on a device of ``memory`` bytes, where prompts are cut."""
         return self.batch[flags.device]
 
-    def cuts_prompts(self, flags: Deployment, version: Version) -> bool:
+    def cuts_prompts(
+        self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
+    ) -> bool:
         """Whether a prompt may be computed in several steps (chunked prefill)."""
         return True
+
+    def check_length(self, asked: int, architecture: Architecture) -> None:
+        """Raise DeploymentError for a --max-model-len above the model's own."""
+        own = architecture.max_model_len
+        if asked > own:
+            raise DeploymentError(
+                f"{asked} is above the model's own {own} ({architecture.position_field})",
+                field="--max-model-len",
+                hint=f"at most {own}",
+            )
+
+    def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
+        """What a length that passed :meth:`check_length` means nevertheless."""
+        return ()
 
     def settle_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
@@ -106,8 +124,11 @@ class Engine(ABC):
         """What the model is loaded in; ``auto``: the checkpoint's own. Raises DeploymentError."""
         return auto if flags.dtype == "auto" else flags.dtype
 
-    def choose_kv_dtype(self, flags: Deployment, dtype: str) -> str:
-        """What keys and values are stored in, of a model in ``dtype``. Raises DeploymentError."""
+    def choose_kv_dtype(
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
+    ) -> str:
+        """What keys and values are stored in, of a model in ``dtype``. ``stored``: what the checkpoint asks for
+        (:func:`.quantization.read.stored_kv_dtype`). Raises DeploymentError."""
         asked = flags.kv_cache_dtype
         if asked == "auto":
             return dtype

@@ -27,6 +27,7 @@ class HF(Engine):
     blocks: ClassVar = {"cpu": 16, "cuda": 16}
     kv_dtypes: ClassVar = HF_KV_DTYPE_BYTES
     divides = False
+    elsewhere = "vllm"
     quantizes_to = ("int8", "nf4", "nf4-double")
     float32_kv_cache = True
     as_transformers = True

@@ -18,6 +18,7 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
+from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.tensor import TensorSpec
@@ -69,13 +70,28 @@ class LlamaCpp(Engine):
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
         return memory
 
-    def choose_kv_dtype(self, flags: Deployment, dtype: str) -> str:
+    def choose_kv_dtype(
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
+    ) -> str:
         return check_cache_types(flags.kv_cache_dtype)
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
         if asked not in (None, 1):
             raise DeploymentError("llama.cpp has cells of one token", field="--block-size", hint="leave it out")
         return 1
+
+    def check_length(self, asked: int, architecture: Architecture) -> None:
+        """Any: it warns (:meth:`length_notes`)."""
+
+    def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
+        """llama-context.cpp: "n_ctx_seq (%u) > n_ctx_train (%u) -- possible training context overflow"."""
+        own = architecture.max_model_len
+        if asked <= own:
+            return ()
+        return (
+            f"{asked:,} tokens are above the model's own {own:,} ({architecture.position_field}): llama.cpp "
+            "warns of it and starts; answers behind them may be worthless without a rope scaling",
+        )
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return merged_tensors(architecture)

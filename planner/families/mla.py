@@ -15,7 +15,7 @@ from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family, InVLLM
 from tonnage.planner.families.tensors import latent, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
-from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
     Attention,
     Embedding,
@@ -126,7 +126,8 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
         Norm("model.norm", d.hidden), Head(tied), (table,),
         taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
     )  # fmt: skip
-    index_sizes = dict.fromkeys(range(layers), index_size) if v.indexer else {}
+    # the others read the indices of the last one that has an indexer, and keep no keys
+    index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
     return common.decoder(
         fields, model_type, v.class_name, tensors_of(recipe),
         plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
@@ -169,16 +170,24 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
 
 
 def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
-    """(heads, key size, which layers have an indexer of their own) of the sparse attention."""
+    """(heads, key size, which layers have an indexer of their own) of the sparse attention: as listed, else by
+    the pattern of letters, else every so many layers behind an offset (configuration_glm_moe_dsa.py,
+    transformers 5.19; vLLM 0.32 derives the same from pattern or step, models/deepseek_v2.py)."""
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
     fields.ignore(
-        "layer_types", "num_experts", "index_topk", "index_topk_freq", "index_topk_pattern",
-        "index_share_for_mtp_iteration",
-        "index_skip_topk_offset", "indexer_rope_interleave",
-    )  # fmt: skip
+        "layer_types", "num_experts", "index_topk", "index_share_for_mtp_iteration", "indexer_rope_interleave"
+    )
     own = fields.listed("indexer_types", layers, {"full": True, "shared": False})
-    return heads, size, own or (True,) * layers
+    step = fields.optional_integer("index_topk_freq", limit="layers") or 1
+    offset = fields.optional_integer("index_skip_topk_offset", limit="layers", minimum=0)
+    offset = 2 if offset is None else offset
+    pattern = fields.raw("index_topk_pattern")
+    if own is None and pattern is not None:
+        if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
+            raise ConfigError(f"{shown(pattern)} is not a letter F or S a layer", field="index_topk_pattern")
+        own = tuple(letter == "F" for letter in pattern)
+    return heads, size, own or tuple(max(i - offset + 1, 0) % step == 0 for i in range(layers))
 
 
 def _minicpm3(fields: Fields, model_type: str) -> Architecture:

@@ -30,7 +30,7 @@ from tonnage.planner.planning.terms import (
 )
 from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
-from tonnage.planner.quantization.read import check_quantization, read_quantization
+from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import asdict, dataclass, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
@@ -89,6 +89,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *pool.notes,
             *size.draft_notes,
             *version_notes(deployment, chosen),
+            *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),
@@ -149,7 +150,7 @@ class Sizer:
         quantization = self._format(architecture, deployment)
         if self._copies is None:
             self._copies = _check_checkpoint(source, architecture)
-        chosen = complete(deployment, architecture, auto_dtype(source))
+        chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
         flags = chosen.flags

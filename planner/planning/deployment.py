@@ -53,18 +53,23 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
             refuse("device", why, "leave it out")
 
 
-def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> Resolved:
+def complete(
+    deployment: Deployment, architecture: Architecture, dtype: str, kv_dtype: str | None = None
+) -> Resolved:
     """Check every flag against the model and the others and fill in what was left open.
 
-    ``dtype``: what ``auto`` means for this checkpoint. Raises DeploymentError naming flag and value.
+    ``dtype``: what ``auto`` means for this checkpoint; ``kv_dtype``: what it says of its cache. Raises
+    DeploymentError naming flag and value.
     """
     engine = engine_of(deployment.engine)
     check_values(deployment)
     deployment = _with_gpu(deployment)
     version, name = _version(engine, deployment)
     memory = _device_memory(deployment)
-    max_model_len = _model_len(deployment, architecture)
-    seqs, tokens = _batch(engine, deployment, max_model_len, memory, version)
+    if deployment.max_model_len is not None:
+        engine.check_length(deployment.max_model_len, architecture)
+    max_model_len = deployment.max_model_len or architecture.max_model_len
+    seqs, tokens = _batch(engine, deployment, architecture, max_model_len, memory, version)
     deployment, tokens = engine.settle_step(deployment, architecture, max_model_len, tokens)
     chosen = engine.choose_dtype(deployment, architecture, dtype)
     given = deployment.block_size
@@ -80,7 +85,7 @@ def complete(deployment: Deployment, architecture: Architecture, dtype: str) -> 
         device_memory=memory,
         gpu_memory_utilization=share,
         dtype=chosen,
-        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen),
+        kv_cache_dtype=engine.choose_kv_dtype(deployment, chosen, architecture, version, kv_dtype),
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -167,23 +172,13 @@ def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
     return ()
 
 
-def _model_len(deployment: Deployment, architecture: Architecture) -> int:
-    asked = deployment.max_model_len
-    if asked is not None and asked > architecture.max_model_len:
-        raise DeploymentError(
-            f"{asked} is above the model's own {architecture.max_model_len} ({architecture.position_field})",
-            field="--max-model-len",
-            hint=f"at most {architecture.max_model_len}",
-        )
-    return asked or architecture.max_model_len
-
-
 def _batch(
-    engine: Engine, deployment: Deployment, max_model_len: int, memory: int, version: Version
-) -> tuple[int, int]:
+    engine: Engine, deployment: Deployment, architecture: Architecture, max_model_len: int, memory: int,
+    version: Version,
+) -> tuple[int, int]:  # fmt: skip
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
-    if tokens is None and not engine.cuts_prompts(deployment, version):
+    if tokens is None and not engine.cuts_prompts(deployment, version, architecture, max_model_len):
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)

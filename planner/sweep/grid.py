@@ -23,7 +23,12 @@ from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import hold_weights
 from tonnage.planner.plans import Deployment, Resolved
-from tonnage.planner.quantization.read import check_quantization, flag_formats, read_quantization
+from tonnage.planner.quantization.read import (
+    check_quantization,
+    flag_formats,
+    read_quantization,
+    stored_kv_dtype,
+)
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 
@@ -104,6 +109,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
     """Every combination of ``grid``; other flags are ``deployment``'s. Raises what the model does."""
     architecture = architecture_of(source.config)
     engine, dtype = engine_of(deployment.engine), auto_dtype(source)
+    stored = stored_kv_dtype(source.config)
 
     def weights(key: _WeightsKey) -> tuple[int, int]:
         """Bytes of the weights on the device, and of LoRA slots and draft."""
@@ -125,7 +131,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
             deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes, kv_cache_dtype=kv_dtype,
             tensor_parallel_size=ranks,
         )  # fmt: skip
-        return complete(replace(flags, gpu=gpu.name), architecture, dtype)
+        return complete(replace(flags, gpu=gpu.name), architecture, dtype, stored)
 
     def pool(key: _PoolKey) -> PoolSpec:
         chosen = resolved_for[key]

@@ -57,10 +57,13 @@ SPARSE_MLA = sorted(
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
 def test_tokens_of_the_pool_are_its_bytes(name, on, config_of):
-    """One group whose pages differ in bytes: a latent and the indexer's key for each layer."""
-    cache = plan_source(source(config_of(name)), replace(VLLM, **on)).kv_cache
+    """One group whose pages differ in bytes: latents, and the keys of the layers with an indexer."""
+    config = config_of(name)
+    cache = plan_source(source(config), replace(VLLM, **on)).kv_cache
     (group,) = cache.layout.groups
-    assert len(group.layers) == 2 * len(set(group.layers))
+    indexers = (config.get("indexer_types") or ["full"] * config["num_hidden_layers"]).count("full")
+    assert len(group.layers) == len(set(group.layers)) + indexers
+    assert indexers == {"zai-org__GLM-5.2": 21, "nvidia__DeepSeek-V3.2-NVFP4": 61}.get(name, indexers)
     pool = cache.num_blocks * cache.layout.bytes_per_block
     assert 0 <= pool - cache.tokens * cache.layout.bytes_per_token < cache.layout.bytes_per_block
 

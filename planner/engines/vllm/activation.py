@@ -67,13 +67,14 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     size = DTYPE_BYTES[flags.dtype]
     stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
     first, last = _ends(architecture)
+    samples = last and flags.runner != "pooling"  # vectors are pooled
     # a later stage receives hidden states and residual into buffers of its own
     # (make_empty_intermediate_tensors)
     received = 0 if first else 2 * stream
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
         forward=_forward(architecture, chosen) + received,
-        sampler=_sampler(architecture, chosen, known, fitted) + stream + received if last else 0,
+        sampler=_sampler(architecture, chosen, known, fitted) + stream + received if samples else 0,
         workspace=_CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
         experts=_expert_buffer(architecture, chosen) if known.expert_buffer else 0,
     )

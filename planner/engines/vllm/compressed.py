@@ -21,7 +21,8 @@ _STATE_BLOCKS = {4: 4, 128: 8}  # CompressorStateCache, by compress ratio
 _ENTRY = 584  # fp8_ds_mla: 448 fp8, 64 bf16 rotary values, 8 bytes of scales
 _HEAD, _INDEX = 512, 128  # the sizes the kernels and the 584 bytes are made for
 _ALIGNMENT = 576  # bytes a page is rounded up to
-_DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3")  # vLLM makes fp8_ds_mla of auto (16 bits here) and fp8
+# vLLM makes fp8_ds_mla of auto (16 bits here) and fp8
+_DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 
 def compressed_groups(architecture: Architecture, version: Version, kv_dtype: str) -> Groups:

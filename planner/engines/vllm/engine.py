@@ -11,6 +11,7 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm import kv_formats
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
@@ -38,6 +39,14 @@ _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 _BFLOAT16 = (8, 0)
 
 
+# Tokens from which on V0 cut prompts by itself (use_long_context, engine/arg_utils.py of 0.7)
+_LONG_IN_V0 = 32768
+
+
+def _before_v1_on_rocm(flags: Deployment, version: Version) -> bool:
+    return (flags.gpu or "").startswith("mi") and not rules(version).chunked_on_rocm
+
+
 class VLLM(Engine):
     name = "vllm"
     title = "vLLM"
@@ -62,13 +71,21 @@ class VLLM(Engine):
         if flags.device == "cuda" and known.large_batches:
             if memory >= _HUGE_DEVICE and known.huge_batches:
                 return _HUGE
-            small = "a100" in (flags.gpu or "") or not self.cuts_prompts(flags, version)
+            small = "a100" in (flags.gpu or "") or _before_v1_on_rocm(flags, version)
             if memory >= _LARGE_DEVICE and not small:
                 return _LARGE
         return self.batch[flags.device]
 
-    def cuts_prompts(self, flags: Deployment, version: Version) -> bool:
-        return rules(version).chunked_on_rocm or not (flags.gpu or "").startswith("mi")
+    def cuts_prompts(
+        self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
+    ) -> bool:
+        """V0 took prompts whole unless the context was long and nothing spoke against it (engine/arg_utils.py
+        of 0.7, create_engine_config)."""
+        if rules(version).cuts_prompts:
+            return not _before_v1_on_rocm(flags, version)
+        windows = any(layer.window for layer in architecture.cache_layers)
+        against = windows or flags.enable_lora or flags.speculative_model or flags.runner == "pooling"
+        return flags.device == "cuda" and max_model_len > _LONG_IN_V0 and not against
 
     def settle_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
@@ -79,7 +96,7 @@ class VLLM(Engine):
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
             and not family_of(architecture.model_type).vllm.expanded_mla
-            and "amx_tile" not in cpu_features_of(flags.device, flags.gpu)
+            and "amx_tile" not in cpu_features_of(flags.device)
         ):
             flags, tokens = replace(flags, enable_prefix_caching=False), max(max_model_len, 2048)
         return super().settle_step(flags, architecture, max_model_len, tokens)
@@ -119,6 +136,11 @@ class VLLM(Engine):
             return chosen
         # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype)
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
+
+    def choose_kv_dtype(
+        self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
+    ) -> str:
+        return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return tensors_of(architecture, flags)
@@ -162,7 +184,7 @@ class VLLM(Engine):
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         flags = chosen.flags
-        here = cpu_features_of(flags.device, flags.gpu)
+        here = cpu_features_of(flags.device)
         asked = VLLMDeployment(
             device=flags.device,
             version=chosen.version,
@@ -177,10 +199,27 @@ class VLLM(Engine):
             amx="amx_tile" in here,
             # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
             float32_states="avx512_bf16" in here,
+            ssm_dtype=self._ssm_dtype(flags, architecture),
             # those published so far (DeepSeek V3, GLM 4.5, Qwen3-Next and 3.5) are one layer run again
             draft_layers=1 if flags.speculative_model == "mtp" else 0,
         )
         return build_pool(architecture, asked)
+
+    def _ssm_dtype(self, flags: Deployment, architecture: Architecture) -> str | None:
+        """--mamba-ssm-cache-dtype as it is used; None: as the model has it. Raises DeploymentError."""
+        asked = flags.mamba_ssm_cache_dtype
+        if asked == "auto":
+            return None
+        names = {state.name for layer in architecture.cache_layers for state in layer.states}
+        if "conv_q" in names and asked == "float16":  # KDA (layers/mamba/mamba_utils.py)
+            raise DeploymentError(
+                "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
+                field="--mamba-ssm-cache-dtype", hint="bfloat16",
+            )  # fmt: skip
+        # accelerated Mamba kernels of a CPU have no other; delta nets do (platforms/cpu.py)
+        if "ssm" in names and "avx512_bf16" in cpu_features_of(flags.device):
+            return "float32"
+        return asked
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         asked = chosen.flags.num_gpu_blocks_override

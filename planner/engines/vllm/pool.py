@@ -12,11 +12,12 @@ from math import prod
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec, expanded_heads, heads_per_rank
 from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm import kv_formats
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
-from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
@@ -54,6 +55,9 @@ class VLLMDeployment:
     speculative_tokens: int = 0
     draft_layers: int = 0  # attention layers of the checkpoint's own draft (multi-token prediction)
     amx: bool = False
+    ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype, None: as the model has it
+    native_layers: frozenset[int] = frozenset()  # stay in the model's dtype beside packed ones
+    rotary: int = 0  # rotated dimensions of a key
     float32_states: bool = False  # --mamba-ssm-cache-dtype float32, or where that is the default
 
 
@@ -79,7 +83,14 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         architecture = _expanded(architecture)
     if flags.draft_layers:
         architecture = _with_draft(architecture, flags.draft_layers)
+    flags = replace(
+        flags,
+        native_layers=kv_formats.boundary_layers(architecture, flags.kv_dtype),
+        rotary=architecture.rotary.dim if architecture.rotary else 0,
+    )
     block, notes = _block_size(architecture, flags)
+    if flags.native_layers:
+        block = _shared_block(architecture, flags, block)
     pages = [page for layer in architecture.cache_layers for page in _pages(layer, flags, block)]
     states = {page.page_bytes for page in pages if page.kind == "state"}
     token = _attention_token_bytes(architecture, flags)
@@ -184,13 +195,26 @@ def _aligned_block(
     return max(block, step * ceil_div(state, step * token))
 
 
+def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
+    """The smallest block whose packed page holds a kernel's block of the layers in the model's own dtype
+    (_align_heterogeneous_kv_block_size). Both are counted by the first layer's backend, which is one of these:
+    a value of the packed cache is a byte to it."""
+    layer = next(layer for layer in architecture.cache_layers if layer.kind == "full")
+    values = heads_per_rank(layer.kv_heads, flags.tensor_parallel) * 2 * layer.head_size
+    kernel = KERNEL_BLOCK[flags.device]
+    step = max(kernel, block)
+    return max(block, step * ceil_div(values * flags.dtype_bytes * kernel, step * values))
+
+
 def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
     """Bytes of one token in one layer on one rank."""
-    size = KV_DTYPE_BYTES[flags.kv_dtype]
     if layer.kind == "mla":
-        return layer.head_size * size  # the latent is the same on every rank
+        return kv_formats.latent_bytes(layer, flags.kv_dtype)
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
-    return heads_per_rank(layer.kv_heads, flags.tensor_parallel) * (layer.head_size + value) * size
+    heads = heads_per_rank(layer.kv_heads, flags.tensor_parallel)
+    if layer.layer in flags.native_layers:
+        return heads * (layer.head_size + value) * flags.dtype_bytes
+    return heads * kv_formats.head_bytes(flags.kv_dtype, layer.head_size, value, flags.rotary)
 
 
 def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPages]:
@@ -222,8 +246,10 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
     elements = prod(shape)
     if state.shard_dim is not None:
         elements = ceil_div(elements, flags.tensor_parallel)
+    if flags.ssm_dtype is not None and state.name in ("ssm", "recurrent"):
+        return elements * DTYPE_BYTES[flags.ssm_dtype]
     if state.dtype is not None:
-        return elements * KV_DTYPE_BYTES[state.dtype]
+        return elements * DTYPE_BYTES[state.dtype]
     temporal = not state.name.startswith("conv")
     return elements * (4 if temporal and flags.float32_states else flags.dtype_bytes)
 
@@ -279,7 +305,7 @@ def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
         kv_heads=heads if isinstance(heads, int) else 0,
         head_size=head if isinstance(head, int) else 0,
         dtype=flags.kv_dtype,
-        dtype_bytes=KV_DTYPE_BYTES[flags.kv_dtype],
+        dtype_bytes=kv_formats.element_bytes(flags.kv_dtype),
         page_bytes=size,
     )
 

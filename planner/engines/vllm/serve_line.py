@@ -21,9 +21,12 @@ def loaded_as(scheme: str) -> str:
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
+_OWN = ("decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner")
+
+
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     flags = plan.deployment
-    line = changed(flags, (*SHARED, "decode_context_parallel_size", "num_gpu_blocks_override"))
+    line = changed(flags, (*SHARED, *_OWN))
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
     if flags.cpu_offload_bytes:

@@ -25,7 +25,10 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         for layer in architecture.cache_layers
         if layer.kind != "state"
     ]
-    return (*merged_tensors(architecture, _position_factor(architecture, flags)), *scales)
+    held = merged_tensors(architecture, _position_factor(architecture, flags))
+    if flags.runner == "pooling":  # no head is made (model_executor/models/adapters.py)
+        held = tuple(tensor for tensor in held if tensor.role != "head")
+    return (*held, *scales)
 
 
 def _position_factor(architecture: Architecture, flags: Deployment) -> int:

@@ -17,6 +17,7 @@ class Rules:
     """What differs between versions; the defaults are those of 0.7."""
 
     large_batches: bool = False  # devices of 70 GiB and more have defaults of their own
+    cuts_prompts: bool = False  # V1: chunked prefill unless something speaks against it
     hybrid_groups: bool = False  # False: sliding layers keep every token beside full ones
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # and those of 160 GiB and more
@@ -43,12 +44,18 @@ class Rules:
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
     compressed_cache: bool = False  # layers that compress tokens (DeepSeek-V4) as planned here
+    stored_kv_dtype: bool = False  # --kv-cache-dtype auto is what the checkpoint says of its cache
+    sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
+    sparse_flashinfer: bool = False  # sparse latents in fp8 on SM10x are FlashInfer's, plain fp8
+    glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     one_mrope_length: bool = False  # a table of one length for models whose positions do not run ahead
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
 # (from this version on, what changed)
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
+    # V1 is the default (release notes of 0.8.0)
+    ((0, 8, 0), {"cuts_prompts": True}),
     # pull request 17885 and before: 256 and 2,048 for all in 0.7
     ((0, 8, 3), {"large_batches": True}),
     # V1's hybrid KV cache manager
@@ -56,7 +63,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # before, AMD GPUs ran on V0 (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl)
     ((0, 10, 0), {"chunked_on_rocm": True}),
     # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py: 32,768 before; reports of 0.11.0 on
-    ((0, 11, 0), {"torch_2_8": True}),
+    # and pull request 25988, a cherry-pick of 0.11.0; one of the next releases took it back
+    ((0, 11, 0), {"torch_2_8": True, "sparse_default_fp8": True}),
+    ((0, 11, 1), {"sparse_default_fp8": False}),
     # v1/worker/workspace.py, first in the sources of 0.13.0
     ((0, 13, 0), {"expert_buffer": True}),
     # 0.9.2 to 0.13 gave an MI300X (192 GiB) the 70 GiB defaults
@@ -66,6 +75,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
     # profile_cudagraph_memory and the experts in one piece (VLLM_FUSED_MOE_CHUNK_SIZE is gone), first in 0.18.0
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
+    # pull request 37252 (March 2026)
+    ((0, 19, 0), {"sparse_flashinfer": True}),
     # pull requests 38364 and 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
     ((0, 20, 0), {"token_line": "concurrency", "graphs_subtracted": True, "default_utilization": 0.92}),
     # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism
@@ -82,9 +93,13 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)
     ((0, 28, 0), {"hybrid_prefix_caching": True, "prefill_checkpoint": True}),
     ((0, 29, 0), {"runner_v2": ("*",)}),
-    # models/deepseek_v4; models/qwen3_vl.py mrope_positions_factor (pull request 44738 measured four times the
-    # length for Qwen3-VL in June 2026)
-    ((0, 32, 0), {"compressed_cache": True, "one_mrope_length": True}),
+    # in 0.30's own source (model_executor/layers/attention/attention.py, utils/torch_utils.py
+    # resolve_kv_cache_dtype_string); of older ones not known
+    ((0, 30, 0), {"stored_kv_dtype": True}),
+    # model_executor/models/config.py GlmMoeDsaForCausalLM (not in 0.31); models/deepseek_v4;
+    # models/qwen3_vl.py mrope_positions_factor (pull request 44738 measured four times the length for Qwen3-VL
+    # in June 2026)
+    ((0, 32, 0), {"glm_sparse_fp8": True, "compressed_cache": True, "one_mrope_length": True}),
 )
 OLDEST = (0, 5, 4)  # the oldest start-up log in tests/data/field_reports.jsonl
 NEWEST = _CHANGES[-1][0]

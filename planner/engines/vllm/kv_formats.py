@@ -1,0 +1,202 @@
+"""vLLM's --kv-cache-dtype: what the engine makes of the flag, and bytes of one token in one layer.
+
+Files named are those of vLLM 0.32.0. Layers ask their attention backend for its packing (customize_spec):
+per-token-head, UltraQuant with their scales (v1/attention/backends/triton_attn.py, ops/ultraquant/format.py),
+TurboQuant K and V in one slot of an even number of bytes (layers/quantization/turboquant/config.py), NVFP4 with
+an fp8 scale for each 16 values (utils/torch_utils.py, nvfp4_kv_cache_full_dim), Octave from 0.33 on
+(v1/attention/ops/rocm_octave.py). tests/planner/test_kv_formats.py holds pages against the spec classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.plans import Deployment
+from tonnage.planner.units import ceil_div
+
+_FLAG = "--kv-cache-dtype"
+
+# Sparse latents with their scales, one opaque row for each token (layers/attention/mla_attention.py,
+# get_kv_cache_spec): 512 fp8 values, 16 bytes of scales, 64 bf16 rotary values; 4-bit ones on Blackwell.
+ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+
+# (bits of a key, of a value); 8: fp8 without a scale (TQ_PRESETS)
+_TURBOQUANT = {
+    "turboquant_k8v4": (8, 4),
+    "turboquant_4bit_nc": (4, 4),
+    "turboquant_k3v4_nc": (3, 4),
+    "turboquant_3bit_nc": (3, 3),
+}
+# (bits of a value, whether one scale is for a whole key)
+_OCTAVE = {"octave_k3v4": (4, False), "octave_k3v3": (3, False), "octave_k3v3_compact": (3, True)}
+_OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # HADAMARD_BLOCK; the only head size of its kernels
+# config/cache.py of 0.31 to 0.33
+_SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
+_ULTRAQUANT_GROUP = 32  # GROUP_SIZE: values that share a scale of one byte
+_NVFP4_GROUP = 16
+
+
+def _per_token_head(bits: int) -> Callable[[int, int], int]:
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale for each side
+
+
+def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
+    def slot(key: int, value: int) -> int:
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # fp16 norm
+        values = ceil_div(key * value_bits, 8) + 4  # fp16 scale and zero; V is taken to be as wide as K
+        return keys + values + (keys + values) % 2
+
+    return slot
+
+
+def _ultraquant(key: int, value: int) -> int:
+    return 2 * (key // 2 + key // _ULTRAQUANT_GROUP)
+
+
+def _nvfp4(key: int, value: int) -> int:
+    return 2 * (key // 2 + key // _NVFP4_GROUP)
+
+
+# Bytes of one token in one KV head, of the sizes of K and V. Octave's follow from the rotary dimensions too.
+PACKED: dict[str, Callable[[int, int], int]] = {
+    "int4_per_token_head": _per_token_head(4),
+    "int8_per_token_head": _per_token_head(8),
+    "fp8_per_token_head": _per_token_head(8),
+    "nvfp4": _nvfp4,
+    "nvfp4_4over6": _nvfp4,
+    "ultraquant_4bit": _ultraquant,
+    **{name: _turboquant(*bits) for name, bits in _TURBOQUANT.items()},
+}
+
+PLAIN = {**KV_DTYPE_BYTES, "fp8_inc": 1}
+NAMES = (*PLAIN, *ROW_BYTES, *PACKED, *_OCTAVE)
+
+
+def element_bytes(kv_dtype: str) -> int:
+    """Bytes of one value as the plan shows them; of packed formats those of their storage, uint8."""
+    return PLAIN.get(kv_dtype, 1)
+
+
+def choose(
+    flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
+) -> str:
+    """What keys and values are stored in. ``stored``: what the checkpoint says of its cache. Raises
+    DeploymentError."""
+    asked = flags.kv_cache_dtype
+    if asked != "auto" and asked not in NAMES:
+        raise DeploymentError(f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG)
+    if asked == "float32" and dtype != "float32":
+        raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG)
+    found = asked
+    if asked == "auto" and stored is not None and rules(version).stored_kv_dtype:
+        found = stored
+    if sparse_latent(architecture):
+        found = _of_sparse(found, flags, architecture, version)
+    found = dtype if found == "auto" else found
+    _check(found, flags, architecture, version)
+    return found
+
+
+def sparse_latent(architecture: Architecture) -> bool:
+    """Latents of which an indexer chooses some (DeepSeek-V3.2, GLM-5), a row for each token."""
+    return any(
+        layer.kind == "mla" and layer.index_size and layer.compression == 1
+        for layer in architecture.cache_layers
+    )
+
+
+def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
+    """The format by GPU and version. FlashMLA makes fp8_ds_mla of any 8-bit cache, FlashInfer on SM10x keeps
+    plain fp8, and SM12x has nothing else (mla_attention.py, _canonicalize_sparse_mla_kv_cache_dtype;
+    platforms/cuda.py, _get_backend_priorities)."""
+    known = rules(version)
+    nvidia = flags.device == "cuda" and not (flags.gpu or "").startswith("mi")
+    if not nvidia:
+        return found
+    major = (capability_of(flags.gpu) or (9, 0))[0]
+    if found == "auto" and known.sparse_default_fp8 and architecture.model_type == "deepseek_v32":
+        found = "fp8_ds_mla"
+    if found == "auto" and known.glm_sparse_fp8 and architecture.model_type == "glm_moe_dsa" and major == 10:
+        found = "fp8_e4m3"
+    if major == 12:
+        return "fp8_ds_mla" if found in ("auto", "fp8", "fp8_e4m3") else found
+    plain = known.sparse_flashinfer and major == 10
+    return "fp8_ds_mla" if found.startswith("fp8") and not plain else found
+
+
+def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version: Version) -> None:
+    """Refuse what no attention backend takes. Raises DeploymentError."""
+    if kv_dtype in PLAIN:
+        return
+    layers = architecture.cache_layers
+
+    def refuse(why: str) -> None:
+        raise DeploymentError(f"{kv_dtype}: {why}", field=_FLAG, hint="fp8, or leave it out")
+
+    since = _SINCE.get(kv_dtype, version)
+    if version < since:
+        refuse(f"vLLM has it from {since[0]}.{since[1]} on")
+    if kv_dtype == "fp8_ds_mla" and any(layer.compression > 1 for layer in layers):
+        return  # DeepSeek-V4's own cache, on a CPU too
+    if flags.device == "cpu":
+        refuse("vLLM's CPU attention has no such cache")
+    if kv_dtype in ROW_BYTES:
+        if not any(layer.kind == "mla" and layer.index_size for layer in layers):
+            refuse("a format of sparse latent attention, and this model has none")
+        if kv_dtype == "nvfp4_ds_mla" and (capability_of(flags.gpu) or (10, 0))[0] != 10:
+            refuse("only GPUs of compute capability 10 read it")
+        return
+    if any(layer.kind == "mla" for layer in layers):
+        refuse("latent attention has no backend for it")
+    if packs_whole_layers(kv_dtype) and any(layer.kind in ("sliding", "chunked") for layer in layers):
+        refuse("its backend has no sliding windows")
+    for layer in layers:
+        if kv_dtype.startswith("nvfp4") and layer.value_head_size not in (None, layer.head_size):
+            refuse("keys and values of unlike sizes are not supported")
+        if kv_dtype in _OCTAVE and layer.kind != "state" and layer.head_size != _OCTAVE_HEAD:
+            refuse(f"its kernels are for heads of {_OCTAVE_HEAD} values, this model has {layer.head_size}")
+
+
+def packs_whole_layers(kv_dtype: str) -> bool:
+    """Whether K and V of a head share a slot, and the first and last layers of a model without state stay in
+    the model's own dtype (engine/arg_utils.py, get_boundary_skip_layers)."""
+    return kv_dtype in _TURBOQUANT or kv_dtype == "ultraquant_4bit"
+
+
+def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
+    """Layers that keep the model's own dtype: two at each end, at most half of them; none beside states."""
+    layers = architecture.layers
+    if not packs_whole_layers(kv_dtype) or any(layer.kind == "state" for layer in architecture.cache_layers):
+        return frozenset()
+    edge = min(2, layers // 2)
+    return frozenset((*range(edge), *range(layers - edge, layers)))
+
+
+def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
+    """Bytes of one token in one KV head. ``rotary``: rotated dimensions of a key."""
+    if kv_dtype in PACKED:
+        return PACKED[kv_dtype](key, value)
+    if kv_dtype in _OCTAVE:
+        return _octave(*_OCTAVE[kv_dtype], key, rotary)
+    return (key + value) * PLAIN[kv_dtype]
+
+
+def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
+    """Rotated dimensions of a key in 4 bits, the others in 3; fp16 scales for each 64 of a key (or one) and one
+    of the value; rounded up to 8 bytes (compact: 4)."""
+    wide = 0 if compact else rotary
+    scales = 1 + (1 if compact else head // _OCTAVE_BLOCK)
+    size = wide * 4 // 8 + (head - wide) * 3 // 8 + head * value_bits // 8 + 2 * scales
+    unit = 4 if compact else 8
+    return ceil_div(size, unit) * unit
+
+
+def latent_bytes(layer: CacheLayer, kv_dtype: str) -> int:
+    """Bytes of one token's latent, the same on every rank."""
+    return ROW_BYTES.get(kv_dtype) or layer.head_size * PLAIN[kv_dtype]

