@@ -48,6 +48,9 @@ class Deployment:
         None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.20 on 0.92)",
         group=_DEVICE, unit="share",
     )  # fmt: skip
+    calibration: str | None = flag(
+        None, "what tonnage fit-log --calibrate kept of starts on this GPU", group=_DEVICE, metavar="FILE"
+    )
     dtype: str = flag(
         "auto", "what the model is loaded in", group=_MODEL, choices=("auto", *DTYPE_BYTES), metavar="DTYPE"
     )

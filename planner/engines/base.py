@@ -18,7 +18,7 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, EngineName, Plan, Resolved
+from tonnage.planner.plans import Deployment, EngineName, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Engine(ABC):
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     shows_version = True  # beside the name
     logs = False  # says in its start-up log what it holds
+    # figures of a whole log, alternatives with a bar between -> how a log comes to have one
+    log_figures: ClassVar[Mapping[str, str]] = {}
 
     # -- flags: completed by tonnage.planner.planning.deployment, or refused by name
 
@@ -258,9 +260,26 @@ class Engine(ABC):
         return ()
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add what one line of its start-up log says."""
+        """Add what one line of its start-up log says. ``out``: of the rank that printed it."""
         return
 
-    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
-        """Why the weights of ``plan`` are not those of a log of this engine, started with ``quantization``."""
+    def log_rank(self, line: str) -> tuple[str, str]:
+        """(rank, process) named in front of a line of its log; "" for what is not said."""
+        return "", ""
+
+    def settle_log(self, out: LogFigures) -> None:
+        """Add the figures of a rank that follow from its others, once its log is read."""
+        return
+
+    def log_says_ready(self, line: str) -> bool:
+        """Whether a line of its log says that it serves."""
+        return False
+
+    def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
+        """Bytes that its log gives as the pool of ``rank``."""
+        return rank.kv_pool_bytes
+
+    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+        """Why weights planned with ``flags`` from a source of ``kind`` are not those of a log of this engine,
+        started with ``quantization``."""
         return None

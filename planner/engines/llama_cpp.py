@@ -10,12 +10,13 @@ with MLA attention, else K and V expanded for every head, in either case on one 
 
 from __future__ import annotations
 
+import re
 import shlex
 from math import prod
 from typing import ClassVar, Literal
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures
+from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
@@ -39,17 +40,25 @@ CACHE_TYPES = {
     "iq4_nl": (32, 18),
 }
 _LOG_LINES = (
-    ("weights_bytes", GiB, rf"model size\s*=\s*{NUMBER} GiB"),
-    ("max_model_len", 1, rf"n_ctx\s*=\s*{NUMBER}"),
+    ("weights_bytes", GiB, rf"(?:model|file) size={NUMBER}GiB"),
+    ("weights_bytes", MiB, rf"(?:model|file) size={NUMBER}MiB"),
+    ("context_tokens", 1, rf"n_ctx={NUMBER}"),
 )
 # "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16): 320.00 MiB"
 # (sequences / streams, each of so many cells); ik_llama.cpp and older:
 # "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB"
-_LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)\s*=\s*{NUMBER} MiB"
-_LOG_UBATCH = r"n_ubatch\s*=\s*(\d+)"
+_LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)={NUMBER}MiB"
+_LOG_UBATCH = r"n_ubatch=(\d+)"
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
-_LOG_CELLS = r"\(\s*(\d+) cells,\s*\d+ layers,\s*(?:\d+/\s*)?(\d+) seqs\)"
-_LOG_TYPES = r"(?:K|c\^KV) \((\w+)\)(?:.*?V \((\w+)\))?"
+_LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:\d+/)?(\d+) seqs\)"
+_LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
+# of one device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560.00 MiB"
+_LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
+# "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |": total = free + (own =
+# model + context + compute) + what is not accounted for (tools/ and common/, 2026)
+_LOG_BREAKDOWN = r"\|-(\w+).*?\|(\d+)=(\d+)\+\((\d+)=(\d+)\+(\d+)\+(\d+)\)\+"
+_LOG_ENGINE = r"llama_(?:model_loader|context|new_context_with_model|kv_cache|init_from_model|model_load)\w*:"
+_LOG_READY = ("server is listening on", "main: model loaded", "HTTP server listening")
 CELL_PADDING = 256
 MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
 
@@ -64,6 +73,7 @@ class LlamaCpp(Engine):
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
     apple = True
     logs = True
+    log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "context_tokens": ""}
     sized_by_context = True
     keeps_gguf = True
 
@@ -110,17 +120,31 @@ class LlamaCpp(Engine):
         return chosen.max_model_len * chosen.max_num_seqs
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        read_figures(self.name, _LOG_LINES, line, out)
-        if match := compiled(_LOG_POOL).search(line):
+        text = squeezed(line)
+        if not (
+            compiled(_LOG_ENGINE).search(text) or "size=" in text or "memorybreakdown" in text or "|-" in text
+        ):
+            return
+        read_figures(self.name, _LOG_LINES, text, out)
+        if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(line):  # n_ctx is what all streams share
+            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx is what all streams share
                 out.cells, out.flags["max_num_seqs"] = max(out.cells, number(cells[1])), cells[2]
-            if types := compiled(_LOG_TYPES).search(line):
+            if types := compiled(_LOG_TYPES).search(text):
                 out.flags["kv_cache_dtype"] = "/".join(kind for kind in types.groups() if kind)
-        if match := compiled(_LOG_UBATCH).search(line):
+        if match := compiled(_LOG_UBATCH).search(text):
             out.flags["max_num_batched_tokens"] = match[1]
-        if match := compiled(_LOG_FILE).search(line):
+        if match := re.search(_LOG_FILE, line):
             out.model = match[1]
+        _read_devices(text, out)
+
+    def settle_log(self, out: LogFigures) -> None:
+        """Without the cells of a cache, the context is what one sequence has."""
+        if out.engine == self.name and "context_tokens" in out.figures:
+            out.figures.setdefault("max_model_len", out.figures["context_tokens"])
+
+    def log_says_ready(self, line: str) -> bool:
+        return any(mark in line for mark in _LOG_READY)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment
@@ -130,10 +154,19 @@ class LlamaCpp(Engine):
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
         return (shlex.join(line),)
 
-    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
-        if plan.model.via == "gguf":
+    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+        if kind == "gguf":
             return None
         return "the log is of a GGUF file, --model names a config (give the .gguf)"
+
+
+def _read_devices(text: str, out: LogFigures) -> None:
+    """Buffers of each device."""
+    for device, what, size in compiled(_LOG_BUFFER).findall(text):
+        out.figures[f"{device}_{what}_bytes"] = number(size) * MiB
+    if match := compiled(_LOG_BREAKDOWN).search(text):
+        for name, place in (("model", 5), ("KV", 6), ("compute", 7)):
+            out.figures.setdefault(f"{match[1]}_{name}_bytes", number(match[place]) * MiB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,20 @@ pool's. "GB" in its log is GiB. Checked against the logs in tests/data/field_rep
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import ClassVar
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures
+from tonnage.planner.engines.log import (
+    NUMBER,
+    LogFigures,
+    arguments,
+    compiled,
+    number,
+    read_figures,
+    squeezed,
+)
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -23,21 +32,36 @@ from tonnage.planner.records import replace
 from tonnage.planner.units import GiB
 
 _LOG_LINES = (
-    ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER} GB"),
+    ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER}GB"),
     ("tokens", 1, rf"max_total_num_tokens={NUMBER}"),
-    ("kv_pool_bytes", GiB, rf"SWAKVPool mem usage: {NUMBER} GB"),
+    ("max_model_len", 1, rf"context_len={NUMBER}"),
+    ("kv_pool_bytes", GiB, rf"SWAKVPool mem usage: {NUMBER}GB"),
+    ("cuda_graph_bytes", GiB, rf"Capture \w* graph end\..*mem usage={NUMBER}GB"),
+    ("free_bytes", GiB, rf"Load weight begin\. avail mem={NUMBER}GB"),
+    ("free_after_pool_bytes", GiB, rf"Memory pool end\. avail mem={NUMBER}GB"),
 )
-_LOG_POOL = rf"KV Cache is allocated\..*#tokens: [\d,]+, K size: {NUMBER} GB, V size: {NUMBER} GB"
+# "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21 GB"; of latent
+# attention "KV size: 9.10 GB"; up to 0.4 without tokens
+_LOG_POOL = (
+    rf"KV Cache is allocated\.(?:.*?#tokens: ([\d,]+),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
+)
+_LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-_LOG_ARGUMENTS = r"server_args=ServerArgs\((.*)\)"
-_LOG_ARGUMENT = r"(\w+)=('[^']*'|[\w.+-]+)"
+_LOG_ARGUMENTS = "server_args=ServerArgs("
 _LOG_NAMES = {
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
+    "dp_size": "data_parallel_size",
     "model_path": "model",
     "page_size": "block_size",
+    "context_length": "max_model_len",
+    "max_running_requests": "max_num_seqs",
+    "chunked_prefill_size": "max_num_batched_tokens",
+    "disable_cuda_graph": "enforce_eager",
 }
+_LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
+_LOG_READY = "The server is fired up and ready to roll"
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
 
 
@@ -51,6 +75,7 @@ class SGLang(Engine):
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
     fp8_kv_cache = True
     logs = True
+    log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
         return memory
@@ -76,17 +101,41 @@ class SGLang(Engine):
         return max(0, int(chosen.device_memory * share) - weights) // size
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        read_figures(self.name, _LOG_LINES, line, out)
-        if match := compiled(_LOG_POOL).search(line):
+        text = squeezed(line)
+        read_figures(self.name, _LOG_LINES, text, out)
+        if "Memorypoolend" in text:
+            out.state.add("pools are complete")  # what follows is a draft's
+        if match := compiled(_LOG_POOL).search(text):
+            out.engine = self.name
+            if "pools are complete" not in out.state:
+                out.pools += (number(match[2]) + number(match[3] or "0")) * GiB
+                if match[1]:  # of sliding and full layers one after the other: the full pool is the longer one
+                    out.cells = max(out.cells, number(match[1]))
+        if match := compiled(_LOG_STATES).search(text):
             out.engine, out.pools = self.name, out.pools + (number(match[1]) + number(match[2])) * GiB
-        if match := compiled(_LOG_ARGUMENTS).search(line):
-            given = {key: value.strip("'") for key, value in compiled(_LOG_ARGUMENT).findall(match[1])}
+        if _LOG_ARGUMENTS in line:
+            given = dict(arguments(line.partition(_LOG_ARGUMENTS)[2], "="))
             out.flags |= {_LOG_NAMES.get(key, key): value for key, value in given.items() if value != "None"}
             out.model = out.flags.get("model") or out.model
-        if match := compiled(_LOG_WINDOWS).search(line):
+            out.engine = out.engine or self.name
+        if match := compiled(_LOG_WINDOWS).search(text):
             out.flags["swa_full_tokens_ratio"] = str(number(match[1]) / max(1.0, number(match[2])))
-        if (match := compiled(_LOG_FORMAT).search(line)) and match[1] != "None":
+        if (match := compiled(_LOG_FORMAT).search(text)) and match[1] != "None":
             out.flags["quantization"] = match[1]
+
+    def log_rank(self, line: str) -> tuple[str, str]:
+        match = re.search(_LOG_RANK, line)
+        parts = match[1].split() if match else []
+        return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
+
+    def settle_log(self, out: LogFigures) -> None:
+        """Tokens that its scheduler did not print are those of the longest pool."""
+        if out.engine == self.name and out.cells:
+            out.figures.setdefault("tokens", out.cells)
+            out.cells = 0.0
+
+    def log_says_ready(self, line: str) -> bool:
+        return _LOG_READY in line
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
         """Its max_total_num_tokens: every slot of every page."""
@@ -101,8 +150,8 @@ class SGLang(Engine):
             line += ["--page-size", str(plan.kv_cache.layout.block_size)]
         return (shlex.join(line),)
 
-    def unlike_logged(self, plan: Plan, quantization: str | None) -> str | None:
-        if quantization in (None, plan.deployment.quantization):
+    def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
+        if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
 

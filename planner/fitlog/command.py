@@ -10,42 +10,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from tonnage.planner.engines.log import LogFigures
-from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.fitlog.calibrate import keep
+from tonnage.planner.fitlog.compare import ASKED, FITTED, Comparison, Row, compare
 from tonnage.planner.fitlog.read import read_log
-from tonnage.planner.flags import add_flags, flags_of, given
-from tonnage.planner.planning.build import plan_source
-from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.records import dataclass, replace
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.flags import add_flags
+from tonnage.planner.plans import Deployment
 from tonnage.planner.units import gib
 
 OK, BAD_INPUT = 0, 2
 _LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
-_BYTES = ("weights_bytes", "activation_bytes", "non_torch_bytes", "cuda_graph_bytes", "kv_pool_bytes")
-# Flags of tonnage plan that are asked for, and those a log may say.
-_ASKED = ("gpu", "device_memory", "engine_version", "tensor_parallel_size")
-_LOGGED = (
-    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "enforce_eager",
-    "swa_full_tokens_ratio",
-)  # fmt: skip
-_FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One log: (term, planned, logged) where both are known, and why others are left out."""
-
-    name: str
-    rows: tuple[tuple[str, float, float], ...]
-    notes: tuple[str, ...] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +34,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
     p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
-    add_flags(p.add_argument_group("where the log does not say it"), Deployment, _ASKED)
+    p.add_argument(
+        "--calibrate", metavar="FILE",
+        help="add what the logs say of this GPU and version to FILE, for tonnage plan --calibration FILE",
+    )  # fmt: skip
+    add_flags(p.add_argument_group("where the log does not say it"), Deployment, ASKED)
     return p
 
 
@@ -64,6 +47,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         compared = [compare(read_log(Path(name)), name, args) for name in args.logs]
+        kept = None if args.calibrate is None else keep(Path(args.calibrate), compared)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
@@ -71,11 +55,10 @@ def run(argv: list[str]) -> int:
         return BAD_INPUT
     refit = refit_terms(compared)
     if args.json:
-        out = [
-            {"log": c.name, "terms": {name: {"planned": p, "logged": v} for name, p, v in c.rows}}
-            for c in compared
-        ]
-        print(json.dumps({"logs": out, "refit": refit}, indent=2))
+        out: dict[str, Any] = {"logs": [_as_dict(c) for c in compared], "refit": refit}
+        if kept is not None:
+            out["calibration"] = {"file": args.calibrate, "starts": kept}
+        print(json.dumps(out, indent=2))
         return OK
     for comparison in compared:
         _print(comparison)
@@ -85,88 +68,17 @@ def run(argv: list[str]) -> int:
             print(f"  {name:<18} x {factor:.3f}   median error {100 * before:.1f} % -> {100 * after:.1f} %")
     elif len(compared) > 1:
         print(f"No refit: {_LEAST_LOGS} logs with the same term are the least.")
+    if kept is not None:
+        print(f"{args.calibrate}: {kept} start{'s' if kept > 1 else ''}; tonnage plan --calibration reads it")
     return OK
-
-
-def compare(found: LogFigures, name: str, args: argparse.Namespace) -> Comparison:
-    """Plan what the log's engine was started with. Raises TonnageError naming what is missing."""
-    model = args.model or found.model
-    if model is None:
-        raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
-    plan = plan_source(resolve_model(model), deployment_of(found, args))
-    planned = planned_figures(plan)
-    notes = []
-    logged = found.flags.get("quantization")
-    if why := engine_of(plan.deployment.engine).unlike_logged(plan, logged):
-        planned.pop("weights_bytes", None)
-        notes.append(f"weights not compared: {why}")
-    if args.gpu is None and args.device_memory is None and "device_bytes" not in found.figures:
-        left = [key for key in _FITTED if planned.pop(key, None) and key in found.figures]
-        if left:
-            notes.append(f"{', '.join(left)} not compared: they depend on the GPU (--gpu)")
-    rows = [(key, planned[key], found.figures[key]) for key in planned if key in found.figures]
-    return Comparison(name, tuple(rows), tuple(notes))
-
-
-def deployment_of(found: LogFigures, args: argparse.Namespace) -> Deployment:
-    """Flags the log printed. The pool is the log's own where the device's memory is not known."""
-    asked = given(args, Deployment)
-    if "gpu" not in asked and "device_bytes" in found.figures:
-        asked.setdefault("device_memory", int(found.figures["device_bytes"]))
-    if found.version is not None:
-        asked.setdefault("engine_version", found.version)
-    said = {name: value for name in _LOGGED if (value := _logged(name, found.flags.get(name))) is not None}
-    if length := found.figures.get("max_model_len"):
-        said["max_model_len"] = int(length)
-    flags = Deployment(**{"engine": found.engine or "vllm", "device": "cuda", **asked, **said})
-    memory = flags.device_memory
-    if engine_of(flags.engine).sized_by_context:  # allocates the context it was given, whatever the device has
-        if flags.max_model_len is None:
-            raise DeploymentError(
-                "the log says neither n_ctx nor the cells of a cache",
-                field="n_ctx",
-                hint="give all of its start",
-            )
-        return replace(flags, device_memory=memory or 1 << 50)
-    if args.gpu is None and memory is None:
-        pool = int(found.figures.get("kv_pool_bytes", 0))
-        if pool <= 0:
-            what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
-            raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
-        flags = replace(flags, device_memory=1 << 50, kv_cache_memory_bytes=pool)
-    return flags
-
-
-def _logged(name: str, text: str | None) -> Any:
-    """The value of a flag that a log says; None for one that is no number."""
-    flag = flags_of(Deployment)[name]
-    if text is None or (flag.kind == "int" and not text.isdigit()):
-        return None
-    return text == "True" if flag.kind == "bool" else flag.read(text)
-
-
-def planned_figures(plan: Plan) -> dict[str, float]:
-    rank, cache = plan.rank, plan.kv_cache
-    given = plan.deployment.kv_cache_memory_bytes is not None
-    out: dict[str, float] = {
-        "weights_bytes": rank.weights_bytes + rank.lora_bytes,
-        "activation_bytes": rank.activation_bytes,
-        "non_torch_bytes": rank.framework_bytes,
-        "cuda_graph_bytes": rank.cuda_graph_bytes,
-        "num_blocks": cache.num_blocks,
-        "tokens": cache.tokens,
-        "max_concurrency": cache.max_concurrency,
-    }
-    if not given:
-        out["kv_pool_bytes"] = rank.kv_pool_bytes
-    return {key: value for key, value in out.items() if value}
 
 
 def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float, float]]:
     """term -> (factor that fits all logs, median error as planned, median error of logs left out)."""
     out = {}
-    for name in _FITTED:
-        pairs = [(p, v) for c in compared for key, p, v in c.rows if key == name and p > 0 and v > 0]
+    for name in FITTED:
+        rows = [row for c in compared for row in c.rows if row.term == name]
+        pairs = [(row.planned, row.logged) for row in rows if row.planned > 0 and row.logged > 0]
         if len(pairs) < _LEAST_LOGS:
             continue
         before = median(abs(p - v) / v for p, v in pairs)
@@ -178,16 +90,99 @@ def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float,
     return out
 
 
+def _as_dict(comparison: Comparison) -> dict[str, Any]:
+    ranks: dict[str, dict[str, Any]] = {}
+    for row in comparison.ranks:
+        ranks.setdefault(row.rank, {})[row.term] = _term(row)
+    return {
+        "log": comparison.name,
+        "model": comparison.model,
+        "verdict": comparison.verdict,
+        "terms": {row.term: _term(row) for row in comparison.rows},
+        "ranks": ranks,
+        "failure": comparison.failure,
+        "not_in_the_log": list(comparison.missing),
+        "assumed": list(comparison.assumed),
+        "notes": list(comparison.notes),
+    }
+
+
+def _term(row: Row) -> dict[str, Any]:
+    return {
+        "planned": row.planned,
+        "logged": row.logged,
+        "interval": None if row.exact else [row.low, row.high],
+        "verdict": row.verdict,
+    }
+
+
+_WORDS = {
+    "weights_bytes": "weights",
+    "activation_bytes": "activations",
+    "non_torch_bytes": "non-torch",
+    "cuda_graph_bytes": "CUDA graphs",
+    "graph_estimate_bytes": "CUDA graphs",
+    "kv_pool_bytes": "KV pool",
+    "num_blocks": "blocks",
+    "max_concurrency": "concurrency",
+    "device_bytes": "memory of the device",
+    "context_tokens": "n_ctx",
+}
+
+
 def _print(comparison: Comparison) -> None:
-    print(f"{comparison.name}:")
-    if comparison.rows:
-        print(f"  {'term':<18}{'planned':>18}{'logged':>18}{'difference':>12}")
-    for name, planned, logged in comparison.rows:
-        share = f"{100 * (planned - logged) / logged:+.2f} %" if logged else ""
-        print(f"  {name:<18}{_shown(name, planned):>18}{_shown(name, logged):>18}{share:>12}")
+    print(f"{comparison.name}: {comparison.headline}")
+    several = len({row.rank for row in comparison.ranks}) > 1
+    rows: Sequence[Row] = comparison.rows
+    if several:  # ranks that hold the same are one line
+        by_rank = {row.term for row in comparison.ranks}
+        rows = [*_merged(comparison.ranks), *(row for row in rows if row.term not in by_rank)]
+    if rows:
+        rank = f"{'rank':<10}" if several else ""
+        print(f"  {'':<28}{rank}{'planned':>14}{'interval':>28}{'logged':>14}{'difference':>12}  verdict")
+    for row in rows:
+        share = f"{100 * (row.planned - row.logged) / row.logged:+.2f} %" if row.logged else ""
+        between = "exact" if row.exact else f"{_shown(row, row.low)} to {_shown(row, row.high)}"
+        rank = f"{row.rank:<10}" if several else ""
+        print(
+            f"  {_word(row.term):<28}{rank}{_shown(row, row.planned):>14}{between:>28}"
+            f"{_shown(row, row.logged):>14}{share:>12}  {row.verdict}"
+        )
+    if comparison.failure is not None:
+        print(f"  The start failed: {comparison.failure}")
+    print(f"  Verdict: {comparison.verdict}.")
+    for words, said in (("Not in the log", comparison.missing), ("Assumed", comparison.assumed)):
+        if said:
+            print(f"  {words}: {', '.join(map(_word, said))}.")
     for note in comparison.notes:
-        print(f"  {note}")
+        print(f"  Note: {note}")
 
 
-def _shown(name: str, value: float) -> str:
-    return gib(int(value)) if name in _BYTES else f"{value:,.2f}".rstrip("0").rstrip(".")
+def _word(term: str) -> str:
+    """``tokens_of_logged_pool`` -> tokens of the logged pool; alternatives by the first of them."""
+    name, space, how = term.partition(" (")
+    name = name.partition("|")[0]
+    plain = name.removesuffix("_of_logged_pool")
+    word = _WORDS.get(plain, plain)
+    return word + (" of the logged pool" if plain != name else "") + space + how
+
+
+def _merged(rows: Sequence[Row]) -> list[Row]:
+    """Term by term, ranks with the same figures in one row."""
+    out: dict[tuple[object, ...], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
+        out.setdefault((row.term, row.planned, row.logged), []).append(row)
+    return [
+        Row(r.term, r.planned, r.logged, r.low, r.high, r.rounding,
+            f"{same[0].rank}-{same[-1].rank}" if len(same) > 1 else r.rank)
+        for same in out.values()
+        for r in same[:1]
+    ]  # fmt: skip
+
+
+def _shown(row: Row, value: float | None) -> str:
+    if value is None:
+        return ""
+    if row.term.endswith("_bytes"):
+        return gib(int(value))
+    return f"{value:,.2f}" if row.term.startswith("max_concurrency") else f"{value:,.0f}"

@@ -1,18 +1,71 @@
-"""Start-up logs -> figures, by the lines each engine knows of its own. A figure printed more than once (ranks,
-restarts) keeps the last."""
+"""Start-up logs -> figures, by the lines each engine knows of its own; ranks and pipeline stages apart.
+
+A log comes as people have it: with colours, behind the prefix of a container's runtime, wrapped by a terminal
+or a mail, of several ranks that write at once, of several starts one after the other (the last one counts), of
+a start that failed.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import ENGINES, engine_of
-from tonnage.planner.errors import ConfigError
+from tonnage.planner.errors import ConfigError, printable
+from tonnage.planner.records import dataclass, field
 
 MAX_LOG_BYTES = 256 << 20
+_LONGEST_RECORD = 200  # lines of a wrapped one; the longest seen (its configuration, 80 columns) has 60
+
+# colours as a terminal gets them, as JSON and Java write the escape, as cat -v does
+_COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")
+# where a record begins: a level and a date, the process in front, a bar, an error, a function of llama.cpp
+_LLAMA = "llama|llm|ggml|load|print_info|common|sched|srv|slot|main|build|system_info|clip|graph|create|set"
+_BEGINS = re.compile(
+    r"\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[ :]+(?:\d|\[)|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
+    r"|^\W*\((?:APIServer|EngineCore|\w*Worker)|\d+%(?:\||\s+Completed)|^\W*Traceback|^\s*File \""
+    r"|^\W*(?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception): "
+    rf"|(?:^|\d [IWED] |[|>] )\W*(?:{_LLAMA})[\w.~<>()-]*\s?:\s"
+)
+_FAILURE = re.compile(
+    r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
+)
+_GENERIC = (  # says that something else failed
+    "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
+    "engine is dead", "Engine core",
+)  # fmt: skip
+_RANK_FIGURES = (
+    "weights_bytes", "activation_bytes", "non_torch_bytes", "cuda_graph_bytes", "graph_estimate_bytes",
+    "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
+    "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
+)  # fmt: skip
+_LEAST = ("tokens", "num_blocks", "max_concurrency")  # of several replicas, the smallest one's
 
 
-def read_log(path: Path) -> LogFigures:
+@dataclass(slots=True)
+class StartLog:
+    """One start. ``ranks``: what each rank says of itself, by the name the log gives it ("" where it gives
+    none); ``figures``: of the rank with the smallest pool, and what the engine says of the whole. ``failure``:
+    what stopped it; ``starts``: how many the log holds; ``digest``: of its text."""
+
+    engine: str | None = None
+    version: str | None = None
+    model: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+    rounding: dict[str, float] = field(default_factory=dict)
+    ranks: dict[str, LogFigures] = field(default_factory=dict)
+    failure: str | None = None
+    ready: bool = False
+    starts: int = 1
+    digest: str = ""
+
+
+def read_log(path: Path) -> StartLog:
     """Raises ConfigError when the file cannot be read or holds no line that is known here."""
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
@@ -21,7 +74,7 @@ def read_log(path: Path) -> LogFigures:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(path)) from None
     found = parse_log(text)
-    if not found.figures:
+    if not found.figures and not (found.failure and found.engine):
         *others, last = (engine.title for name in ENGINES if (engine := engine_of(name)).logs)
         raise ConfigError(
             f"holds no start-up line of {', '.join(others)} or {last}", field=str(path),
@@ -30,13 +83,118 @@ def read_log(path: Path) -> LogFigures:
     return found
 
 
-def parse_log(text: str) -> LogFigures:
-    out, engines = LogFigures(), [engine_of(name) for name in ENGINES]
-    for line in text.splitlines():
-        for engine in engines:
-            engine.read_log_line(line, out)
-    if out.cells:
-        out.figures["max_model_len"] = out.cells
-    if out.pools:
-        out.figures.setdefault("kv_pool_bytes", out.pools)
-    return out
+def parse_log(text: str) -> StartLog:
+    """The last start that ``text`` holds."""
+    reader = _Reader()
+    for record in records(text.splitlines()):
+        reader.read(record)
+    found = reader.settle()
+    found.digest = sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def records(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without colours, those that a wrapped one goes on in joined to it."""
+    held: list[str] = []
+    for raw in lines:
+        line = _COLOURS.sub("", raw)
+        begins = _BEGINS.search(line) is not None
+        if held and (begins or not line.strip() or len(held) > _LONGEST_RECORD):
+            yield "".join(held)
+            held = []
+        if begins or held:
+            held.append(line)
+        elif line.strip():
+            yield line
+    if held:
+        yield "".join(held)
+
+
+class _Reader:
+    """Keeps the ranks apart while records of all of them come in."""
+
+    def __init__(self) -> None:
+        self._engines: list[Engine] = [e for name in ENGINES if (e := engine_of(name)).logs]
+        self._starts = 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._flags: dict[str, str] = {}
+        self._ranks: dict[str, LogFigures] = {}
+        self._names: dict[str, str] = {}  # process -> the rank it turned out to be
+        self._failures: list[str] = []
+        self._ready = False
+
+    def read(self, record: str) -> None:
+        if self._is_another_start(record):
+            self._starts += 1
+            self._begin()
+        for engine in self._engines:
+            name, process = engine.log_rank(record)
+            if name or process:
+                break
+        key = self._rank(name, process)
+        if key not in self._ranks:
+            self._ranks[key] = LogFigures(flags=self._flags)
+        out = self._ranks[key]
+        for engine in self._engines:
+            engine.read_log_line(record, out)
+            self._ready = self._ready or engine.log_says_ready(record)
+        if match := _FAILURE.search(record):
+            self._failures.append(printable(f"{match[1].rpartition('.')[2]}: {match[2].strip()}"))
+
+    def _rank(self, name: str, process: str) -> str:
+        """A worker names its process before it knows its rank."""
+        if not process:
+            return name
+        known = self._names.get(process)
+        if name and known != name:
+            self._names[process] = name
+            if known is not None:
+                self._ranks[name] = self._ranks.pop(known)
+            return name
+        return self._names.setdefault(process, name or f"process {process}")
+
+    def _is_another_start(self, record: str) -> bool:
+        begins = (
+            "non-default args:" in record or "args: Namespace(" in record or "server_args=ServerArgs(" in record
+        )
+        return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
+
+    def settle(self) -> StartLog:
+        whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
+        for rank in self._ranks.values():
+            for engine in self._engines:
+                engine.settle_log(rank)
+            if rank.cells:
+                rank.figures["max_model_len"] = rank.cells
+            if rank.pools:
+                rank.figures.setdefault("kv_pool_bytes", rank.pools)
+            whole.engine = whole.engine or rank.engine
+            whole.version = rank.version or whole.version
+            whole.model = rank.model or whole.model
+            _add(whole, rank)
+        whole.ranks = {
+            name: rank
+            for name, rank in sorted(self._ranks.items(), key=lambda pair: _order(pair[0]))
+            if any(key in rank.figures for key in _RANK_FIGURES)
+        }
+        own = [failure for failure in self._failures if not any(mark in failure for mark in _GENERIC)]
+        if not self._ready and self._failures:
+            whole.failure = (own or self._failures)[0]
+        return whole
+
+
+def _add(whole: StartLog, rank: LogFigures) -> None:
+    smaller = rank.figures.get("kv_pool_bytes", 0.0) < whole.figures.get("kv_pool_bytes", float("inf"))
+    decides = "kv_pool_bytes" in rank.figures and smaller
+    for name, value in rank.figures.items():
+        if name not in _RANK_FIGURES:
+            whole.figures[name] = min(value, whole.figures.get(name, value)) if name in _LEAST else value
+        elif decides or name not in whole.figures:
+            whole.figures[name] = value
+            whole.rounding[name] = rank.rounding.get(name, 0.0)
+
+
+def _order(name: str) -> list[tuple[str, int]]:
+    return [(kind, int(digits)) for kind, digits in re.findall(r"([A-Za-z]+)\D*(\d+)", name)]

@@ -90,6 +90,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
+            *_calibration_notes(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),
@@ -207,6 +208,14 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     )
 
 
+def _calibration_notes(chosen: Resolved) -> tuple[str, ...]:
+    if chosen.flags.calibration is None:
+        return ()
+    from tonnage.planner.planning.calibration import calibration_notes
+
+    return calibration_notes(chosen)
+
+
 def with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
     """What the pool is built from, the draft's weights, notes."""
     if flags.speculative_model is None:
@@ -271,6 +280,18 @@ def _plan_id(source: ModelSource, flags: Deployment) -> str:
     """16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
     version = flags.engine_version
     tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
-    content = [source.id, source.config, tensors, asdict(flags), PLANNER_RULES, flags.engine, version]
+    content: list[object] = [
+        source.id,
+        source.config,
+        tensors,
+        asdict(flags),
+        PLANNER_RULES,
+        flags.engine,
+        version,
+    ]
+    if flags.calibration is not None:
+        from tonnage.planner.planning.calibration import read_calibration
+
+        content.append(read_calibration(flags.calibration))
     digest: str = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return digest[:16]

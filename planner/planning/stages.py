@@ -116,13 +116,21 @@ def build_stages(
 ) -> list[Stage]:
     """Every stage of ``chosen``, whose ranks hold ``parts``. Raises UnsupportedArchitecture for a stage
     without a cache."""
-    engine = engine_of(chosen.flags.engine)
-    held = [(weights, engine.runtime_terms(part, chosen)) for part, weights in parts]
+    held = [(weights, _runtime(part, chosen)) for part, weights in parts]
     sizes = _block_bytes(pool, architecture, chosen.flags)
     return [
         Stage(_rank(weights, runtime, chosen, added), weights, runtime, size)
         for (weights, runtime), size in zip(held, sizes, strict=True)
     ]
+
+
+def _runtime(part: Architecture, chosen: Resolved) -> Runtime:
+    runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
+    if chosen.flags.calibration is None:
+        return runtime
+    from tonnage.planner.planning.calibration import calibrated  # few plans have one
+
+    return calibrated(runtime, part, chosen)
 
 
 def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tonnage.planner.errors import ConfigError
-from tonnage.planner.fitlog.command import Comparison, refit_terms, run
+from tonnage.planner.errors import ConfigError, DeploymentError
+from tonnage.planner.fitlog.command import refit_terms, run
+from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.fitlog.read import parse_log, read_log
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
 
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
@@ -111,7 +115,7 @@ def test_logs_of_sliding_windows(engine, arguments, term, tmp_path, capsys):
 
 
 def test_refit_leaves_logs_out():
-    logs = [Comparison(str(i), (("activation_bytes", 100.0, 150.0 + i),)) for i in range(4)]
+    logs = [Comparison(str(i), (Row("activation_bytes", 100.0, 150.0 + i),)) for i in range(4)]
     factor, before, after = refit_terms(logs)["activation_bytes"]
     assert factor == pytest.approx(1.515)
     assert after < 0.02 < before
@@ -129,3 +133,132 @@ def test_bad_logs_are_refused(tmp_path, capsys):
     nameless.write_text("Available KV cache memory: 8.68 GiB\n")
     assert run([str(nameless)]) == 2
     assert "--model" in capsys.readouterr().err
+
+
+LOGS = DATA / "startup_logs"
+PP4 = LOGS / "meta-llama-llama-3-1-8b---h100-80gb--tp1pp4dp1--8192.log"
+FP8_KV = LOGS / "meta-llama---h100-80gb--tp1pp1dp1--8192-dtbf16-kvfp8.log"
+FP8_WEIGHTS = LOGS / "meta-llama-llama-3---h100-80gb--tp1pp1dp1--8192-qfp8.log"
+FLOAT32 = LOGS / "meta-llama-llama-3--h100-80gb--tp1pp1dp1--8192-dtf32.log"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    shutil.copy(DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json", folder / "config.json")
+    return str(folder)
+
+
+def told(capsys, *arguments):
+    assert run([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_rank_and_the_logged_pool(llama, capsys):
+    """Four stages of which one logs its pool: weights of each, and 2,257,264 tokens of the smallest pool."""
+    (log,) = told(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
+    assert [*log["ranks"]] == ["PP0", "PP1", "PP2", "PP3"]
+    for rank in log["ranks"].values():
+        assert rank["weights_bytes"]["verdict"] == "agrees"
+        assert rank["weights_bytes"]["interval"] is None
+    assert log["terms"]["weights_bytes"]["logged"] == pytest.approx(4.26 * GIB)  # PP3 decides
+    tokens = log["terms"]["tokens_of_logged_pool"]
+    low, high = tokens["interval"]
+    assert low <= tokens["logged"] == 2_257_264 <= high
+    assert high - low < 0.001 * tokens["logged"]
+    assert tokens["verdict"] == "agrees"
+    assert log["not_in_the_log"] == []
+    assert run([str(PP4), "--model", llama, "--gpu", "h100-80g"]) == 0
+    shown = capsys.readouterr().out
+    assert "PP1-PP2" in shown
+    assert "Verdict: the plan" in shown
+
+
+def test_a_miss_is_said(llama, tmp_path, capsys):
+    """Weights and pool of another model: which terms, and by how much."""
+    other = tmp_path / "other.log"
+    other.write_text(FP8_KV.read_text().replace("14.99 GiB", "19.99 GiB").replace("58.11 GiB", "40.11 GiB"))
+    (log,) = told(capsys, other, "--model", llama, "--gpu", "h100-80g")["logs"]
+    assert log["terms"]["weights_bytes"]["verdict"] == "planned too low"
+    assert log["terms"]["kv_pool_bytes"]["verdict"] == "planned too high"
+    assert log["terms"]["tokens_of_logged_pool"]["verdict"] == "planned too low"  # 952,032 do not fit into it
+    assert "does not hold" in log["verdict"]
+    assert "% too high" in log["verdict"]
+
+
+def test_what_the_log_does_not_say(llama, tmp_path, capsys):
+    short = tmp_path / "short.log"
+    short.write_text(
+        "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 14.99 GiB memory and 3.5 seconds\n"
+        "INFO 05-18 22:45:15 [gpu_worker.py:424] Available KV cache memory: 50.0 GiB\n"
+    )
+    arguments = [short, "--model", llama, "--gpu", "h100-80g", "--engine-version", "0.19.0"]
+    (log,) = told(capsys, *arguments, "--max-num-seqs", "64")["logs"]
+    missing = " ".join(log["not_in_the_log"])
+    assert "activation_bytes" in missing
+    assert "DEBUG" in missing
+    assert "tokens" in missing
+    assert "version" in missing
+    assumed = " ".join(log["assumed"])
+    assert "--max-num-batched-tokens 8,192" in assumed
+    assert "--max-num-seqs" not in assumed
+
+
+def test_a_start_that_failed(llama, capsys):
+    failed = next(LOGS.glob("*FAILED*"))
+    (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
+    assert log["failure"] == "AssertionError: DP adjusted local rank 1 is out of bounds."
+    assert log["verdict"].startswith("the start failed")
+
+
+def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
+    """A start with an fp8 cache corrects the plan of one with fp8 weights on the same GPU."""
+    file = tmp_path / "h100.json"
+    for _ in range(2):  # the same log twice is one start
+        out = told(capsys, FP8_KV, "--model", llama, "--gpu", "h100-80g", "--calibrate", file)
+        assert out["calibration"]["starts"] == 1
+    flags = Deployment(
+        engine="vllm", engine_version="0.19.0", gpu="h100-80g", gpu_memory_utilization=0.95, max_model_len=8192,
+        quantization="fp8",
+    )  # fmt: skip
+    before, after = make_plan(llama, flags), make_plan(llama, replace(flags, calibration=str(file)))
+    assert after.rank.framework_bytes == int(0.25 * GIB)
+    assert after.rank.activation_bytes == pytest.approx(1.89 * GIB, rel=1e-6)
+    pool = parse_log(FP8_WEIGHTS.read_text()).figures["kv_pool_bytes"]
+    assert abs(after.rank.kv_pool_bytes - pool) < 0.001 * pool
+    width = [high - low for low, high in (plan.intervals["used_bytes"] for plan in (before, after))]
+    assert width[1] < width[0]
+    assert any("calibrated by 1 start of vllm 0.19 on h100-80g" in note for note in after.notes)
+    assert before.plan_id != after.plan_id
+    # of another version it says nothing
+    newer = replace(flags, engine_version="0.20.0")
+    same = make_plan(llama, replace(newer, calibration=str(file)))
+    assert same.ranks == make_plan(llama, newer).ranks
+    assert any("no start of vllm 0.20" in note for note in same.notes)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[1]", '{"tonnage_calibration": 1, "starts": [{"engine": "vllm"}]}', "x"]
+)
+def test_files_that_are_no_calibration(content, llama, tmp_path, capsys):
+    file = tmp_path / "c.json"
+    file.write_text(content)
+    with pytest.raises(DeploymentError, match="is no calibration"):
+        make_plan(llama, Deployment(engine="vllm", gpu="h100-80g", calibration=str(file)))
+    assert run([str(FLOAT32), "--model", llama, "--gpu", "h100-80g", "--calibrate", str(file)]) == 2
+    assert "is no calibration" in capsys.readouterr().err
+    assert file.read_text() == content
+    with pytest.raises(DeploymentError, match="No such file"):
+        make_plan(llama, Deployment(engine="vllm", gpu="h100-80g", calibration=str(tmp_path / "none.json")))
+
+
+def test_a_log_that_teaches_nothing(llama, tmp_path, capsys):
+    short = tmp_path / "short.log"
+    short.write_text(
+        "Model loading took 14.99 GiB memory and 3.5 seconds\nAvailable KV cache memory: 50.0 GiB\n"
+    )
+    file = tmp_path / "c.json"
+    assert run([str(short), "--model", llama, "--gpu", "h100-80g", "--calibrate", str(file)]) == 2
+    assert "say nothing of activations" in capsys.readouterr().err
+    assert not file.exists()

@@ -60,7 +60,10 @@ def test_json_contract():
         low, high = out["intervals"][name]
         assert low <= rank[name] <= high
     assert out["deployment"]["max_model_len"] == 8192
-    optional = {"quantization", "gpu", "num_gpu_blocks_override", "speculative_model", "mem_fraction_static"}
+    optional = {
+        "quantization", "gpu", "calibration", "num_gpu_blocks_override", "speculative_model",
+            "mem_fraction_static",
+    }  # fmt: skip
     assert None not in {v for k, v in out["deployment"].items() if k not in optional}
 
 

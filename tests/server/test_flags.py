@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from tonnage.planner.api import plan
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.fitlog.command import deployment_of
+from tonnage.planner.fitlog.compare import deployment_of
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan

@@ -22,7 +22,7 @@ from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Deployment, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
@@ -60,6 +60,15 @@ class VLLM(Engine):
     fp8_kv_cache = True
     graphs = True
     logs = True
+    log_figures: ClassVar = {
+        "weights_bytes": "",
+        "activation_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
+        "non_torch_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
+        "graph_estimate_bytes|cuda_graph_bytes": "",
+        "kv_pool_bytes": "",
+        "tokens|num_blocks": "",
+        "device_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
+    }
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks, config/lora.py
     quantizes_to = ("nf4", "fp8")
     pads_vocabulary = True
@@ -172,6 +181,25 @@ class VLLM(Engine):
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
 
         read_line(line, out)
+
+    def log_rank(self, line: str) -> tuple[str, str]:
+        from tonnage.planner.engines.vllm.log import rank_of
+
+        return rank_of(line)
+
+    def settle_log(self, out: LogFigures) -> None:
+        from tonnage.planner.engines.vllm.log import settle
+
+        settle(out)
+
+    def log_says_ready(self, line: str) -> bool:
+        from tonnage.planner.engines.vllm.log import started
+
+        return started(line)
+
+    def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
+        """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""
+        return chosen.limit - (rank.used_bytes - rank.kv_pool_bytes)
 
     def check_encoder(self, architecture: Architecture) -> None:
         if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:

@@ -1,0 +1,68 @@
+"""``--calibrate FILE``: what logs say of a GPU and a version, kept for plans (planning/calibration.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.fitlog.compare import Comparison, Row
+from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
+
+# name in a log -> in a plan
+_TERMS = {
+    "non_torch_bytes": "framework_bytes",
+    "activation_bytes": "activation_bytes",
+    "cuda_graph_bytes": "cuda_graph_bytes",
+}
+
+
+def keep(path: Path, compared: Sequence[Comparison]) -> int:
+    """Add the starts to the file, each in place of an earlier one of the same log. Returns how many starts it
+    holds. Raises DeploymentError, before anything is written, for a file that is none of ours and for logs
+    that teach nothing."""
+    entries = read_calibration(str(path)) if path.exists() else []
+    learnt = [entry for comparison in compared for entry in _entries(comparison)]
+    if not learnt:
+        raise DeploymentError(
+            "the logs say nothing of activations, non-torch memory or CUDA graphs on a GPU that is known",
+            field="--calibrate",
+            hint="--gpu NAME, and for vLLM a log with VLLM_LOGGING_LEVEL=DEBUG",
+        )
+    again = {entry["log"] for entry in learnt}
+    entries = [entry for entry in entries if entry["log"] not in again] + learnt
+    beside = path.with_name(path.name + ".new")
+    try:
+        beside.write_text(json.dumps({"tonnage_calibration": FORMAT, "starts": entries}, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError as error:
+        raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
+    return len({entry["log"] for entry in entries})
+
+
+def _entries(comparison: Comparison) -> list[Entry]:
+    flags = comparison.flags
+    if flags is None or flags.device_memory is None:
+        return []
+    by_rank: dict[str, list[Row]] = {}
+    for row in comparison.ranks:
+        if row.term in _TERMS:
+            by_rank.setdefault(row.rank, []).append(row)
+    out = []
+    for rank, rows in by_rank.items():
+        entry: dict[str, Any] = {
+            "log": f"{comparison.model} {comparison.digest}",
+            "rank": rank,
+            "engine": flags.engine,
+            "version": flags.engine_version,
+            "gpu": flags.gpu,
+            "device_memory": flags.device_memory,
+            "ranks": [flags.tensor_parallel_size, flags.pipeline_parallel_size],
+            "shape": list(comparison.shape),
+            "terms": {_TERMS[r.term]: {"planned": int(r.planned), "logged": int(r.logged)} for r in rows},
+        }
+        out.append(entry)
+    return out

@@ -1,0 +1,385 @@
+"""One log against the plan of what its engine was started with: every term of every rank, with a verdict."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tonnage.planner.engines.base import Engine
+from tonnage.planner.engines.log import LogFigures
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.fitlog.read import StartLog
+from tonnage.planner.flags import flags_of, given
+from tonnage.planner.planning.build import Size, Sizer
+from tonnage.planner.planning.calibration import shape_of
+from tonnage.planner.planning.stages import Stage
+from tonnage.planner.plans import Deployment
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.records import dataclass, replace
+from tonnage.planner.source.resolve import ModelSource, resolve_model
+from tonnage.planner.units import gib
+
+# Flags of tonnage plan that are asked for, and those a log may say.
+ASKED = (
+    "gpu", "device_memory", "engine_version", "tensor_parallel_size", "gpu_memory_utilization", "dtype",
+    "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+_LOGGED = (
+    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "block_size", "tensor_parallel_size", "pipeline_parallel_size",
+    "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enforce_eager",
+    "enable_prefix_caching", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_bytes",
+    "enable_lora", "max_loras", "max_lora_rank", "swa_full_tokens_ratio", "mem_fraction_static",
+)  # fmt: skip
+_OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
+# What a plan depends on most: said to be assumed where neither the log nor the user says it.
+_ASSUMED = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
+"""Terms that an engine's run decides, by their names in a log."""
+_GPUS_OWN = (*FITTED, "kv_pool_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``planned`` is expected between ``low`` and ``high``; the log prints ``logged``, which is within
+    ``rounding`` of the truth. ``exact``: files and flags decide it, there is no interval."""
+
+    term: str
+    planned: float
+    logged: float
+    low: float | None = None
+    high: float | None = None
+    rounding: float = 0.0
+    rank: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.low is None or self.high is None or self.low == self.high
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the truth may lie in the interval."""
+        low = self.planned if self.low is None else self.low
+        high = self.planned if self.high is None else self.high
+        return low - self.rounding <= self.logged <= high + self.rounding
+
+    @property
+    def verdict(self) -> str:
+        if self.agrees:
+            return "agrees"
+        return "planned too high" if self.planned > self.logged else "planned too low"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One log. ``rows``: of the rank that decides; ``ranks``: of every rank where there are several.
+    ``missing``: what the log does not say; ``assumed``: what was taken instead of it. ``digest``: of the log's
+    text."""
+
+    name: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    ranks: tuple[Row, ...] = ()
+    missing: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    failure: str | None = None
+    headline: str = ""
+    flags: Deployment | None = None
+    model: str = ""
+    shape: tuple[object, ...] = ()
+    digest: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for the whole."""
+        start = "the start failed; " if self.failure else ""
+        if not self.rows:
+            return f"{start}nothing to compare"
+        wrong = [row for row in self.rows if not row.agrees]
+        count = f"{len(self.rows) - len(wrong)} of {len(self.rows)} terms agree"
+        pool = next((row for row in self.rows if row.term == "kv_pool_bytes"), None)
+        said = f"; the KV pool was planned {_off(pool)}" if pool is not None and pool.logged else ""
+        if not wrong:
+            return f"{start or 'the plan holds: '}{count}{said}"
+        worst = max(wrong, key=lambda row: abs(row.planned - row.logged) / max(abs(row.logged), 1.0))
+        return f"{start or 'the plan does not hold: '}{count}; furthest off {worst.term}, {_off(worst)}{said}"
+
+
+def _off(row: Row) -> str:
+    if not row.logged:
+        return "where the log has none"
+    share = 100 * (row.planned - row.logged) / abs(row.logged)
+    return (
+        f"{abs(share):.2f} % too {'high' if share > 0 else 'low'}" if row.planned != row.logged else "exactly"
+    )
+
+
+def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
+    """Plan what the log's engine was started with. Raises TonnageError naming what is missing."""
+    model = args.model or found.model
+    if model is None:
+        raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
+    source = resolve_model(model)
+    flags = deployment_of(found, args)
+    flags, notes = _with_format(flags, found, source)
+    size, sized = _size(source, flags, found, args, notes)
+    engine = engine_of(flags.engine)
+    skipped = _not_compared(engine, size, source, found, args, notes)
+    rows = [row for row in _whole(size, engine, found, sized) if row.term not in skipped]
+    ranks = [
+        row
+        for rank, told in found.ranks.items()
+        for row in _of_rank(size, rank, told, sized)
+        if row.term not in skipped
+    ]
+    decides = _deciding(found)
+    own = [row for row in ranks if row.rank == decides]
+    return Comparison(
+        name, (*(replace(row, rank="") for row in own), *rows), tuple(notes), tuple(ranks),
+        _missing(engine, found, size), _assumed(found, args, size), found.failure, _headline(found, model),
+        size.chosen.flags, model, tuple(shape_of(size.architecture, size.chosen.flags)), found.digest,
+    )  # fmt: skip
+
+
+def _size(
+    source: ModelSource, flags: Deployment, found: StartLog, args: argparse.Namespace, notes: list[str]
+) -> tuple[Size, bool]:
+    """The plan in numbers, and whether its pool is the plan's own. The log's pool stands in where the memory
+    of the device is not known."""
+    sizer, sized = Sizer(source), True
+    engine = engine_of(flags.engine)
+    if engine.sized_by_context or flags.kv_cache_memory_bytes is not None:
+        sized = engine.sized_by_context
+    elif args.gpu is None and flags.device_memory is None:
+        pool = int(found.figures.get("kv_pool_bytes", 0))
+        if pool <= 0:
+            what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
+            raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
+        flags, sized = replace(flags, device_memory=1 << 50, kv_cache_memory_bytes=pool), False
+    draft = _draft(found)
+    if draft is not None:
+        model, count = draft
+        try:
+            return sizer.size(replace(flags, speculative_model=model, num_speculative_tokens=count)), sized
+        except TonnageError as error:
+            notes.append(f"its draft {model} is not in the plan: {error}")
+    return sizer.size(flags), sized
+
+
+def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Deployment:
+    """Flags that the log printed, and where it says nothing the user's."""
+    asked = given(args, Deployment)
+    if "gpu" not in asked and "device_bytes" in found.figures:
+        asked.setdefault("device_memory", int(found.figures["device_bytes"]))
+    if found.version is not None:
+        asked.setdefault("engine_version", found.version)
+    said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
+    if length := found.figures.get("max_model_len"):
+        said["max_model_len"] = int(length)
+    device = found.flags.get("device", "cuda")
+    engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
+    flags = Deployment(**{**engine, **asked, **said})
+    if engine_of(flags.engine).sized_by_context:  # allocates the context it was given, whatever the device has
+        if flags.max_model_len is None:
+            raise DeploymentError(
+                "the log says neither n_ctx nor the cells of a cache",
+                field="n_ctx",
+                hint="give all of its start",
+            )
+        return replace(flags, device_memory=flags.device_memory or 1 << 50)
+    return flags
+
+
+def _logged(name: str, said: Mapping[str, str]) -> Any:
+    """The value of a flag that a log says; None for one that it does not, or that is no value of it."""
+    flag, text = flags_of(Deployment)[name], said.get(_OTHER_NAMES.get(name, name))
+    if text is None or text in ("None", "null"):
+        return None
+    if flag.kind == "bool":
+        return text in ("True", "true")
+    try:
+        return flag.read(text)
+    except DeploymentError:
+        return None
+
+
+def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tuple[Deployment, list[str]]:
+    """A format that the engine made while it loaded; a checkpoint's own is read from its config."""
+    logged = found.flags.get("quantization")
+    made = {"bitsandbytes": "nf4"}.get(logged or "", logged)
+    stored = read_quantization(source.config, None).scheme
+    if made not in engine_of(flags.engine).quantizes_to or stored != "none":
+        return flags, []
+    return replace(flags, quantization=made), [f"its weights were made {logged} while they were loaded"]
+
+
+def _draft(found: StartLog) -> tuple[str, int] | None:
+    """(draft, tokens a step) of a log that says what it drafts with."""
+    text = found.flags.get("speculative_config", "")
+    method = re.search(r"'?method'?[:=]\s*'(\w+)'", text)
+    tokens = re.search(r"'?num_spec(?:ulative)?_tokens'?[:=]\s*(\d+)", text)
+    model = re.search(r"'?model'?[:=]\s*'([^']+)'", text)
+    if tokens is None or not (method or model):
+        return None
+    if method and "mtp" in method[1]:
+        return "mtp", int(tokens[1])
+    return (model[1], int(tokens[1])) if model else None
+
+
+def _not_compared(
+    engine: Engine, size: Size, source: ModelSource, found: StartLog, args: argparse.Namespace,
+    notes: list[str],
+) -> set[str]:  # fmt: skip
+    skipped: set[str] = set()
+    if why := engine.unlike_logged(size.chosen.flags, source.kind, found.flags.get("quantization")):
+        skipped.add("weights_bytes")
+        notes.append(f"weights not compared: {why}")
+    if args.gpu is None and args.device_memory is None and "device_bytes" not in found.figures:
+        left = [name for name in FITTED if name in found.figures]
+        skipped.update(FITTED)
+        if left:
+            notes.append(f"{', '.join(left)} not compared: they depend on the GPU (--gpu)")
+    if found.starts > 1:
+        notes.append(f"the log holds {found.starts} starts: the last is compared")
+    return skipped
+
+
+def _of_rank(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[Row]:
+    stage = _stage(size, rank)
+    figures = told.figures
+    bounds = stage.intervals()
+    added = stage.rank.lora_bytes + stage.rank.draft_bytes
+    weights = stage.rank.weights_bytes
+    low, high = bounds.get("weights_bytes", (weights, weights))
+    planned = {
+        "weights_bytes": (weights + added, low + added, high + added),
+        "activation_bytes": (stage.rank.activation_bytes, *bounds.get("activation_bytes", (0, 0))),
+        "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
+        "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
+    }
+    graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
+    for name, (value, lower, upper) in planned.items():
+        logged = graphs if name == "cuda_graph_bytes" else figures.get(name)
+        if logged is not None and value:
+            yield Row(name, value, logged, lower, upper, told.rounding.get(name, 0.0), rank)
+    if "kv_pool_bytes" in figures and sized:
+        yield Row("kv_pool_bytes", *_pool(size, stage, figures["kv_pool_bytes"]),
+                  told.rounding.get("kv_pool_bytes", 0.0), rank)  # fmt: skip
+
+
+def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float, float]:
+    """(planned, logged, low, high)."""
+    planned = engine_of(size.chosen.flags.engine).logged_pool(size.chosen, stage.rank)
+    if engine_of(size.chosen.flags.engine).sized_by_context:
+        return planned, logged, planned, planned
+    low, high = stage.intervals()["used_bytes"]
+    return planned, logged, planned - (high - stage.rank.used_bytes), planned + (stage.rank.used_bytes - low)
+
+
+def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
+    """Blocks, tokens and concurrency: as planned, and what the logged pool holds by the plan's rules."""
+    held = size.held
+    planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
+    pools = {
+        rank: (told.figures["kv_pool_bytes"], told.rounding.get("kv_pool_bytes", 0.0))
+        for rank, told in found.ranks.items()
+        if "kv_pool_bytes" in told.figures
+    }
+    worst = size.worst
+    width = worst.intervals()["used_bytes"]
+    pool = max(1, worst.rank.kv_pool_bytes)
+    below, above = (width[1] - worst.rank.used_bytes) / pool, (worst.rank.used_bytes - width[0]) / pool
+    for name, value in planned.items():
+        if name not in found.figures or not value:
+            continue
+        if engine.sized_by_context:
+            yield Row(name, value, found.figures[name])
+            continue
+        if sized:
+            yield Row(
+                name, value, found.figures[name], value * (1 - below), value * (1 + above), _printed(name)
+            )
+    if engine.sized_by_context or not pools:
+        return
+    low, middle, high = (_held(size, engine, pools, sign) for sign in (-1, 0, 1))
+    suffix = "_of_logged_pool" if sized else ""
+    for name in planned:
+        if name in found.figures and getattr(middle, name):
+            yield Row(f"{name}{suffix}", getattr(middle, name), found.figures[name], getattr(low, name),
+                      getattr(high, name), _printed(name))  # fmt: skip
+
+
+def _printed(name: str) -> float:
+    return 0.005 if name == "max_concurrency" else 0.0
+
+
+def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], sign: int) -> Any:
+    given = size.chosen.flags.kv_cache_memory_bytes
+    blocks = min(
+        int(pool + sign * rounding) // _stage(size, rank).block_bytes
+        for rank, (pool, rounding) in pools.items()
+    )
+    if given is not None and size.chosen.device_memory != 1 << 50:  # the flag says the bytes
+        blocks = size.held.num_blocks
+    return engine.capacity(size.pool, size.chosen, max(1, blocks))
+
+
+def _stage(size: Size, rank: str) -> Stage:
+    """The pipeline stage of a rank by the name the log gives it; one without a stage is of the first."""
+    match = re.search(r"PP(\d+)", rank)
+    place = int(match[1]) if match else 0
+    return size.stages[min(place, len(size.stages) - 1)]
+
+
+def _deciding(found: StartLog) -> str:
+    """The rank with the smallest pool, else the one with the most weights."""
+
+    def key(name: str) -> tuple[float, float]:
+        figures = found.ranks[name].figures
+        return figures.get("kv_pool_bytes", float("inf")), -figures.get("weights_bytes", 0.0)
+
+    return min(found.ranks, key=key, default="")
+
+
+def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
+    if found.failure is not None:
+        return ()  # it stopped before
+    said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
+    out = [
+        f"{name} ({how})" if how else name
+        for name, how in engine.log_figures.items()
+        if not any(part in said for part in name.split("|"))
+    ]
+    flags = size.chosen.flags
+    ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size * flags.data_parallel_size
+    told = len(found.ranks)
+    if ranks > 1 and told < ranks and not engine.sized_by_context:
+        out.append(f"what {ranks - told} of {ranks} ranks hold")
+    if found.version is None and any(engine.newest):
+        out.append("the engine's version")
+    return tuple(out)
+
+
+def _assumed(found: StartLog, args: argparse.Namespace, size: Size) -> tuple[str, ...]:
+    asked, flags = given(args, Deployment), size.chosen.flags
+    out = []
+    if engine_of(flags.engine).sized_by_context:
+        return ()
+    if found.version is None and "engine_version" not in asked and flags.engine_version not in (None, "none"):
+        out.append(f"version {flags.engine_version}")
+    for name in _ASSUMED:
+        known = name in asked or _logged(name, found.flags) is not None or name in found.figures
+        if not known:
+            value = getattr(flags, name)
+            shown = f"{value:,}" if isinstance(value, int) else value
+            out.append(f"{flags_of(Deployment)[name].option} {shown}")
+    return tuple(out)
+
+
+def _headline(found: StartLog, model: str) -> str:
+    engine = engine_of(found.engine or "vllm").title
+    ranks = f", {len(found.ranks)} ranks" if len(found.ranks) > 1 else ""
+    return f"{engine}{' ' + found.version if found.version else ''}, {found.model or model}{ranks}"

@@ -1,0 +1,156 @@
+"""What ``tonnage fit-log --calibrate`` learnt from starts, and how a plan uses it.
+
+A file of it holds one entry for each rank of each start: what was planned and what the engine logged, of the
+terms that a run decides. A plan of the same engine, minor version and GPU takes, where the file has any:
+
+* framework: the median of what was logged under the same tensor and pipeline parallelism;
+* activations and CUDA graphs: its own figure times the median of logged over planned, of starts of models of
+  the same shape where there are any, else of all.
+
+Its interval reaches over all of them, and as far again beyond as the plan's own interval does, divided by one
+more than their number: one start halves the doubt, nine leave a tenth of it.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
+from tonnage.planner.engines.version import parse_version
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.records import replace
+
+FORMAT = 1
+TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
+# Engines print a device to a hundredth of a GiB, catalogues to its own rounding
+_SAME_DEVICE = 0.01
+
+Entry = dict[str, Any]
+
+
+def read_calibration(path: str) -> list[Entry]:
+    """The entries of a file. Raises DeploymentError."""
+    try:
+        changed = Path(path).stat().st_mtime_ns
+    except OSError as error:
+        raise DeploymentError(f"{path}: {error.strerror}", field="--calibration") from None
+    return _read(path, changed)
+
+
+@cache
+def _read(path: str, changed: int) -> list[Entry]:
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["tonnage_calibration"] != FORMAT:
+            raise ValueError
+        for entry in content["starts"]:
+            _check(entry)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DeploymentError):
+        raise DeploymentError(
+            f"{path} is no calibration", field="--calibration", hint="tonnage fit-log --calibrate writes one"
+        ) from None
+    return list(content["starts"])
+
+
+def _check(entry: Entry) -> None:
+    """Raise what an entry that is none raises when it is read."""
+    parse_version(entry["version"] or "0")
+    sizes = [size for pair in entry["terms"].values() for size in pair.values()]
+    counts = [entry["device_memory"], *entry["ranks"], *sizes]
+    texts = [entry["engine"], entry["log"], entry["gpu"] or ""]
+    if not all(isinstance(n, int) for n in counts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError
+    if not isinstance(entry["shape"], list) or not {*entry["terms"]} <= {*TERMS}:
+        raise ValueError
+    if any({*pair} != {"planned", "logged"} for pair in entry["terms"].values()):
+        raise ValueError
+
+
+def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
+    """What two models have in common whose steps take the same memory; the same for every rank."""
+    return [architecture.class_name, architecture.hidden_size, architecture.vocab_size, flags.dtype]
+
+
+def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
+    """``runtime`` as the starts of ``chosen.flags.calibration`` have it. Raises DeploymentError."""
+    if chosen.flags.calibration is None:
+        return runtime
+    entries = _of_this(read_calibration(chosen.flags.calibration), chosen)
+    ranks = [chosen.flags.tensor_parallel_size, chosen.flags.pipeline_parallel_size]
+    own = [entry for entry in entries if [*entry["ranks"]] == ranks]
+    shape = shape_of(architecture, chosen.flags)
+    alike = [entry for entry in entries if entry["shape"] == shape] or entries
+    changed = Runtime(
+        _measured(runtime.framework, own),
+        _scaled(runtime.activation, "activation_bytes", alike),
+        _scaled(runtime.graphs, "cuda_graph_bytes", alike),
+    )
+    before = (runtime.framework, runtime.activation, runtime.graphs)
+    after = (changed.framework, changed.activation, changed.graphs)
+    if runtime.sum_interval is None or after == before:
+        return runtime if after == before else changed
+    # the sum was bounded as one: it stays as wide where nothing was learnt, and narrows as its terms do
+    width = sum(e.high - e.low for e in before)
+    share = sum(e.high - e.low for e in after) / width if width else 1.0
+    low, high = (int((bound - runtime.total) * min(share, 1.0)) for bound in runtime.sum_interval)
+    return replace(changed, sum_interval=(max(0, changed.total + low), changed.total + high))
+
+
+def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
+    """What of a calibration the plan uses."""
+    flags = chosen.flags
+    if flags.calibration is None:
+        return ()
+    entries = _of_this(read_calibration(flags.calibration), chosen)
+    starts = len({entry["log"] for entry in entries})
+    where = f"{flags.engine} {_minor(flags)} on {flags.gpu or 'this device'}"
+    if not starts:
+        return (f"{flags.calibration} has no start of {where}: the plan is as without it",)
+    return (f"calibrated by {starts} start{'s' if starts > 1 else ''} of {where} ({flags.calibration})",)
+
+
+def _of_this(entries: list[Entry], chosen: Resolved) -> list[Entry]:
+    flags = chosen.flags
+    return [
+        entry
+        for entry in entries
+        if entry["engine"] == flags.engine
+        and parse_version(entry["version"] or "0")[:2] == chosen.version[:2]
+        and abs(entry["device_memory"] - chosen.device_memory) <= _SAME_DEVICE * chosen.device_memory
+        and (None in (entry["gpu"], flags.gpu) or entry["gpu"] == flags.gpu)
+    ]
+
+
+def _minor(flags: Deployment) -> str:
+    if not any(engine_of(flags.engine).newest):
+        return ""
+    return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))
+
+
+def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
+    pairs = [entry["terms"].get("framework_bytes") for entry in entries]
+    logged = [float(pair["logged"]) for pair in pairs if pair]
+    return _around(estimate, logged, f"median of {len(logged)} logged")
+
+
+def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
+    pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
+    factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
+    values = [estimate.value * factor for factor in factors]
+    said = f"{estimate.formula} x {median(factors):.3f}, median of {len(factors)} starts" if factors else ""
+    return _around(estimate, values, said)
+
+
+def _around(estimate: Estimate, values: list[float], formula: str) -> Estimate:
+    if not values or not estimate.high:
+        return estimate
+    beyond = (estimate.high - estimate.low) / 2 / (len(values) + 1)
+    low, high = max(0, int(min(values) - beyond)), int(max(values) + beyond)
+    return Estimate(int(median(values)), low, high, formula, "tonnage fit-log --calibrate")
