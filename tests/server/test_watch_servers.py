@@ -1,0 +1,296 @@
+"""``tonnage watch`` reads recorded pages of each server, and our own server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import Stored, recorded
+from watched import LLAMA, QWEN, SGLANG, VLLM, llama, look, sglang, vllm
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.plans import Plan
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.observe.metrics.headroom import Headroom
+from tonnage.server.observe.report import planned_components
+from tonnage.server.watch.client import Client, WatchError
+from tonnage.server.watch.records import Counters
+from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.watcher import Watcher
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(QWEN.read_text())
+    return str(tmp_path)
+
+
+# -- vLLM
+
+
+def test_vllm_full_pool() -> None:
+    """22 blocks of 128 tokens, one of them the null block, from 64 MiB."""
+    with vllm() as server:
+        found = look(server)
+    assert (found.told.title, found.told.version, found.told.served) == ("vLLM", "0.32.0", "demo")
+    (replica,) = found.reading.replicas
+    assert (replica.running, replica.waiting) == (7, 23)
+    assert replica.pool is not None
+    assert (replica.pool.num_blocks, replica.pool.usable, replica.pool.used) == (22, 21, 21)
+    assert replica.pool.cached is None  # vLLM does not tell
+    assert found.planned is not None
+    assert (found.planned.num_blocks, found.planned.tokens) == (22, 2816)  # kv_cache_size_tokens of the page
+    assert found.measured == {"kv_pool": 22 * 128 * 30 * 2 * 3 * 64 * 2} == {"kv_pool": 64_880_640}
+    assert found.planned.components["kv_pool"] == found.measured["kv_pool"]
+    assert found.headroom is not None
+    assert (found.headroom.blocks, found.headroom.requests, found.headroom.prompt_tokens) == (0, 0, 0)
+
+
+def test_vllm_headroom_is_of_what_finished() -> None:
+    """30 requests of 12 + 400 tokens hold 4 blocks of 128 each."""
+    with vllm("after") as server:
+        found = look(server)
+    assert found.reading.counters.preemptions == 38
+    assert (found.reading.counters.finished, found.reading.counters.finished_generation) == (30, 12_000)
+    assert found.headroom is not None
+    assert (found.headroom.blocks, found.headroom.requests) == (21, 21 // 4)
+    assert found.headroom.prompt_tokens == 2047  # max_model_len less one to generate
+
+
+def test_vllm_before_a_request_the_mix_is_the_longest() -> None:
+    with vllm("idle") as server:
+        found = look(server)
+    assert found.headroom is not None
+    assert found.headroom.requests == 21 // 16  # 2,048 tokens are 16 blocks
+    assert found.change is None
+
+
+def test_an_unknown_device_plans_only_what_does_not_need_it() -> None:
+    with vllm() as server:
+        bare = look(server)
+        named = look(server, gpu="h100-80g")
+        said = look(server, gpu="h100-80g", max_num_seqs=16)
+    assert bare.planned is not None
+    assert named.planned is not None
+    assert set(bare.planned.components) == {"weights", "kv_pool"}
+    assert any("--gpu" in note for note in bare.notes)
+    assert {"activations", "framework", "cuda_graphs", "free"} <= named.planned.components.keys()
+    assert any("--max-num-seqs" in note for note in named.notes)  # assumed
+    assert not any("--max-num-seqs" in note for note in said.notes)
+
+
+def test_vllms_server_info_says_the_rest() -> None:
+    """VLLM_SERVER_DEV_MODE=1: device, batch, parallel sizes."""
+    with vllm(server_info=recorded(VLLM, "server_info.json")) as server:
+        found = look(server)
+        assert found.told.flags["max_num_seqs"] == 16
+        assert found.told.flags["device"] == "cpu"
+        assert found.planned is not None
+        assert "framework" in found.planned.components
+        assert not any("--max-num-seqs" in note for note in found.notes)
+        with pytest.raises(
+            TonnageError, match=r"--max-num-seqs: vLLM runs with 16, not with 32 \(leave it out\)"
+        ):
+            look(server, max_num_seqs=32)
+        with pytest.raises(TonnageError, match="contradicts --gpu"):
+            look(server, gpu="h100-80g")
+
+
+def test_replicas_of_vllm_add_up() -> None:
+    page = recorded(VLLM, "metrics_after.txt")
+    with vllm() as server:
+        server.paths["/metrics"] = Stored(page + page.replace('engine="0"', 'engine="1"'))
+        found = look(server, gpu="h100-80g")
+    assert len(found.reading.replicas) == 2
+    assert found.told.flags["data_parallel_size"] == 2
+    assert found.reading.blocks("usable") == 42
+    assert found.headroom is not None
+    assert (found.headroom.requests, found.headroom.prompt_tokens) == (10, 2047)  # one prompt fits one replica
+    assert found.measured["kv_pool"] == 64_880_640  # of one
+
+
+def test_metrics_of_vllm_off(tmp_path: Path) -> None:
+    with vllm() as server:
+        server.paths["/metrics"] = Stored("# nothing of vLLM\n")
+        with pytest.raises(WatchError, match=r"is vLLM, and shows no metrics \(start it without --disable-log"):
+            look(server)
+
+
+def test_a_vllm_with_our_plug_in_tells_its_plan() -> None:
+    """Families of docs/vllm.md beside vLLM's own: no flag is needed, and none is taken."""
+    ours = """
+tonnage_plan_info{model="demo",plan_id="abc",revision="0",engine="vllm",architecture="L",quantization="none"} 1
+tonnage_plan_info{model="demo",plan_id="def",revision="1",engine="vllm",architecture="L",quantization="none"} 1
+tonnage_memory_planned_bytes{model="demo",device="cuda:0",component="weights"} 7
+tonnage_memory_planned_bytes{model="demo",device="cuda:1",component="weights"} 8
+tonnage_memory_measured_bytes{model="demo",device="cuda:1",component="kv_pool"} 64880640
+tonnage_config_block_bytes{model="demo"} 2949120
+tonnage_config_block_size_tokens{model="demo"} 128
+tonnage_config_num_blocks{model="demo"} 22
+tonnage_headroom_blocks{model="demo"} 3
+tonnage_headroom_requests{model="demo"} 1
+tonnage_headroom_prompt_tokens{model="demo"} 200
+"""
+    with vllm() as server:
+        server.paths["/metrics"] = Stored(recorded(VLLM, "metrics_full.txt") + ours)
+        found = look(server)
+        with pytest.raises(TonnageError, match=r"^--gpu: vLLM with Tonnage in it tells its own plan"):
+            look(server, gpu="h100-80g")
+    assert found.planned is not None
+    assert (found.planned.plan_id, found.planned.device, found.planned.num_blocks) == ("abc", "cuda:1", 22)
+    assert found.planned.components == {"weights": 8}
+    assert found.measured == {"kv_pool": 64_880_640}
+    assert found.headroom == Headroom(3, 1, 200)
+    assert found.notes == ()
+
+
+# -- llama.cpp
+
+
+def test_slots_of_llama_cpp_with_a_cache_each(gguf: str) -> None:
+    with llama("split", "load") as server:
+        found = look(server, gguf, kv_unified=False)
+    assert found.told.title == "llama.cpp"
+    assert len(found.reading.replicas) == 4
+    assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (4, 2)
+    assert (found.reading.blocks("usable"), found.reading.blocks("used")) == (4096, 15 + 15 + 15 + 16)
+    assert found.planned is not None
+    assert found.planned.components["weights"] == found.measured["weights"] == 96_576_768
+    # -c 4096 of 30 layers, K and V of 3 heads of 64 values in f16
+    assert found.planned.components["kv_pool"] == 4096 * 30 * 2 * 3 * 64 * 2 == found.measured["kv_pool"]
+    assert found.headroom is not None
+    assert found.headroom.requests == 0
+
+
+def test_slots_of_llama_cpp_that_share(gguf: str) -> None:
+    with llama("default", "after") as server:
+        found = look(server, gguf, kv_unified=True)
+    (replica,) = found.reading.replicas
+    assert replica.pool is not None
+    assert replica.seats == 4
+    assert (replica.pool.used, replica.pool.cached) == (0, 100)  # two prompts are kept
+    assert found.headroom is not None
+    assert (found.headroom.requests, found.headroom.prompt_tokens) == (4, 4095)
+
+
+def test_llama_cpp_does_not_tell_whether_they_share(gguf: str) -> None:
+    with llama("split", "load") as server:
+        found = look(server, gguf)
+    assert found.planned is not None
+    assert set(found.planned.components) == {"weights"}
+    assert found.headroom is None
+    assert found.reading.blocks("used") is None
+    assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (4, 2)
+    assert any("--no-kv-unified" in note for note in found.notes)
+
+
+def test_llama_cpp_without_metrics_or_slots(gguf: str) -> None:
+    with llama("split", "idle") as server:
+        server.paths["/slots"] = Stored(recorded(LLAMA, "slots_off.json"), 501)
+        found = look(server, gguf, kv_unified=False)
+        assert found.reading.sum_of("running") == 0
+        assert found.reading.blocks("used") is None
+        server.paths["/metrics"] = Stored(recorded(LLAMA, "metrics_off.json"), 501)
+        with pytest.raises(WatchError, match=r"llama\.cpp, and shows no metrics \(start it with --metrics\)"):
+            look(server, gguf)
+
+
+def test_a_path_of_another_machine() -> None:
+    with (
+        llama("split", "idle") as server,
+        pytest.raises(TonnageError, match=r"^--model: the server's model") as told,
+    ):
+        look(server)
+    assert "a .gguf file or a hub id" in str(told.value)
+
+
+# -- SGLang
+
+
+def test_sglang(qwen: str) -> None:
+    """12,288 bytes a token; its page of 20,480 tokens says 0.23 GiB."""
+    with sglang() as server:
+        found = look(server, qwen, gpu="h100-80g")
+    (replica,) = found.reading.replicas
+    assert (replica.running, replica.waiting) == (3, 2)  # the sum over the priorities is there beside them
+    assert replica.pool is not None
+    assert (replica.pool.num_blocks, replica.pool.used, replica.pool.cached) == (
+        20_480,
+        7000,
+        4096,
+    )  # not twice
+    assert found.told.flags["mem_fraction_static"] == 0.836
+    assert found.planned is not None
+    assert found.planned.tokens == 20_480  # --max-total-tokens, though more would fit
+    assert found.planned.components["kv_pool"] == found.measured["kv_pool"] == 251_658_240
+    assert round(found.measured["kv_pool"] / 2**30, 2) == 0.23
+    assert found.measured["weights"] == int(0.98 * 2**30)
+    assert found.reading.counters == Counters(
+        preemptions=5, prompt_tokens=10_000, generation_tokens=2000, prefix_query_tokens=10_000,
+        prefix_hit_tokens=2500, finished=100, finished_prompt=10_000, finished_generation=2000,
+    )  # fmt: skip
+    assert found.headroom is not None
+    assert found.headroom.requests == 13_480 // 120  # 100 + 20 tokens each
+
+
+def test_older_sglang(qwen: str) -> None:
+    """Names of its documentation; arguments under /get_server_info."""
+    with sglang("0.4", get_server_info=recorded(SGLANG, "server_info.json")) as server:
+        del server.paths["/server_info"]
+        found = look(server, qwen)
+    (replica,) = found.reading.replicas
+    assert (replica.running, replica.waiting) == (162, 2826)
+    assert found.reading.counters.preemptions is None
+    assert found.reading.counters.prompt_tokens == 8_128_902
+
+
+def test_metrics_of_sglang_off(qwen: str) -> None:
+    with sglang() as server:
+        del server.paths["/metrics"]
+        with pytest.raises(
+            WatchError, match=r"SGLang, and shows no metrics \(start it with --enable-metrics\)"
+        ):
+            look(server, qwen)
+
+
+# -- our own server
+
+
+async def test_a_tonnage_server(run_server: Callable[..., Any], small_plan: Callable[..., Plan]) -> None:
+    """It tells its plan, also where it speaks vLLM's names beside its own; what it says is shown as it is."""
+    plan = small_plan()
+    async with run_server(FakeEngine(plan), metrics_compat="vllm") as running:
+        for number in range(3):
+            await running.complete(prompt=f"Story {number}", max_tokens=8)
+        watcher = Watcher(Client(running.url), {}, None)
+        found = await asyncio.to_thread(watcher.look)
+        page = Samples((await running.http.get("/metrics")).text)
+        memory = (await running.http.get("/memory")).json()
+    assert found.told.title == "Tonnage"
+    assert found.planned is not None
+    assert found.planned.plan_id == plan.plan_id
+    assert found.planned.components == planned_components(plan)
+    assert found.reading.blocks("usable") == memory["pool"]["blocks"]["usable"] == 255
+    assert found.reading.blocks("cached") == memory["pool"]["blocks"]["cached"]
+    assert found.headroom is not None
+    assert found.headroom.requests == page.count("tonnage_headroom_requests")
+    assert found.headroom.blocks == page.count("tonnage_headroom_blocks")
+    assert found.reading.counters.generation_tokens == 24
+    assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (0, 0)
+
+
+async def test_a_tonnage_server_needs_no_flags_but_its_key(
+    run_server: Callable[..., Any], small_plan: Callable[..., Plan]
+) -> None:
+    async with run_server(FakeEngine(small_plan()), api_key="watch-secret", key="watch-secret") as running:
+        with pytest.raises(WatchError, match="--api-key"):
+            await asyncio.to_thread(Watcher(Client(running.url), {}, None).look)
+        known = Client(running.url, api_key="watch-secret")
+        for given, model in (({}, "demo"), ({"gpu": "h100-80g"}, None)):
+            with pytest.raises(TonnageError, match=r"Tonnage tells its own plan \(leave it out\)"):
+                await asyncio.to_thread(Watcher(known, given, model).look)
+        found = await asyncio.to_thread(Watcher(known, {}, None).look)
+    assert found.told.title == "Tonnage"
