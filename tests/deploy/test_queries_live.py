@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from queries import filled, operands, panel_queries, wrong
-from serving import PATIENCE
+from queries import (
+    every_panel_answers,
+    every_rule_is_evaluated,
+    every_rule_sees_its_series,
+    filled,
+    panel_queries,
+)
 
 # Labels that Prometheus itself puts on every sample.
 TARGET_LABELS = {"instance", "job"}
@@ -84,41 +87,15 @@ def test_every_name_in_a_rule_exists(
 
 
 def test_no_panel_is_empty(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
-    left = panel_queries(dashboards)
-    deadline = time.monotonic() + PATIENCE
-    while left:
-        bad = [(item, wrong(prometheus.instant(item[2]), item[1])) for item in left]
-        left = [item for item, reason in bad if reason]
-        if left:
-            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in bad if reason]
-            time.sleep(0.5)
+    every_panel_answers(prometheus, dashboards)
 
 
 def test_every_rule_sees_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:
-    left = [(rule.get("record") or rule["alert"], part) for rule in rules for part in operands(rule["expr"])]
-    assert {name for name, _ in left} == {rule.get("record") or rule["alert"] for rule in rules}
-    deadline = time.monotonic() + PATIENCE
-    while left:
-        left = [
-            (name, part)
-            for name, part in left
-            if not (values := prometheus.instant(part)) or not all(map(math.isfinite, values))
-        ]
-        if left:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.5)
+    every_rule_sees_its_series(prometheus, rules)
 
 
 def test_prometheus_evaluates_the_rules(rules: list[dict[str, Any]], prometheus: Any) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        loaded = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
-        if all(rule["health"] != "unknown" for rule in loaded):
-            break
-        assert time.monotonic() < deadline, loaded
-        time.sleep(0.5)
-    assert {rule["name"] for rule in loaded} == {rule.get("record") or rule["alert"] for rule in rules}
-    assert {rule["health"] for rule in loaded} == {"ok"}, loaded
+    every_rule_is_evaluated(prometheus, rules)
     recorded = {rule["record"] for rule in rules if "record" in rule}
     assert all(prometheus.instant(name) for name in recorded)
     firing = {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}

@@ -199,3 +199,42 @@ def wrong(values: list[float], unit: str) -> str:
     if not all(0 <= value <= LARGEST[unit] for value in values):
         return f"out of the range of {unit}: {values}"
     return ""
+
+
+def every_panel_answers(prometheus: Prometheus, dashboards: dict[str, dict[str, Any]]) -> None:
+    """Each query of each panel has an answer that makes sense, sooner or later."""
+    left = panel_queries(dashboards)
+    deadline = time.monotonic() + PATIENCE
+    while left:
+        bad = [(item, wrong(prometheus.instant(item[2]), item[1])) for item in left]
+        left = [item for item, reason in bad if reason]
+        if left:
+            assert time.monotonic() < deadline, [(item[0], item[2], reason) for item, reason in bad if reason]
+            time.sleep(0.5)
+
+
+def every_rule_sees_its_series(prometheus: Prometheus, rules: list[dict[str, Any]]) -> None:
+    left = [(rule.get("record") or rule["alert"], part) for rule in rules for part in operands(rule["expr"])]
+    assert {name for name, _ in left} == {rule.get("record") or rule["alert"] for rule in rules}
+    deadline = time.monotonic() + PATIENCE
+    while left:
+        left = [
+            (name, part)
+            for name, part in left
+            if not (values := prometheus.instant(part)) or not all(map(math.isfinite, values))
+        ]
+        if left:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+
+
+def every_rule_is_evaluated(prometheus: Prometheus, rules: list[dict[str, Any]]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        loaded = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+        if all(rule["health"] != "unknown" for rule in loaded):
+            break
+        assert time.monotonic() < deadline, loaded
+        time.sleep(0.5)
+    assert {rule["name"] for rule in loaded} == {rule.get("record") or rule["alert"] for rule in rules}
+    assert {rule["health"] for rule in loaded} == {"ok"}, loaded

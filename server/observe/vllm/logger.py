@@ -28,6 +28,7 @@ from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm import figures
 from tonnage.server.engines.vllm.deployment import asked_of, served_name
+from tonnage.server.engines.vllm.refused import tell_clients
 from tonnage.server.engines.vllm.told import take
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
@@ -66,6 +67,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
             return  # `tonnage serve --backend vllm` shows all this on its own page
+        with self._ours("at start"):
+            tell_clients()  # nothing else of ours runs in a plain vLLM's API process
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
                 "Tonnage: with several API servers vLLM puts its page together from files of its own; for ours "

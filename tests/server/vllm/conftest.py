@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from honoured import FLAGS, TEMPLATE
-from plain_vllm import plain_vllm
+from plain_vllm import LET_IT_START, plain_vllm
 from serving import PATIENCE, ask_bare_vllm, serving
 from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
 
@@ -74,12 +74,13 @@ def server(adapters: dict[str, Path], bare: Bare, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="package")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a plain ``vllm serve`` with our entry points and scheduler; a few requests fill its pool."""
-    flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "1024"]
+    """URL of a plain ``vllm serve`` with our entry points and scheduler; a few requests fill its pool, and one
+    can be larger than it."""
+    flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "4096"]
     flags += ["--kv-cache-memory-bytes", "48M", "--max-num-seqs", "6", "--max-num-batched-tokens", "256"]
     flags += ["--scheduler-cls", "tonnage.server.engines.vllm.scheduler.TonnageScheduler"]
     flags += ["--additional-config", '{"tonnage": {"admission_mode": "guaranteed"}}']
-    with plain_vllm(tmp_path_factory.mktemp("plain"), str(ensure_demo()), *flags) as url:
+    with plain_vllm(tmp_path_factory.mktemp("plain"), str(ensure_demo()), *flags, before=LET_IT_START) as url:
         yield url
 
 
