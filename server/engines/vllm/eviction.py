@@ -43,8 +43,8 @@ class NotUnderstood(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EvictionStats:
-    """``learned``: the learned rule is followed now, and not LRU; ``evicted``: blocks handed out with content;
-    ``fallbacks``: exceptions of ours so far, 0 or 1."""
+    """``learned``: the learned rule is followed now, and not LRU; ``evicted``: blocks with content that it
+    has chosen, the next few to go among them; ``fallbacks``: exceptions of ours so far, 0 or 1."""
 
     learned: bool
     evicted: int

@@ -34,6 +34,7 @@ def holds(made: Any) -> Told:
     assert told.unfinished == len(made.requests)
     if told.mode == "greedy":
         assert told.reserved is told.committed is told.waste is told.asked is None
+        counts_what_is_cached(made, told)
         return told
     tables = made.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     held = sum(len(tables[running.request_id]) for running in made.running)
@@ -44,20 +45,33 @@ def holds(made: Any) -> Told:
     assert told.asked is not None
     assert held <= told.reserved <= told.asked
     assert 0 <= told.committed <= BLOCKS
+    counts_what_is_cached(made, told)
+    return told
+
+
+def counts_what_is_cached(made: Any, told: Told) -> None:
     pool = made.kv_cache_manager.block_pool
     hashed = [block for block in pool.blocks[1:] if block.block_hash is not None]
     twice = len(hashed) - len({block.block_hash for block in hashed})
     reclaimable = sum(block.ref_cnt == 0 for block in hashed)
     assert told.cached is not None
     assert max(0, reclaimable - twice) == told.cached
-    return told
 
 
-@pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict", "greedy"])
-def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("mode", "eviction"),
+    [
+        ("guaranteed", "lru"),
+        ("predictive", "learned"),
+        ("no_evict", "lru"),
+        ("greedy", "lru"),
+        ("greedy", "learned"),
+    ],
+)
+def test_every_step_of_a_busy_pool(mode: str, eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     draw = random.Random(3)
-    tried = world(mode, sequences=8)
+    tried = world(mode, sequences=8, eviction=eviction)
     made = tried.scheduler
     before = Told("")
     pool, removed = made.kv_cache_manager.block_pool, 0
@@ -92,13 +106,13 @@ def test_every_step_of_a_busy_pool(mode: str, monkeypatch: pytest.MonkeyPatch) -
     if mode != "greedy":
         assert (told.reserved, told.committed, told.asked, told.waste) == (0, 0, 0, 0)
         assert told.missing_blocks["wait", "blocks"] >= told.decisions["wait", "blocks"]
-        assert sum(told.evictions.values()) == removed > 0
-        assert told.evictions["blocks", "prefill"] > 0
-        assert told.evictions["blocks", "decode"] > 0
-        cached = told.cached
-        assert made.reset_prefix_cache()
-        assert told_by(made).evictions["blocks", "reset"] == cached
-        assert told_by(made).cached == 0
+    assert sum(told.evictions.values()) == removed > 0
+    assert told.evictions["blocks", "prefill"] > 0
+    assert told.evictions["blocks", "decode"] > 0
+    cached = told.cached
+    assert made.reset_prefix_cache()
+    assert told_by(made).evictions["blocks", "reset"] == cached
+    assert told_by(made).cached == 0
     assert told.failures == 0
 
 

@@ -73,26 +73,28 @@ class Report:
 
     def told(self, admission: VllmAdmission | None, mode: str, failures: int) -> Told:
         """``admission`` None: vLLM schedules on its own, nothing is reserved."""
+        now = time.monotonic()
+        look = now - self._looked >= _LOOK_SECONDS or not self._scheduler.running
+        if look:
+            self._looked = now
+            self._cached = cached_blocks(self._scheduler.kv_cache_manager)
         told = Told(
-            mode, self._received, len(self._asked), failures,
+            mode, self._received, len(self._asked), failures, cached=self._cached,
             decisions=dict(self._decisions), missing_blocks=dict(self._missing),
+            evictions={("blocks", cause): count for cause, count in self._evictions.counts.items()},
         )  # fmt: skip
         if admission is None:
             return told
         admission.account.sync()  # who has finished in this step holds nothing
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_SECONDS or not self._scheduler.running:
-            self._looked = now
+        if look:
             self._reserved_then = admission.account.reserved
             self._committed, self._waste = admission.committed(), admission.account.waste()
             self._broken += admission.account.broken()
-            self._cached = cached_blocks(self._scheduler.kv_cache_manager)
         # Who came and left since the last look counts with all that is reserved for him.
         reserved = admission.account.reserved
         committed = self._committed + reserved - self._reserved_then
         committed = max(0, min(committed, admission.limits.usable_blocks))
         return replace(
             told, reserved=reserved, committed=committed, asked=self._asked_blocks,
-            waste=self._waste, broken=self._broken, cached=self._cached,
-            evictions={("blocks", cause): count for cause, count in self._evictions.counts.items()},
+            waste=self._waste, broken=self._broken,
         )  # fmt: skip
