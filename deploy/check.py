@@ -97,6 +97,8 @@ CUSTOM: dict[str, dict[str, Any]] = {
     },
 }
 
+VLLM_SERVE: dict[str, Any] = {"vllmServe": {"enabled": True}, "backend": "vllm", "model": "org/model"}
+
 # (values, part of the reason): what contradicts the plan or itself must not render.
 CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
     (
@@ -117,6 +119,11 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
         {"apiKeys": {"secretName": "s"}, "inferencePool": {"enabled": True, "endpointPicker": "p"}},
         "reads /metrics without a key",
     ),
+    ({"vllmServe": {"enabled": True}}, "make the plan with --engine vllm"),
+    ({"vllmServe": {"enabled": True}, "backend": "vllm"}, "demo is Tonnage's own"),
+    ({**VLLM_SERVE, "settings": {"metrics_compat": "vllm"}}, "settings.metrics_compat: vllm serve has no such"),
+    ({**VLLM_SERVE, "apiKeys": {"secretName": "s"}}, "one key in plain text"),
+    ({**VLLM_SERVE, "vllmServe": {"enabled": True, "admissionMode": "best"}}, "admissionMode"),
     ({"backend": "sglang"}, "backend"),
     ({"resources": {"memoryBytes": "2Gi"}}, "memoryBytes"),
     ({"replcias": 2}, "replcias"),
@@ -141,19 +148,26 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
 
 
 def dockerfile() -> str:
-    run(BIN / "hadolint", DEPLOY / "Dockerfile")
+    for file in (DEPLOY / "Dockerfile", DEPLOY / "vllm" / "Dockerfile"):
+        run(BIN / "hadolint", file)
     return "hadolint: nothing to say"
 
 
 def compose() -> str:
-    services = json.loads(
-        run(BIN / "docker-compose", "-f", DEPLOY / "compose.yaml", "config", "--format", "json")
-    )["services"]
-    for name, service in services.items():
-        for key, value in CONFINED.items():
-            if service.get(key) != value:
-                raise Failed(f"{name}: {key} is {service.get(key)}, not {value}")
-    return f"compose config: ok, {len(services)} services without a writable root or a capability"
+    checked = 0
+    for file in (DEPLOY / "compose.yaml", DEPLOY / "vllm" / "compose.yaml"):
+        said = run(
+            BIN / "docker-compose", "-f", file, "config", "--format", "json",
+            env={"MODEL": "org/model", "POOL": "8589934592"},
+        )  # fmt: skip
+        for name, service in json.loads(said)["services"].items():
+            for key, value in CONFINED.items():
+                if service.get(key) != value:
+                    raise Failed(f"{file}: {name}: {key} is {service.get(key)}, not {value}")
+            if "" in (service.get("command") or ()):
+                raise Failed(f"{file}: {name}: an empty argument in {service['command']}")
+            checked += 1
+    return f"compose config: ok, {checked} services without a writable root or a capability"
 
 
 @contextmanager

@@ -54,6 +54,8 @@ def _settings(plan: Plan) -> dict[str, object]:
         "max_num_seqs": chosen.max_num_seqs,
         "max_num_batched_tokens": chosen.max_num_batched_tokens,
         "block_size": chosen.block_size,
+        "tensor_parallel_size": chosen.tensor_parallel_size if chosen.tensor_parallel_size > 1 else None,
+        "pipeline_parallel_size": chosen.pipeline_parallel_size if chosen.pipeline_parallel_size > 1 else None,
     }
 
 

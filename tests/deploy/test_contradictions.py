@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compose import filled
 
 from tonnage.server.cli import main
 
@@ -22,11 +23,8 @@ def compose(variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """Command and environment of compose's service, its variables filled in as Compose does."""
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["tonnage"]
 
-    def filled(text: str) -> str:
-        return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: variables.get(m[1]) or m[2], text)
-
-    return [filled(word) for word in service["command"]], {
-        k: filled(v) for k, v in service["environment"].items()
+    return [filled(word, variables) for word in service["command"]], {
+        k: filled(v, variables) for k, v in service["environment"].items()
     }
 
 

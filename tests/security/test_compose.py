@@ -1,33 +1,54 @@
-"""No service of compose.yaml can write to its root, has a capability or gets one."""
+"""No service of the compose files can write to its root, has a capability or gets one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-FILE = Path(__file__).resolve().parents[2] / "deploy" / "compose.yaml"
-SERVICES = yaml.safe_load(FILE.read_text())["services"]
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+FILES = {name: DEPLOY / name for name in ("compose.yaml", "vllm/compose.yaml")}
 
 # Where each image writes (the flags and variables of its entry point): data, and Grafana its plugins' sockets.
 WRITES = {
     "tonnage": {"/var/cache/tonnage", "/tmp", "/home/tonnage"},
+    "vllm": {"/var/cache/tonnage", "/tmp", "/home/vllm"},
     "prometheus": {"/prometheus"},
     "alertmanager": {"/alertmanager"},
     "grafana": {"/var/lib/grafana", "/tmp"},
 }
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_service_is_confined_and_can_write_what_it_must(name: str) -> None:
-    service = SERVICES[name]
+def services(file: str) -> dict[str, dict[str, Any]]:
+    """By name, those of another file as they are there."""
+    found = yaml.safe_load(FILES[file].read_text())["services"]
+    for name, service in found.items():
+        if "extends" in service:
+            other, of = service["extends"]["file"], service["extends"]["service"]
+            assert (FILES[file].parent / other).resolve() == FILES["compose.yaml"]
+            assert service.keys() == {"extends"}
+            found[name] = services("compose.yaml")[of]
+    return dict(found)
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file in FILES for name in services(file)])
+def test_a_service_is_confined_and_can_write_what_it_must(file: str, name: str) -> None:
+    service = services(file)[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "devices", "pid", "network_mode"} & service.keys()
     volumes = [volume.split(":") for volume in service.get("volumes", ())]
-    writable = {target for _, target, *options in volumes if options != ["ro"]} | set(service.get("tmpfs", ()))
-    assert writable == WRITES[name]
+    writable = {target for _, target, *options in volumes if options != ["ro"]}
+    assert writable | {mount.partition(":")[0] for mount in service.get("tmpfs", ())} == WRITES[name]
     for port in service["ports"]:
         assert port.startswith("127.0.0.1:")
+
+
+def test_every_volume_is_declared() -> None:
+    for file, path in FILES.items():
+        named = {volume.split(":")[0] for s in services(file).values() for volume in s["volumes"]}
+        declared = yaml.safe_load(path.read_text())["volumes"].keys()
+        assert {name for name in named if not name.startswith(".")} == declared

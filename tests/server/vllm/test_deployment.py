@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from compose import filled
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.output.emit import emit
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict
@@ -115,3 +123,46 @@ def test_what_would_be_another_plan_is_refused_by_name(flags: dict[str, Any], na
 def test_served_name() -> None:
     assert asked_of(config_of(served_model_name=["first", "second"])).name == "first"
     assert asked_of(config_of()).name == str(ensure_demo())
+
+
+# -- the files in deploy/ that start a vllm serve
+
+
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_the_flags_of_the_compose_file_are_vllms(planned: bool) -> None:
+    """What a plan writes for compose reaches vLLM; what is not said is vLLM's own default."""
+    plan = make_plan(
+        "demo", Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=17)
+    )
+    lines = [line for line in emit(plan, "compose-env").splitlines() if not line.startswith("#")]
+    variables = dict(line.split("=", 1) for line in lines) if planned else {"MODEL": "org/model"}
+    service = yaml.safe_load((DEPLOY / "vllm" / "compose.yaml").read_text())["services"]["vllm"]
+    words = shlex.split(filled(service["command"], variables))
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    said, others = parser.parse_known_args(words)
+    assert others == [variables["MODEL"], "--host", "0.0.0.0"]  # of vllm serve itself
+    assert said.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
+    assert 0 < said.shutdown_timeout < int(service["stop_grace_period"].removesuffix("s"))
+    default = parser.parse_args([])
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        mine = getattr(plan.deployment, name) if name != "kv_cache_memory_bytes" else plan.rank.kv_pool_bytes
+        assert getattr(said, name) == (mine if planned else getattr(default, name)), name
+    assert said.gpu_memory_utilization == (1.0 if planned else default.gpu_memory_utilization)
+
+
+def test_the_flags_that_the_chart_makes_of_settings_are_vllms() -> None:
+    text = (DEPLOY / "helm" / "tonnage" / "templates" / "_shared.tpl").read_text()
+    (names,) = re.findall(r"\$same := list ((?:\"\w+\" ?)+)", text)
+    same = set(re.findall(r"\w+", names))
+    ours = {field.name for field in dataclasses.fields(Deployment)}
+    assert same <= ours & {field.name for field in dataclasses.fields(EngineArgs)}
+    # Whatever a plan writes is one of them, or of the machine.
+    plan = make_plan(
+        "demo", Deployment(engine="vllm", device="cuda", device_memory=80 * 2**30, tensor_parallel_size=3)
+    )
+    settings = yaml.safe_load(emit(plan, "helm-values"))["settings"]
+    assert settings["tensor_parallel_size"] == 3
+    assert settings.keys() <= same | {"device", "device_memory"}

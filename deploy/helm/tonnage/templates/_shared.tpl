@@ -42,7 +42,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if lt (int $v.terminationGracePeriodSeconds) (int $grace) -}}
 {{- fail (printf "terminationGracePeriodSeconds: %d is less than preStopSeconds + drainSeconds + 5 = %d: requests would be cut off" (int $v.terminationGracePeriodSeconds) (int $grace)) -}}
 {{- end -}}
-{{- if and $v.apiKeys.secretName (not $v.apiKeys.metricsPublic) -}}
+{{- if $v.vllmServe.enabled -}}
+{{- if ne $v.backend "vllm" -}}
+{{- fail (printf "vllmServe.enabled: true, but backend is %s: make the plan with --engine vllm" $v.backend) -}}
+{{- end -}}
+{{- if eq $v.model "demo" -}}
+{{- fail "model: demo is Tonnage's own; vllm serve takes a hub id or a folder" -}}
+{{- end -}}
+{{- if and $v.apiKeys.secretName (eq $v.apiKeys.secretKey "keys.toml") -}}
+{{- fail "apiKeys.secretKey: vllm serve takes one key in plain text, and no file of keys" -}}
+{{- end -}}
+{{- else if and $v.apiKeys.secretName (not $v.apiKeys.metricsPublic) -}}
 {{- if and $v.serviceMonitor.enabled (not $v.apiKeys.metricsSecretKey) -}}
 {{- fail "apiKeys.metricsSecretKey: with keys serviceMonitor needs the one that may read /metrics (or apiKeys.metricsPublic)" -}}
 {{- end -}}
@@ -57,4 +67,32 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and $v.podDisruptionBudget.enabled (gt $fewest 1) (ge (int $v.podDisruptionBudget.minAvailable) $fewest) -}}
 {{- fail (printf "podDisruptionBudget.minAvailable: %d of %d replicas would block every drain of a node" (int $v.podDisruptionBudget.minAvailable) $fewest) -}}
 {{- end -}}
+{{- end -}}
+
+{{/* A value as a flag or a variable takes it: Helm reads every number as a float. */}}
+{{- define "tonnage.text" -}}
+{{ if kindIs "float64" . }}{{ if eq . (floor .) }}{{ . | int64 }}{{ else }}{{ . }}{{ end }}{{ else }}{{ . }}{{ end }}
+{{- end -}}
+
+{{/* What vllm serve is started with: the model, the settings by vLLM's names, which are ours, and what is asked for. */}}
+{{- define "tonnage.vllmArgs" -}}
+{{- $v := .Values -}}
+{{- $same := list "gpu_memory_utilization" "dtype" "kv_cache_dtype" "kv_cache_memory_bytes" "max_model_len" "max_num_seqs" "max_num_batched_tokens" "block_size" "tensor_parallel_size" "pipeline_parallel_size" -}}
+- {{ $v.model | quote }}
+- --host=0.0.0.0
+- --port=8000
+- --shutdown-timeout={{ $v.drainSeconds }}
+{{- range $name, $value := $v.settings }}
+{{- if has $name $same }}
+- --{{ $name | replace "_" "-" }}={{ include "tonnage.text" $value }}
+{{- else if not (has $name (list "device" "device_memory")) }}
+{{- fail (printf "settings.%s: vllm serve has no such flag; its own go under vllmServe.args" $name) }}
+{{- end }}
+{{- end }}
+{{- if $v.vllmServe.admissionMode }}
+- --scheduler-cls=tonnage.server.engines.vllm.scheduler.TonnageScheduler
+{{- end }}
+{{- range $v.vllmServe.args }}
+- {{ . | quote }}
+{{- end }}
 {{- end -}}
