@@ -111,6 +111,9 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
                 body.clear()
             if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
                 break
+    except BaseException:
+        body.clear()  # the error refers to this frame, and may wait for the garbage collector
+        raise
     finally:
         bodies.release(held)
     if size > limit:

@@ -454,7 +454,9 @@ class VLLMEngine(Engine):
                 llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it reports the end of its engine as a crash
-            await asyncio.get_running_loop().run_in_executor(self._loader, self._end, llm)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._loader, self._end, llm)
+            await loop.run_in_executor(self._loader, processes.close_files, llm)
         self._loader.shutdown(wait=False)
 
     def _end(self, llm: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -300,19 +301,29 @@ async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
 ) -> None:
     family = [process for process in psutil.process_iter() if is_child_of(process, server)]
     (victim,) = [process for process in family if name in " ".join(process.cmdline())]
+    api = next(parent for parent in victim.parents() if listens(parent, server))
+    files = api.num_fds()
     said = await streams_until_killed(server, victim, 20, how)
     assert all(told in message for message in said), said
     assert not victim.is_running()
+    deadline = time.monotonic() + PATIENCE
+    while api.num_fds() > files:  # of the clients that were there
+        assert time.monotonic() < deadline, (files, api.num_fds())
+        await asyncio.sleep(0.1)
+    assert not [child for child in api.children() if child.status() == psutil.STATUS_ZOMBIE]
 
 
 def is_child_of(process: psutil.Process, server: str) -> bool:
     """Whether it descends from the process that listens on the address ``server``."""
-    port = int(server.rsplit(":", 1)[1])
     try:
-        return any(
-            connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-            for parent in process.parents()
-            for connection in parent.net_connections("tcp")
-        )
+        return any(listens(parent, server) for parent in process.parents())
     except psutil.Error:
         return False
+
+
+def listens(process: psutil.Process, server: str) -> bool:
+    port = int(server.rsplit(":", 1)[1])
+    return any(
+        connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+        for connection in process.net_connections("tcp")
+    )
