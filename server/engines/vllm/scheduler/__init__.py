@@ -8,7 +8,7 @@
 ``account``     what the running requests hold and may still ask for, beside vLLM's books
 ``groups``      vLLM's KV cache groups as admission counts them
 ``options``     ``--additional-config '{"tonnage": {...}}'`` and ``TONNAGE_*``
-``versions``    what vLLM calls by another name in 0.30, 0.31, 0.32
+``versions``    what vLLM calls by another name in 0.30 to 0.33
 ``own``         vLLM's own scheduler, where its version is another one
 =============== ==================================================================================
 """

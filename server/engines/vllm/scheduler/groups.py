@@ -4,7 +4,7 @@ hold.
 Groups that keep every token in blocks of one size are *full*: their growth is forecast block by block. All
 others (windows, recurrent states, encoder tokens, other block sizes) are set aside whole for each request, at
 the most they can ever hold, as `tonnage.cache.admission.reservation` does. vLLM 0.30 to
-0.32: v1/core/single_type_kv_cache_manager.py.
+0.33: v1/core/single_type_kv_cache_manager.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-# Frames between the pool's hook and the manager's allocate_slots (0.30 to 0.32: four or five).
+# Frames between the pool's hook and the manager's allocate_slots (0.30 to 0.33: four or five).
 _DEPTH = 10
 
 

@@ -32,6 +32,7 @@ _KNOWN = {
     ),
     "0.31": Rules(),
     "0.32": Rules(),
+    "0.33": Rules(),
 }
 KNOWN_VERSIONS = tuple(_KNOWN)
 
