@@ -23,6 +23,7 @@ examples:
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
   tonnage plan ./Qwen3-32B --sweep --html sweep.html
+  tonnage plan ./Qwen3-32B --gpu h100-80g --compare 0.19.0 0.32.0
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --emit helm-values > plan.yaml
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --replicas auto --rate 20 --trace azure.csv
   tonnage plan ./Llama-3.1-8B --engine vllm --engine-version 0.11.0 --gpu a100-40g --json
@@ -65,6 +66,9 @@ def _output_flags(p: _Group) -> None:
         "--target-concurrency", metavar="N", help="find the cheapest GPU and TP that hold N sequences"
     )
     p.add_argument("--sweep", action="store_true", help="quantization x KV dtype x TP x GPU as a table")
+    p.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="what the upgrade from version A to B changes, and why"
+    )
     p.add_argument("--explain", action="store_true", help="print every term with its formula and source")
     p.add_argument("--serve-line", action="store_true", help="print only the commands that serve this plan")
     out = p.add_mutually_exclusive_group()
@@ -94,6 +98,14 @@ def _check_outputs(args: argparse.Namespace) -> None:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
 
     many = "sweep" if args.sweep else "target_concurrency" if args.target_concurrency is not None else None
+    if args.compare is not None:
+        if many:
+            refuse(
+                "compare", f"is about one deployment, --{many.replace('_', '-')} about many", "leave one out"
+            )
+        if args.engine_version is not None:
+            refuse("compare", "says both versions", "leave --engine-version out")
+        many = "compare"
     if args.sweep and args.target_concurrency is not None:
         refuse(
             "sweep", "prints all combinations, --target-concurrency the cheapest that hold so many", "give one"
@@ -120,6 +132,10 @@ def _answer(args: argparse.Namespace) -> int:
     from tonnage.planner.source.resolve import resolve_model
 
     deployment = deployment_from(args)
+    if args.compare is not None:
+        from tonnage.planner.sweep.versions import run_compare
+
+        return run_compare(resolve_model(args.model), deployment, args)
     if args.sweep or args.target_concurrency is not None:
         from tonnage.planner.sweep.command import run_sweep
 

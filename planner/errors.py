@@ -5,6 +5,8 @@ The command line prints ``str(error)`` and exits with 2; the server renders it a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # Names in messages come from files and may be a megabyte long; the longest sentence of our own has 700
 # characters.
 LONGEST_TEXT = 4_000
@@ -76,6 +78,22 @@ class DeploymentError(TonnageError):
     """A flag is out of range or contradicts another one or the model."""
 
     code = "invalid_deployment"
+
+
+class EngineRefusal(DeploymentError):
+    """The engine itself refuses: ``cause`` and ``facts`` find the sentence of its version (Engine.sentence)."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        hint: str | None = None,
+        cause: str = "",
+        facts: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message, field=field, hint=hint)
+        self.cause, self.facts = cause, facts or {}
 
 
 class DoesNotFit(TonnageError):

@@ -44,6 +44,14 @@ class Deployment:
         None, "memory of the device, for example 79.18GiB (default: the device's own)", group=_DEVICE,
         unit="bytes",
     )  # fmt: skip
+    device_memory_used: int = flag(
+        0, "memory of each device that others hold already, for example 10GiB (default: none)", group=_DEVICE,
+        unit="bytes", least=0, engine="vllm",
+    )  # fmt: skip
+    num_gpus: int | None = flag(
+        None, "GPUs of the machine (default: as many as there are ranks)", group=_DEVICE, most=_MAX_RANKS,
+        engine="vllm",
+    )  # fmt: skip
     gpu_memory_utilization: float | None = flag(
         None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.20 on 0.92)",
         group=_DEVICE, unit="share",
@@ -227,6 +235,15 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """What stops a start. ``why``: and what would not, empty where it is that something does not fit;
+    ``sentence``: the engine's own."""
+
+    why: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightFormat:
     """Weights of one rank stored in one dtype under one quantization (none: as trained)."""
 
@@ -254,6 +271,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what a reader should know: rules assumed, settings that override
     advice: tuple[str, ...] = ()  # when it does not fit: changes that make it fit, smallest first
     schema_version: int = SCHEMA_VERSION
+    stops_with: str | None = None  # what the engine says, when it does not start
     engine_name: str = ""  # as people call it: with its version, where it has one
 
     @property
@@ -327,6 +345,8 @@ class Plan:
     def verdict_lines(self) -> list[str]:
         """Whether it fits, or why not and what would; notes."""
         lines = ["Fits."] if self.fits else [f"Does not fit: {reason}" for reason in self.reasons]
+        if self.stops_with is not None:
+            lines.append(f"{self.engine_name} stops with: {self.stops_with}")
         lines += [f"Would fit with {change}" for change in self.advice]
         return lines + [f"Note: {note}" for note in self.notes]
 

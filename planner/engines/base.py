@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
-from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, EngineName, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, EngineName, Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 if TYPE_CHECKING:
@@ -81,10 +81,17 @@ class Engine(ABC):
         """Raise DeploymentError for a --max-model-len above the model's own."""
         own = architecture.max_model_len
         if asked > own:
-            raise DeploymentError(
+            raise EngineRefusal(
                 f"{asked} is above the model's own {own} ({architecture.position_field})",
                 field="--max-model-len",
                 hint=f"at most {own}",
+                cause="length",
+                facts={
+                    "asked": asked,
+                    "own": own,
+                    "field": architecture.position_field,
+                    "rope": architecture.rotary is not None,
+                },
             )
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
@@ -243,6 +250,28 @@ class Engine(ABC):
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
         """The flags of the plan, once the pool is known."""
         return flags
+
+    # -- versions
+
+    def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+        """Releases after ``since`` up to ``until`` at which something planned changed, with what in words."""
+        return ()
+
+    # -- starts that fail
+
+    def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+        """What it says when ``cause`` of an EngineRefusal stops it; None: nothing known here."""
+        return None
+
+    def foresee(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
+    ) -> Failure | None:
+        """What stops the start of a plan, beside what does not fit, or in which words it does."""
+        return None
+
+    def start_notes(self, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
+        """What may stop a start that fits. ``beside``: bytes it takes outside what the plan may take."""
+        return ()
 
     # -- words
 

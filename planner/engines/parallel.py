@@ -9,7 +9,7 @@ expert parallelism, else their width).
 
 from __future__ import annotations
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.records import dataclass, replace
@@ -55,16 +55,18 @@ def check(architecture: Architecture, ranks: int) -> None:
     if ranks == 1:
         return
     if architecture.heads % ranks and not _headless(architecture):
-        raise DeploymentError(
+        raise EngineRefusal(
             f"{ranks} does not divide {architecture.heads} attention heads",
             field=_TP,
             hint=_divisors(architecture),
+            cause="heads",
+            facts={"heads": architecture.heads, "ranks": ranks},
         )
     for kv_heads in sorted({layer.kv_heads for layer in architecture.cache_layers if _divided(layer.kind)}):
         if kv_heads % ranks and ranks % kv_heads:
-            raise DeploymentError(
+            raise EngineRefusal(
                 f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP,
-                hint=_divisors(architecture),
+                hint=_divisors(architecture), cause="kv_heads", facts={"heads": kv_heads, "ranks": ranks},
             )  # fmt: skip
     for layer in architecture.cache_layers:
         for state in layer.states:
@@ -127,16 +129,24 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
     size = tensor.shape[dim]
     if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
+        if size % ranks:
+            raise _undivided(f"{ranks} does not divide the vocabulary, padded to {size}", size, ranks)
     if tensor.kv_rows and tensor.kv_units:
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:
-        raise DeploymentError(f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP)
+        what = f"{ranks} does not divide {tensor.name} {list(tensor.shape)}"
+        merged = tensor.role == "mlp" and architecture.gated_mlp
+        raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
         size = ceil_div(size, ranks)  # towers and mixers are padded or kept whole where they do not divide
         if tensor.role in TOWER_ROLES and tensor.shape[dim] % ranks:
             return tensor
     return replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+
+
+def _undivided(message: str, size: int, ranks: int, cause: str = "divided") -> EngineRefusal:
+    return EngineRefusal(message, field=_TP, cause=cause, facts={"size": size, "ranks": ranks})
 
 
 def _shard_experts(tensor: TensorSpec, parallel: Parallel) -> TensorSpec:
@@ -146,8 +156,9 @@ def _shard_experts(tensor: TensorSpec, parallel: Parallel) -> TensorSpec:
         return tensor
     size = tensor.shape[dim]
     if not parallel.expert and size % (ranks * tensor.matrices if tensor.matrices > 1 and dim else ranks):
-        raise DeploymentError(
+        raise EngineRefusal(
             f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP,
-            hint="--enable-expert-parallel divides whole experts",
+            hint="--enable-expert-parallel divides whole experts", cause="divided",
+            facts={"size": size // tensor.matrices if dim else size, "ranks": ranks},
         )  # fmt: skip
     return replace(tensor, shape=(*tensor.shape[:dim], ceil_div(size, ranks), *tensor.shape[dim + 1 :]))

@@ -50,6 +50,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         },
         "fits": plan.fits,
         "reasons": list(plan.reasons),
+        "stops_with": plan.stops_with,
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
         "notes": list(plan.notes),
         "advice": list(plan.advice),

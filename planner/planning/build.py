@@ -12,12 +12,12 @@ except ImportError:
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.errors import printable
+from tonnage.planner.errors import DeploymentError, EngineRefusal, printable
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.planning.deployment import complete, version_notes
+from tonnage.planner.planning.deployment import complete, version_notes, version_of
 from tonnage.planner.planning.fit import judge
 from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
 from tonnage.planner.planning.terms import (
@@ -29,7 +29,7 @@ from tonnage.planner.planning.terms import (
     quantized_terms,
 )
 from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import Deployment, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import asdict, dataclass, replace
@@ -81,6 +81,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         ),
         fits=not size.reasons,
         reasons=size.reasons,
+        stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
         intervals=worst.intervals(),
         terms=terms,
         weight_formats=worst.weights.loaded.formats,
@@ -90,6 +91,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
+            *engine_of(flags.engine).start_notes(chosen, worst.rank, _beside(worst)),
             *_calibration_notes(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
@@ -112,6 +114,7 @@ class Size:
     held: PoolCapacity
     reasons: tuple[str, ...]
     draft_notes: tuple[str, ...]
+    failure: Failure | None = None
 
     @property
     def worst(self) -> Stage:
@@ -145,7 +148,20 @@ class Sizer:
         self._parts: dict[tuple[object, ...], list[Part]] = {}
 
     def size(self, deployment: Deployment) -> Size:
-        """Raises as :func:`make_plan`."""
+        """Raises as :func:`make_plan`; what the engine itself refuses, in its own words too."""
+        try:
+            return self._size(deployment)
+        except EngineRefusal as error:
+            engine = engine_of(deployment.engine)
+            version, name = version_of(engine, deployment)
+            said = engine.sentence(error.cause, version, error.facts)
+            if said is None:
+                raise
+            raise DeploymentError(
+                f"{error.message}; {engine.title} {name} stops with: {said}", field=error.field, hint=error.hint
+            ) from None
+
+    def _size(self, deployment: Deployment) -> Size:
         source = self._source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -156,11 +172,13 @@ class Sizer:
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
         flags = chosen.flags
         engine = engine_of(flags.engine)
+        parts = self._held(
+            architecture, quantization, flags
+        )  # refuses what cannot be divided, as the engine does
         pooled, draft_weights, draft_notes = with_draft(architecture, flags)
         pool = engine.build_pool(pooled, chosen)
         flags = engine.shown_flags(flags, pool)
         added = Added(lora_bytes(architecture, flags), draft_weights)
-        parts = self._held(architecture, quantization, chosen.flags)
         stages = build_stages(architecture, parts, chosen, pool, added)
         num_blocks = min(
             engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
@@ -170,9 +188,14 @@ class Sizer:
         place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
         held = engine.capacity(pool, chosen, num_blocks)
         reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
+        failure = engine.foresee(architecture, chosen, worst.rank, pool, held)
+        if failure is not None and failure.why:
+            reasons = (*reasons, failure.why)
         chosen = replace(chosen, flags=flags)
         shares = tuple(part for part, _ in parts)
-        return Size(architecture, quantization, chosen, pool, shares, stages, place, held, reasons, draft_notes)
+        return Size(
+            architecture, quantization, chosen, pool, shares, stages, place, held, reasons, draft_notes, failure
+        )
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
         key = flags.quantization, flags.engine
@@ -206,6 +229,10 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
         f"no adapter for {architecture.model_type}: tensors and cache are those of transformers' own modules, "
         "built on the meta device (via: meta)",
     )
+
+
+def _beside(stage: Stage) -> int:
+    return 0 if stage.runtime.beside is None else stage.runtime.beside.value
 
 
 def _calibration_notes(chosen: Resolved) -> tuple[str, ...]:

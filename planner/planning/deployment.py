@@ -9,7 +9,7 @@ from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.version import Version, installed_version, parse_version
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Deployment, Resolved, default_engine
@@ -64,7 +64,7 @@ def complete(
     engine = engine_of(deployment.engine)
     check_values(deployment)
     deployment = _with_gpu(deployment)
-    version, name = _version(engine, deployment)
+    version, name = version_of(engine, deployment)
     memory = _device_memory(deployment)
     if deployment.max_model_len is not None:
         engine.check_length(deployment.max_model_len, architecture)
@@ -135,7 +135,7 @@ def _with_gpu(deployment: Deployment) -> Deployment:
     return replace(deployment, gpu=gpu.name, device=gpu.device, device_memory=memory)
 
 
-def _version(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
+def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     """Version whose rules apply: the flag's, the installed one's, or the newest known."""
     given = deployment.engine_version
     if given is not None:
@@ -149,7 +149,7 @@ def _version(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     found = next(filter(None, map(installed_version, engine.distributions)), None)
     if found is not None:
         try:
-            return _version(engine, replace(deployment, engine_version=found))
+            return version_of(engine, replace(deployment, engine_version=found))
         except DeploymentError:  # a source build may call itself anything
             pass
     return newest, _text(newest) if any(newest) else "none"
@@ -186,9 +186,12 @@ def _batch(
     if seqs is None:
         seqs = min(default_seqs, tokens)
     if tokens < seqs:
-        raise DeploymentError(
+        raise EngineRefusal(
             f"{tokens} is below --max-num-seqs {seqs}: a decode step takes one token of each sequence",
             field="--max-num-batched-tokens",
+            hint=f"at least {seqs}",
+            cause="batch",
+            facts={"tokens": tokens, "seqs": seqs},
         )
     return seqs, tokens
 

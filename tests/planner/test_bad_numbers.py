@@ -117,8 +117,8 @@ def test_the_lora_ranks_are_those_of_the_installed_vllm():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"engine": "vllm", "engine_version": "99.0.0"}, "vllm 99.0.0 is newer .* rules of 0.32.0 are used"),
-        ({"engine": "vllm", "engine_version": "0.33.0rc1"}, "newer"),
+        ({"engine": "vllm", "engine_version": "99.0.0"}, "vllm 99.0.0 is newer .* rules of 0.33.0 are used"),
+        ({"engine": "vllm", "engine_version": "0.34.0rc1"}, "newer"),
         ({"engine": "vllm", "engine_version": "0.3.0"}, "older .* rules of 0.5.4 are used"),
         ({"engine": "vllm", "engine_version": "0.32.4"}, None),
         ({"engine": "vllm", "engine_version": "0.5.4"}, None),

@@ -61,7 +61,7 @@ def test_json_contract():
         assert low <= rank[name] <= high
     assert out["deployment"]["max_model_len"] == 8192
     optional = {
-        "quantization", "gpu", "calibration", "num_gpu_blocks_override", "speculative_model",
+        "quantization", "gpu", "calibration", "num_gpu_blocks_override", "speculative_model", "num_gpus",
             "mem_fraction_static",
     }  # fmt: skip
     assert None not in {v for k, v in out["deployment"].items() if k not in optional}

@@ -125,6 +125,7 @@ def test_a_bad_line_is_named_by_its_number(
 def test_states_and_chunks_are_replayed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
     flags = [TRACE, "--model", str(tmp_path), "--gpu", "b300", "--kv-cache-memory-bytes", "20GiB"]
+    flags += ["--max-num-seqs", "256"]  # with its default of 1,024 vLLM does not start: a state needs a block
     speed = ["--memory-bandwidth", "8000", "--flops", "1000", "--max-model-len", "8192", "--limit", "40"]
     assert main(["replay", *flags, *speed, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.devices.host import cpu_features_of
@@ -11,18 +12,18 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
-from tonnage.planner.engines.vllm import kv_formats
+from tonnage.planner.engines.vllm import kv_formats, starts
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
 from tonnage.planner.engines.vllm.tensors import tensors_of
-from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, rules
-from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, changes, rules
+from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
 from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and
 # tokens are the default. A100s keep the small ones.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
+_GB10 = (12, 1)  # compute capability
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 # Compute capability from which on bfloat16 is taken; before, it is refused and float16 is the default
 # (platforms/cuda.py supported_dtypes, config/model.py _resolve_auto_dtype)
@@ -80,7 +82,8 @@ class VLLM(Engine):
         if flags.device == "cuda" and known.large_batches:
             if memory >= _HUGE_DEVICE and known.huge_batches:
                 return _HUGE
-            small = "a100" in (flags.gpu or "") or _before_v1_on_rocm(flags, version)
+            gb10 = known.gb10_small and capability_of(flags.gpu) == _GB10
+            small = gb10 or "a100" in (flags.gpu or "") or _before_v1_on_rocm(flags, version)
             if memory >= _LARGE_DEVICE and not small:
                 return _LARGE
         return self.batch[flags.device]
@@ -132,15 +135,17 @@ class VLLM(Engine):
         chosen, refused = flags.dtype, not family_of(architecture.model_type).vllm.float16
         if (capability_of(flags.gpu) or _BFLOAT16) < _BFLOAT16:
             if chosen == "bfloat16":
-                raise DeploymentError(
-                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="leave it out, or float16"
-                )
+                raise EngineRefusal(
+                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="leave it out, or float16",
+                    cause="bfloat16", facts={"gpu": flags.gpu, "capability": capability_of(flags.gpu)},
+                )  # fmt: skip
             if chosen == "auto":
                 return "float32" if refused else "float16"
         if chosen == "float16" and refused:
-            raise DeploymentError(
-                f"vLLM refuses float16 for {architecture.model_type}", field="--dtype", hint="use bfloat16"
-            )
+            raise EngineRefusal(
+                f"vLLM refuses float16 for {architecture.model_type}", field="--dtype", hint="use bfloat16",
+                cause="float16", facts={"model_type": architecture.model_type},
+            )  # fmt: skip
         if chosen != "auto":
             return chosen
         # float32 checkpoints are loaded in bfloat16 (_resolve_auto_dtype)
@@ -149,6 +154,13 @@ class VLLM(Engine):
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
+        asked = flags.kv_cache_dtype
+        if rules(version).same_kv_dtype and asked in ("float16", "bfloat16") and asked != dtype:
+            raise EngineRefusal(
+                f"vLLM keeps no cache in {asked} for a model in {dtype}", field="--kv-cache-dtype",
+                hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
+                facts={"asked": asked, "dtype": dtype},
+            )  # fmt: skip
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -196,6 +208,20 @@ class VLLM(Engine):
         from tonnage.planner.engines.vllm.log import started
 
         return started(line)
+
+    def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+        return changes(since, until)
+
+    def sentence(self, cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+        return starts.sentence(cause, version, facts)
+
+    def foresee(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
+    ) -> Failure | None:
+        return starts.foresee(architecture, chosen, rank, pool, held)
+
+    def start_notes(self, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
+        return starts.notes(chosen, rank, beside)
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
         """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""

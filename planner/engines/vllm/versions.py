@@ -48,6 +48,8 @@ class Rules:
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
     sparse_flashinfer: bool = False  # sparse latents in fp8 on SM10x are FlashInfer's, plain fp8
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
+    gb10_small: bool = False  # a GB10 has the defaults of small devices, whatever its memory
+    same_kv_dtype: bool = False  # a cache in 16 bits is in the model's own dtype, or refused
     one_mrope_length: bool = False  # a table of one length for models whose positions do not run ahead
 
 
@@ -77,8 +79,10 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
     # pull request 37252 (March 2026)
     ((0, 19, 0), {"sparse_flashinfer": True}),
-    # pull requests 38364 and 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
-    ((0, 20, 0), {"token_line": "concurrency", "graphs_subtracted": True, "default_utilization": 0.92}),
+    # pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
+    ((0, 20, 0), {"graphs_subtracted": True, "default_utilization": 0.92}),
+    # pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1
+    ((0, 20, 1), {"token_line": "concurrency"}),
     # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False}),
     # DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py, here and below
@@ -100,6 +104,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # models/qwen3_vl.py mrope_positions_factor (pull request 44738 measured four times the length for Qwen3-VL
     # in June 2026)
     ((0, 32, 0), {"glm_sparse_fp8": True, "compressed_cache": True, "one_mrope_length": True}),
+    # get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache in config/vllm.py; the pool
+    # is planned in v1/core/kv_cache_planning.py and as before
+    ((0, 33, 0), {"gb10_small": True, "same_kv_dtype": True}),
 )
 OLDEST = (0, 5, 4)  # the oldest start-up log in tests/data/field_reports.jsonl
 NEWEST = _CHANGES[-1][0]
@@ -113,3 +120,49 @@ def rules(version: Version) -> Rules:
         if version >= since:
             found = replace(found, **changed)
     return found
+
+
+# What a rule means for who upgrades; where it depends on which way it turned, both.
+_WORDS: dict[str, str] = {
+    "large_batches": "devices of 70 GiB and more have larger steps (1,024 sequences, 8,192 tokens) by default",
+    "cuts_prompts": "V1: prompts are cut into steps (chunked prefill)",
+    "hybrid_groups": "sliding layers no longer keep every token: layers have groups of their own",
+    "chunked_on_rocm": "AMD GPUs run on V1, with chunked prefill",
+    "huge_batches": "devices of 160 GiB and more have larger steps by default",
+    "sampler": "the sampler that the profile run measures takes other bytes per logit",
+    "runner_v2": "the second model runner takes more models",
+    "runner_v2_dense": "the second model runner takes dense models",
+    "expert_buffer": "experts of all layers share a buffer",
+    "expert_chunk": "experts take a step in pieces of another size",
+    "fused_all_reduce": "all-reduce is fused with the norm after it, in a workspace",
+    "fused_alone": "the fused all-reduce works with pipeline and data parallelism too",
+    "torch_2_8": "PyTorch 2.8",
+    "token_line": "the tokens it prints are those of requests of max_model_len, not of one group's blocks: "
+    "hybrids and sliding windows print other numbers for the same pool",
+    "graphs_estimated": "CUDA graphs are captured on trial before the pool is sized",
+    "graphs_within_profile": "what the trial capture leaves counts as non-torch memory, or no longer",
+    "counts_consumed": "what the runner allocates before the profile comes off the pool",
+    "graphs_subtracted": "the estimate of the CUDA graphs comes off the pool "
+    "(VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 turns it off)",
+    "default_utilization": "--gpu-memory-utilization is 0.92 by default",
+    "in_flight_batches": "sliding layers hold the tokens of two batches in flight (asynchronous scheduling)",
+    "hybrid_prefix_caching": "prefix caching of hybrids with states is on by default, and keeps states for it",
+    "prefill_checkpoint": "Mamba-2 keeps a state of the prefill beside the running one",
+    "compressed_cache": "the cache of layers that compress tokens is planned by its rules",
+    "stored_kv_dtype": "--kv-cache-dtype auto is what the checkpoint says of its cache",
+    "sparse_default_fp8": "the cache of sparse latent attention is fp8 by default, or no longer",
+    "sparse_flashinfer": "sparse latents in fp8 are FlashInfer's on SM10x",
+    "glm_sparse_fp8": "GLM-5's cache is fp8 by default on SM10x",
+    "one_mrope_length": "rotary tables of models whose positions do not run ahead are a quarter as long",
+    "gb10_small": "a GB10 has the small steps (256 sequences, 2,048 tokens) by default",
+    "same_kv_dtype": "a 16-bit cache in another dtype than the model's is refused",
+}
+
+
+def changes(since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+    """The releases after ``since`` up to ``until``, with what changed at each in words."""
+    return tuple(
+        (version, tuple(_WORDS.get(name, name.replace("_", " ")) for name in changed))
+        for version, changed in _CHANGES
+        if since < version <= until
+    )

@@ -1,0 +1,338 @@
+# ruff: noqa: E501 (sentences of the engine)
+"""Starts of vLLM that fail, before anybody tries: what stops each, in the words of the version planned.
+
+The sentences are those of vLLM's sources, 0.8.5 to 0.33.0: config/model.py (length, heads, dtype), config/vllm.py
+(dtype of the cache), config/parallel.py and v1/worker/gpu_worker.py (GPUs), v1/worker/utils.py (memory in use),
+v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py (the pool), config/compilation.py (states),
+distributed/utils.py (what ranks divide), model_executor/models/registry.py (classes). :func:`sentence`
+gives an error its own; :func:`foresee` finds what a complete plan runs into, in the order vLLM would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.plans import Failure, RankPlan, Resolved
+from tonnage.planner.units import GiB, gib
+
+_V1 = (0, 8, 0)
+_DOCS = " See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+_OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
+
+
+def sentence(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
+    """What vLLM of ``version`` says when ``cause`` stops it; None: nothing of its own."""
+    found = _SENTENCES.get(cause)
+    return None if found is None else found(version, facts)
+
+
+def _heads(version: Version, facts: Mapping[str, Any]) -> str:
+    return (
+        f"ValueError: Total number of attention heads ({facts['heads']}) must be divisible by tensor parallel "
+        f"size ({facts['ranks']})."
+    )
+
+
+def _divided(version: Version, facts: Mapping[str, Any]) -> str:
+    return f"AssertionError: {facts['size']} is not divisible by {facts['ranks']}"
+
+
+def _merged(version: Version, facts: Mapping[str, Any]) -> str:
+    return "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))"
+
+
+def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
+    heads, ranks = "self.total_num_kv_heads", "tp_size"
+    if facts["heads"] < facts["ranks"]:
+        heads, ranks = ranks, heads
+    return f"AssertionError without words (assert {heads} % {ranks} == 0)"
+
+
+def _length(version: Version, facts: Mapping[str, Any]) -> str:
+    own = facts["own"]
+    if version >= (0, 12, 0) and facts["rope"]:  # multiplied by a factor that is 1.0 for most
+        own = float(own)
+    text = (
+        f"ValueError: User-specified max_model_len ({facts['asked']}) is greater than the derived max_model_len "
+        f"({facts['field']}={own} or model_max_length=None in model's config.json)."
+    )
+    if version < (0, 10, 0):
+        text += " This may lead to incorrect model outputs or CUDA errors."
+    text += " To allow overriding this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+    if version < (0, 10, 0):
+        return text
+    return (
+        f"{text}. VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. If the model uses relative "
+        "position encoding (RoPE), positions exceeding derived_max_model_len lead to nan. If the model uses "
+        "absolute position encoding, positions exceeding derived_max_model_len will cause a CUDA array "
+        "out-of-bounds error."
+    )
+
+
+def _float16(version: Version, facts: Mapping[str, Any]) -> str | None:
+    if version < (0, 9, 0):
+        return None
+    return (
+        f"ValueError: The model type {facts['model_type']!r} does not support float16. Reason: Numerical "
+        "instability. Please use bfloat16 or float32 instead."
+    )
+
+
+def _bfloat16(version: Version, facts: Mapping[str, Any]) -> str:
+    major, minor = facts["capability"]
+    return (
+        "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your "
+        f"{facts['gpu']} GPU has compute capability {major}.{minor}. You can use float16 instead by explicitly "
+        "setting the `dtype` flag in CLI, for example: --dtype=half."
+    )
+
+
+def _kv_dtype(version: Version, facts: Mapping[str, Any]) -> str:
+    dtype = facts["dtype"]
+    allowed = f"`auto` or `{dtype}`" if dtype in ("float16", "bfloat16") else "`auto`"
+    return (
+        f'ValueError: kv_cache_dtype="{facts["asked"]}" is incompatible with dtype="{dtype}". Please set '
+        f"`--kv-cache-dtype` to {allowed}."
+    )
+
+
+def _batch(version: Version, facts: Mapping[str, Any]) -> str:
+    return (
+        f"ValueError: max_num_batched_tokens ({facts['tokens']}) must be greater than or equal to max_num_seqs "
+        f"({facts['seqs']})."
+    )
+
+
+_SENTENCES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
+    "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
+    "kv_dtype": _kv_dtype, "batch": _batch,
+}  # fmt: skip
+
+
+def foresee(
+    architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
+) -> Failure | None:
+    """What stops the start first, if anything does. ``rank``: the one that decides."""
+    for failure in _failures(architecture, chosen, rank, pool, held):
+        return failure
+    return None
+
+
+def _failures(
+    architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
+) -> Iterator[Failure]:
+    flags, version = chosen.flags, chosen.version
+    yield from _without_class(architecture, version)
+    if flags.device != "cpu":
+        yield from _too_few_gpus(chosen)
+        yield from _in_use(chosen)
+        if rank.weights_bytes > chosen.device_memory:
+            yield Failure("", f"{_OUT_OF_MEMORY} (while the weights are loaded)")
+    if not pool.demands:
+        return
+    beside = rank.used_bytes - rank.kv_pool_bytes
+    given = flags.kv_cache_memory_bytes
+    available = given if given is not None else chosen.limit - beside
+    if flags.num_gpu_blocks_override is not None:
+        available = held.num_blocks * pool.layout.bytes_per_block
+    if given is not None and rank.used_bytes > rank.total_bytes:
+        yield Failure("", _given_too_much(chosen, rank))
+    if available <= 0:
+        yield Failure("", _no_blocks(version))
+    needed = held.blocks_per_sequence * pool.layout.bytes_per_block
+    if needed > available:
+        longest = pool.longest(held.num_blocks, chosen.max_model_len)
+        yield Failure("", _one_request(version, chosen.max_model_len, needed, available, longest))
+    states = any(group.kind == "state" for group in pool.layout.groups)
+    if (
+        states and flags.device != "cpu" and not flags.enforce_eager and version >= (0, 20, 0)
+        and chosen.max_num_seqs > held.num_blocks
+    ):  # fmt: skip
+        yield Failure(
+            f"--max-num-seqs {chosen.max_num_seqs:,} is above the {held.num_blocks:,} blocks of the pool, of which "
+            f"every running sequence takes one for its state: --max-num-seqs {held.num_blocks} would start, and "
+            "so would --enforce-eager",
+            f"ValueError: max_num_seqs ({chosen.max_num_seqs}) exceeds available Mamba cache blocks "
+            f"({held.num_blocks}). Each decode sequence requires one Mamba cache block, so CUDA graph capture "
+            f"cannot proceed. Please lower max_num_seqs to at most {held.num_blocks} or increase "
+            "gpu_memory_utilization.",
+        )
+
+
+def notes(chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
+    """What may stop a start that fits, with its margin. ``beside``: bytes of CUDA graphs outside the share."""
+    flags = chosen.flags
+    if flags.device == "cpu" or flags.gpu is None:
+        return ()
+    if flags.kv_cache_memory_bytes is not None:
+        room = rank.free_bytes - flags.device_memory_used
+        if 0 <= room < rank.activation_bytes // 2:
+            return (
+                f"{gib(room)} are left beside a KV cache of given size: where the terms above are that much too "
+                "low, the start fails with 'CUDA out of memory occurred when warming up sampler with "
+                f"{chosen.max_num_seqs} dummy requests'; a smaller --max-num-seqs or --kv-cache-memory-bytes leaves "
+                "more",
+            )
+        return ()
+    room = chosen.device_memory - chosen.limit - flags.device_memory_used
+    if beside and beside > room:
+        return (
+            f"CUDA graphs of about {gib(beside)} are captured outside the share of --gpu-memory-utilization, where "
+            f"{gib(max(0, room))} are left: the capture may run out of memory; a share "
+            f"{(beside - room) / chosen.device_memory:.3f} lower leaves enough, and so does --enforce-eager",
+        )
+    return ()
+
+
+def _without_class(architecture: Architecture, version: Version) -> Iterator[Failure]:
+    name, known = architecture.class_name, _architectures()
+    first, until = known["first"].get(name), known["until"].get(name)
+    text = ".".join(map(str, version))
+    if first is not None and version[:2] < parse_version(first)[:2]:
+        needs = known["transformers"].get(first)
+        beside = f" (with transformers {needs})" if needs else ""
+        yield Failure(
+            f"vLLM {text} has no class {name}: --engine-version {first}.0{beside} is the first that has; unless the "
+            "transformers beside an older one knows the model, and then its own modules run, with other memory",
+            f"ValueError: Model architectures ['{name}'] are not supported for now. Supported architectures: ...",
+        )
+    if until is not None and version > parse_version(until):
+        yield Failure(
+            f"vLLM {text} has no class {name} any more: --engine-version {until} is the last that has",
+            f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
+            "anymore. Please use an older version of vLLM if you want to use this model architecture.",
+        )
+
+
+@cache
+def _architectures() -> dict[str, dict[str, str]]:
+    content: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("architectures.json").read_text())
+    return content
+
+
+def _too_few_gpus(chosen: Resolved) -> Iterator[Failure]:
+    flags, here = chosen.flags, chosen.flags.num_gpus
+    world, replicas = flags.tensor_parallel_size * flags.pipeline_parallel_size, flags.data_parallel_size
+    if here is None or world * replicas <= here:
+        return
+    why = (
+        f"{world * replicas} GPUs are needed (tensor {flags.tensor_parallel_size} x pipeline "
+        f"{flags.pipeline_parallel_size} x data parallel {replicas}), the machine has {here}: "
+    )
+    if world > here:
+        why += f"--tensor-parallel-size {here} --pipeline-parallel-size 1 has as many ranks as GPUs"
+    else:
+        why += f"--data-parallel-size {max(1, here // world)} would start"
+    yield Failure(why, _gpus_sentence(chosen.version, world, here))
+
+
+def _gpus_sentence(version: Version, world: int, here: int) -> str:
+    if world > here:
+        if version >= (0, 13, 0):
+            return (
+                f"ValueError: World size ({world}) is larger than the number of available GPUs ({here}) in this "
+                "node. If this is intentional and you are using: - ray, set '--distributed-executor-backend ray'. "
+                "- multiprocessing, set '--nnodes' appropriately."
+            )
+        if version >= (0, 11, 0):
+            return (
+                f"ValueError: Tensor parallel size ({world}) cannot be larger than the number of available GPUs "
+                f"({here})."
+            )
+        ray = "ValueError: Unable to load Ray"  # unless it is there, and then the start waits for a cluster
+        if version >= (0, 10, 0):
+            return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
+        return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
+    # the first local rank without a GPU is as many as there are
+    if version >= (0, 24, 0):
+        return f"AssertionError: DP adjusted local rank {here} is out of bounds for {here} devices."
+    if version >= (0, 11, 0):
+        return f"AssertionError: DP adjusted local rank {here} is out of bounds."
+    return "RuntimeError: CUDA error: invalid device ordinal"
+
+
+def _in_use(chosen: Resolved) -> Iterator[Failure]:
+    """Memory that others hold: vLLM wants its whole share free. Given bytes of a pool it only notices when they
+    do not fit."""
+    flags, version, used = chosen.flags, chosen.version, chosen.flags.device_memory_used
+    if not used or flags.kv_cache_memory_bytes is not None or version < (0, 9, 0):
+        return
+    free = chosen.device_memory - used
+    if free >= chosen.limit:
+        return
+    where = "cuda:0 " if version >= (0, 14, 0) else ""
+    share = free / chosen.device_memory
+    yield Failure(
+        f"{gib(used)} of the device are in use by others, and vLLM wants its whole share of {gib(chosen.limit)} "
+        f"free: --gpu-memory-utilization {int(share * 100) / 100:g} would pass",
+        f"ValueError: Free memory on device {where}({_rounded(free)}/{_rounded(chosen.device_memory)} GiB) on startup "
+        f"is less than desired GPU memory utilization ({flags.gpu_memory_utilization:g}, "
+        f"{_rounded(chosen.limit)} GiB). Decrease GPU memory utilization or reduce GPU memory used by other "
+        "processes.",
+    )
+
+
+def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
+    """A pool of given bytes is not profiled for: it is allocated, and then the sampler is warmed up."""
+    if rank.used_bytes - rank.activation_bytes > rank.total_bytes:
+        return f"{_OUT_OF_MEMORY} (while the KV cache is allocated)"
+    return (
+        "RuntimeError: CUDA out of memory occurred when warming up sampler with "
+        f"{chosen.max_num_seqs} dummy requests. Please try lowering `max_num_seqs` or `gpu_memory_utilization` when "
+        "initializing the engine."
+    )
+
+
+def _no_blocks(version: Version) -> str:
+    text = (
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+        "initializing the engine"
+    )
+    if version < (0, 13, 0):
+        return f"{text}."
+    if version < (0, 22, 0):
+        return f"{text}.{_DOCS}"
+    return (
+        f"{text} (this flag also controls CPU memory reservation on the CPU backend, despite its name).{_DOCS}"
+    )
+
+
+def _one_request(version: Version, length: int, needed: int, available: int, longest: int) -> str:
+    if version < _V1:
+        return (
+            f"ValueError: The model's max seq len ({length}) is larger than the maximum number of tokens that can "
+            f"be stored in KV cache ({longest}). Try increasing `gpu_memory_utilization` or decreasing "
+            "`max_model_len` when initializing the engine."
+        )
+    size = _fixed if version < (0, 14, 0) else _rounded
+    whose = "model's" if version >= (0, 22, 0) else "models's"
+    estimated = (
+        f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
+    )
+    if version < (0, 9, 0):  # blanks in other places
+        estimated = estimated.removeprefix(" ") + " "
+    increase = "`gpu_memory_utilization`"
+    if version >= (0, 22, 0):
+        increase += " (which also controls CPU memory on the CPU backend)"
+    return (
+        f"ValueError: To serve at least one request with the {whose} max seq len ({length}), ({size(needed)} GiB "
+        f"KV cache is needed, which is larger than the available KV cache memory ({size(available)} GiB)."
+        f"{estimated} Try increasing {increase} or decreasing `max_model_len` when initializing the engine."
+        f"{_DOCS if version >= (0, 13, 0) else ''}"
+    )
+
+
+def _rounded(size: int) -> str:
+    """As utils/mem_utils.py format_gib."""
+    return f"{round(size / GiB, 2)}"
+
+
+def _fixed(size: int) -> str:
+    return f"{size / GiB:.2f}"

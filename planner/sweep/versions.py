@@ -1,0 +1,205 @@
+"""``tonnage plan --compare A B``: what an upgrade of the engine changes, term by term, and why.
+
+The plan is made under every version in between at which a rule changed, so that each difference has its release
+and its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.output.tables import Table, print_table
+from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.records import dataclass, replace
+from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.units import gib
+
+# Flags whose default depends on the version
+_DEFAULTS = (
+    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "enable_prefix_caching",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A release at which the plan changes: what changed in the engine, and the terms before and after."""
+
+    version: str
+    reasons: tuple[str, ...]
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return tuple(name for name, value in self.after.items() if self.before.get(name) != value)
+
+
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """``steps``: the releases between that change the plan, in order."""
+
+    before: Plan
+    after: Plan
+    steps: tuple[Step, ...]
+
+
+def compare_versions(source: ModelSource, deployment: Deployment, since: str, until: str) -> Upgrade:
+    """Plan ``source`` under both versions and those between. Raises DeploymentError for what is no release, and
+    what a plan raises."""
+    engine = engine_of(deployment.engine)
+    first, last = _release(since), _release(until)
+    if not any(engine.newest):
+        raise DeploymentError(f"no rule of {engine.name} depends on its version", field="--compare")
+    low, high = sorted((first, last))
+    sizer = Sizer(source)
+
+    def plan(version: str) -> Plan:
+        return plan_source(source, replace(deployment, engine_version=version), sizer)
+
+    before = plan(since if low == first else until)
+    steps, known = [], terms_of(before)
+    for version, reasons in engine.changes(low, high):
+        text = ".".join(map(str, version))
+        found = terms_of(plan(text))
+        if found != known:
+            steps.append(Step(text, reasons, known, found))
+            known = found
+    after = plan(until if low == first else since)
+    found = terms_of(after)
+    if found != known:  # nothing that is a rule here: a version that is refused, or a model it has no class for
+        steps.append(Step(until if low == first else since, (), known, found))
+    if low != first:
+        before, after = after, before
+        steps = [replace(step, before=step.after, after=step.before) for step in reversed(steps)]
+    return Upgrade(before, after, tuple(steps))
+
+
+def _release(text: str) -> Version:
+    try:
+        version = parse_version(text)
+    except DeploymentError:
+        version = (0, 0, 0)
+    if not any(version):
+        raise DeploymentError(f"{text!r} is no release", field="--compare", hint="for example 0.25.1 0.26.0")
+    return version
+
+
+def terms_of(plan: Plan) -> dict[str, Any]:
+    """What may differ between two versions."""
+    rank, cache, layout = plan.rank, plan.kv_cache, plan.kv_cache.layout
+    found: dict[str, Any] = {
+        "weights_bytes": rank.weights_bytes + rank.lora_bytes + rank.draft_bytes,
+        "activation_bytes": rank.activation_bytes,
+        "framework_bytes": rank.framework_bytes,
+        "cuda_graph_bytes": rank.cuda_graph_bytes,
+        "kv_pool_bytes": rank.kv_pool_bytes,
+        "bytes_per_sequence": cache.bytes_per_sequence,
+        "bytes_per_block": layout.bytes_per_block if layout.groups else 0,
+        "num_blocks": cache.num_blocks,
+        "tokens": cache.tokens,
+        "max_concurrency": round(cache.max_concurrency, 2),
+    }
+    flags = plan.deployment
+    found |= {name: getattr(flags, name) for name in _DEFAULTS}
+    return found | {"fits": plan.fits}
+
+
+def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Namespace) -> int:
+    """Print the comparison. Returns the exit code: 0 where both fit, 1 where one does not."""
+    since, until = args.compare
+    if args.engine is None and not any(engine_of(deployment.engine).newest):
+        deployment = replace(deployment, engine="vllm")  # as --sweep does
+    upgrade = compare_versions(source, deployment, since, until)
+    before, after = terms_of(upgrade.before), terms_of(upgrade.after)
+    if args.json:
+        print(json.dumps(_as_dict(upgrade, since, until), indent=2))
+    elif args.csv or args.markdown:
+        rows = tuple(
+            (name, before[name], after[name], _difference(before[name], after[name])) for name in before
+        )
+        print_table(Table(("term", since, until, "difference"), rows), sys.stdout, markdown=args.markdown)
+    else:
+        _print(upgrade, since, until)
+    return 0 if upgrade.before.fits and upgrade.after.fits else 1
+
+
+def _as_dict(upgrade: Upgrade, since: str, until: str) -> dict[str, Any]:
+    before, after = terms_of(upgrade.before), terms_of(upgrade.after)
+    return {
+        "from": since,
+        "to": until,
+        "terms": {name: {"from": before[name], "to": after[name]} for name in before},
+        "steps": [
+            {
+                "version": step.version,
+                "reasons": list(step.reasons),
+                "terms": {name: {"from": step.before[name], "to": step.after[name]} for name in step.changed},
+            }
+            for step in upgrade.steps
+        ],
+        "stops_with": {"from": upgrade.before.stops_with, "to": upgrade.after.stops_with},
+        "reasons": {"from": list(upgrade.before.reasons), "to": list(upgrade.after.reasons)},
+    }
+
+
+def _print(upgrade: Upgrade, since: str, until: str) -> None:
+    before, after = terms_of(upgrade.before), terms_of(upgrade.after)
+    flags = upgrade.after.deployment
+    print(upgrade.after.headline()[0])
+    print(
+        f"{flags.engine} {since} -> {until} on {flags.gpu or 'this device'}, "
+        f"max_model_len {flags.max_model_len:,}"
+    )
+    print()
+    print(f"{'':<24}{since:>18}{until:>18}{'difference':>14}")
+    for name, value in before.items():
+        if value or after[name]:
+            print(f"{_word(name):<24}{_shown(name, value):>18}{_shown(name, after[name]):>18}"
+                  f"{_difference(value, after[name]):>14}")  # fmt: skip
+    for version, plan in ((since, upgrade.before), (until, upgrade.after)):
+        for reason in plan.reasons:
+            print(f"{version} does not fit: {reason}")
+        if plan.stops_with is not None:
+            print(f"{version} stops with: {plan.stops_with}")
+    print()
+    if not upgrade.steps:
+        print("No release between changes this plan.")
+    for step in upgrade.steps:
+        print(f"{step.version}: {'; '.join(step.reasons) or 'no rule known here'}")
+        told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
+        print("    " + ", ".join(_told(name, step) for name in told))
+
+
+def _told(name: str, step: Step) -> str:
+    old, new = step.before[name], step.after[name]
+    difference = _difference(old, new)
+    return f"{_word(name)} {difference or f'{_shown(name, old)} -> {_shown(name, new)}'}"
+
+
+def _word(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ").replace("cuda", "CUDA").replace("kv", "KV")
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.endswith("_bytes") or name.startswith("bytes_per"):
+        return gib(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _difference(before: Any, after: Any) -> str:
+    """In percent, or as a factor where it is more than twice or less than half."""
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
+    if not numbers or before == after or not before:
+        return ""
+    ratio = after / before
+    return f"{100 * (ratio - 1):+.1f} %" if 0.5 <= ratio <= 2 else f"x {ratio:.2f}"

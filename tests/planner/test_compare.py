@@ -1,0 +1,162 @@
+"""``tonnage plan --compare``: upgrades that users reported, in direction and size, with release and reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.command import run
+from tonnage.planner.engines.vllm.versions import _CHANGES, _WORDS
+
+DATA = Path(__file__).parent.parent / "data"
+GEMMA = "configs/nvidia__Gemma-4-31B-IT-NVFP4.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(file):
+        shutil.copy(DATA / file, tmp_path / "config.json")
+        return str(tmp_path)
+
+    return make
+
+
+def compared(capsys, model, since, until, *arguments):
+    code = run([model, "--gpu", "h100-80g", "--compare", since, until, *arguments, "--json"])
+    out = json.loads(capsys.readouterr().out)
+    assert code == (0 if out["terms"]["fits"] == {"from": True, "to": True} else 1)
+    return out
+
+
+def ratio(out, term):
+    return out["terms"][term]["to"] / out["terms"][term]["from"]
+
+
+def reasons(out, version):
+    (step,) = (step for step in out["steps"] if step["version"] == version)
+    return " ".join(step["reasons"])
+
+
+def test_activations_fell_at_0_17(folder, capsys):
+    """llm-d-planner#205, Qwen3-14B on an H100: 5.64 GiB of activations under 0.16.0, 2.23 under 0.17.0; the
+    memory outside PyTorch doubled at 0.18.0."""
+    model = folder("startups/Qwen__Qwen3-14B.json")
+    flags = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.95")
+    out = compared(capsys, model, "0.16.0", "0.17.0", *flags)
+    assert ratio(out, "activation_bytes") == pytest.approx(2.23 / 5.64, abs=0.02)
+    assert [step["version"] for step in out["steps"]] == ["0.17.0"]
+    assert "sampler" in reasons(out, "0.17.0")
+    out = compared(capsys, model, "0.17.0", "0.18.0", *flags)
+    assert ratio(out, "framework_bytes") > 1.5
+    assert "CUDA graphs" in reasons(out, "0.18.0")
+
+
+def test_tokens_printed_for_a_sliding_model(folder, capsys):
+    """vllm#43308, Gemma 4 31B in 4 bits on an A100: 9.5 times as many tokens, for the same pool."""
+    model = folder(GEMMA)
+    flags = ("--gpu-memory-utilization", "0.9", "--max-model-len", "131072", "--gpu", "a100-80g")
+    out = compared(capsys, model, "0.20.0", "0.21.0", *flags)
+    assert ratio(out, "tokens") == pytest.approx(9.5, rel=0.05)
+    assert ratio(out, "kv_pool_bytes") == pytest.approx(1, abs=0.01)
+    assert "requests of max_model_len" in reasons(out, "0.20.1")
+
+
+def test_windows_hold_two_batches_from_0_26_on(folder, capsys):
+    """vllm#49878, Gemma 4 with 49 GiB of KV cache and steps of 32,768 tokens: a request takes half as
+    much more, and what started under 0.25.1 fails."""
+    flags = (
+        "--kv-cache-memory-bytes",
+        "49GiB",
+        "--max-num-batched-tokens",
+        "32768",
+        "--gpu",
+        "rtx-pro-6000-96g",
+    )
+    out = compared(capsys, folder(GEMMA), "0.25.1", "0.26.0", *flags)
+    assert 1.4 < ratio(out, "bytes_per_sequence") < 1.6
+    assert "two batches" in reasons(out, "0.26.0")
+    assert out["stops_with"]["from"] is None
+    assert "larger than the available KV cache memory (49.0 GiB)" in out["stops_with"]["to"]
+
+
+def test_the_share_and_the_graphs_at_0_20(folder, capsys):
+    """0.92 instead of 0.9 by default, and the estimate of the graphs off the pool (vllm#45178 in direction)."""
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    out = compared(capsys, model, "0.19.1", "0.20.0", "--max-model-len", "8192")
+    assert out["terms"]["gpu_memory_utilization"] == {"from": 0.9, "to": 0.92}
+    assert out["terms"]["cuda_graph_bytes"]["from"] == 0 < out["terms"]["cuda_graph_bytes"]["to"]
+    same = compared(
+        capsys, model, "0.19.1", "0.20.0", "--max-model-len", "8192", "--gpu-memory-utilization", "0.9"
+    )
+    assert ratio(same, "tokens") < 1 < ratio(out, "tokens")
+
+
+def test_states_for_prefixes_at_0_28(folder, capsys):
+    model = folder("configs/Qwen__Qwen3.5-27B.json")
+    flags = ("--tensor-parallel-size", "2", "--max-model-len", "16384")
+    out = compared(capsys, model, "0.27.1", "0.28.0", *flags)
+    assert out["terms"]["enable_prefix_caching"] == {"from": False, "to": True}
+    assert ratio(out, "max_concurrency") < 1
+    assert "prefix caching" in reasons(out, "0.28.0")
+
+
+def test_every_step_in_its_order_and_back(folder, capsys):
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    flags = ("--max-model-len", "8192")
+    out = compared(capsys, model, "0.10.2", "0.32.0", *flags)
+    steps = [step["version"] for step in out["steps"]]
+    assert steps == sorted(steps, key=lambda version: tuple(map(int, version.split("."))))
+    assert {"0.17.0", "0.20.0"} <= {*steps}
+    for term in out["terms"]:  # the steps add up to the whole
+        ends = [step["terms"][term] for step in out["steps"] if term in step["terms"]]
+        if ends:
+            assert ends[0]["from"] == out["terms"][term]["from"]
+            assert ends[-1]["to"] == out["terms"][term]["to"]
+            assert all(a["to"] == b["from"] for a, b in pairwise(ends))
+        else:
+            assert out["terms"][term]["from"] == out["terms"][term]["to"]
+    back = compared(capsys, model, "0.32.0", "0.10.2", *flags)
+    assert {term: (v["to"], v["from"]) for term, v in back["terms"].items()} == {
+        term: (v["from"], v["to"]) for term, v in out["terms"].items()
+    }
+    assert [step["version"] for step in back["steps"]] == steps[::-1]
+
+
+def test_a_start_that_no_longer_succeeds(folder, capsys):
+    """A class that was taken out: the words of the newer version."""
+    model = folder("configs/baichuan-inc__Baichuan2-7B-Base.json")
+    out = compared(capsys, model, "0.23.0", "0.24.0")
+    assert out["stops_with"]["from"] is None
+    assert "was supported in vLLM until v0.23.0" in out["stops_with"]["to"]
+
+
+def test_what_people_see(folder, capsys):
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    arguments = [model, "--gpu", "h100-80g", "--compare", "0.19.0", "0.20.0", "--max-model-len", "8192"]
+    assert run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "vllm 0.19.0 -> 0.20.0 on h100-80g" in shown
+    assert "0.20.0: " in shown
+    assert run([model, "--gpu", "h100-80g", "--compare", "0.20.0", "0.20.1", "--max-model-len", "8192"]) == 0
+    assert "No release between changes this plan." in capsys.readouterr().out
+    assert run([*arguments, "--csv"]) == 0
+    assert capsys.readouterr().out.startswith("term,0.19.0,0.20.0,difference")
+    for wrong, said in (
+        (["--engine-version", "0.20.0"], "--compare: says both versions"),
+        (["--sweep"], "--compare"),
+        (["--explain"], "--explain"),
+        (["--engine", "llama.cpp"], "no rule of llama.cpp depends on its version"),
+    ):
+        assert run([*arguments, *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert run([model, "--gpu", "h100-80g", "--compare", "0.20.0", "new"]) == 2
+    assert "--compare" in capsys.readouterr().err
+
+
+def test_every_rule_has_its_words():
+    named = {name for _, changed in _CHANGES for name in changed}
+    assert named == {*_WORDS}

@@ -1,0 +1,235 @@
+# ruff: noqa: E501 (sentences of the engine)
+"""Starts that fail, foretold in the engine's own words: held against its sources, and against a log of one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.command import run
+from tonnage.planner.engines.vllm import starts
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+
+DATA = Path(__file__).parent.parent / "data"
+GIB = 1 << 30
+FILES = (
+    "config/model.py", "config/vllm.py", "config/parallel.py", "config/scheduler.py", "config/compilation.py",
+    "v1/core/kv_cache_utils.py", "v1/core/kv_cache_planning.py", "v1/worker/utils.py", "v1/worker/gpu_worker.py",
+    "v1/worker/gpu_model_runner.py", "platforms/cuda.py", "distributed/utils.py", "model_executor/models/registry.py",
+)  # fmt: skip
+
+
+@cache
+def worded(root: Path) -> tuple[re.Pattern[str], ...]:
+    """Every text of those files of vLLM, what it fills in left open; adjacent texts are one, and so are a text
+    and one that is filled into it."""
+    out = []
+    for file in FILES:
+        if not (root / file).exists():
+            continue
+        for node in ast.walk(ast.parse((root / file).read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = node.values
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = [node]
+            else:
+                continue
+            fixed = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            if sum(len(text) for text in fixed if text) > 20:
+                out.append("".join("(?s:.*)" if text is None else re.escape(text) for text in fixed))
+    return tuple(re.compile(re.sub(r"(\\\n)+", r"\\s+", text), re.ASCII) for text in out)
+
+
+def is_worded(sentence: str, root: Path) -> bool:
+    text = sentence.partition(": ")[2].removesuffix(" ...")
+    return any(pattern.fullmatch(end) for pattern in worded(root) for end in (text, f"{text} ", f"{text} []"))
+
+
+def folder(tmp_path, name, **changed):
+    source = json.loads((DATA / "configs" / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**source, **changed}))
+    return str(tmp_path)
+
+
+LLAMA = "meta-llama__Meta-Llama-3.1-8B"
+HYBRID = "Qwen__Qwen3.5-27B"
+REFUSED = [
+    (LLAMA, {"tensor_parallel_size": 3}, "Total number of attention heads (32) must be divisible by tensor parallel size (3)."),
+    (LLAMA, {"max_model_len": 200_000}, "User-specified max_model_len (200000) is greater than the derived max_model_len (max_position_embeddings=131072.0 or model_max_length=None in model's config.json)."),
+    (LLAMA, {"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens (32) must be greater than or equal to max_num_seqs (64)."),
+    ("google__gemma-2-2b", {"dtype": "float16"}, "The model type 'gemma2' does not support float16."),
+    (LLAMA, {"dtype": "bfloat16", "gpu": "t4-16g"}, "Bfloat16 is only supported on GPUs with compute capability of at least 8.0."),
+]  # fmt: skip
+STOPPED = [
+    (LLAMA, {"gpu": "l4-24g"}, "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, which is larger than the available KV cache memory ("),
+    (LLAMA, {"gpu": "t4-16g", "dtype": "float16"}, "CUDA out of memory"),
+    (LLAMA, {"gpu": "l4-24g", "gpu_memory_utilization": 0.5}, "No available memory for the cache blocks."),
+    (LLAMA, {"device_memory_used": 30 * GIB}, "Free memory on device cuda:0 (49.18/79.18 GiB) on startup is less than desired GPU memory utilization (0.92, 72.85 GiB)."),
+    (LLAMA, {"data_parallel_size": 2, "num_gpus": 1}, "DP adjusted local rank 1 is out of bounds for 1 devices."),
+    (LLAMA, {"tensor_parallel_size": 4, "num_gpus": 2}, "World size (4) is larger than the number of available GPUs (2) in this node."),
+    (LLAMA, {"kv_cache_memory_bytes": 62 * GIB, "max_num_seqs": 1024}, "CUDA out of memory occurred when warming up sampler with 1024 dummy requests."),
+    (HYBRID, {"max_num_seqs": 2048, "max_num_batched_tokens": 4096, "gpu": "a100-80g"}, "max_num_seqs (2048) exceeds available Mamba cache blocks ("),
+    ("baichuan-inc__Baichuan2-7B-Base", {"max_model_len": 4096}, "was supported in vLLM until v0.23.0, and is not supported anymore."),
+]  # fmt: skip
+
+
+@cache
+def installed() -> Path | None:
+    """The folder of the vLLM that the tests run with."""
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@pytest.mark.parametrize(("model", "flags", "said"), REFUSED)
+def test_what_vllm_refuses_is_refused_in_its_words(model, flags, said, tmp_path):
+    asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
+    with pytest.raises(DeploymentError) as caught:
+        make_plan(folder(tmp_path, model), Deployment(**asked))
+    assert caught.value.field in {"--" + name.replace("_", "-") for name in flags}
+    assert f"vLLM 0.32.0 stops with: ValueError: {said}" in caught.value.message
+    assert caught.value.hint  # what would start
+    root = installed()
+    if root is not None:
+        assert is_worded(caught.value.message.partition("stops with: ")[2], root)
+
+
+@pytest.mark.parametrize(("model", "flags", "said"), STOPPED)
+def test_what_stops_vllm_is_foretold_in_its_words(model, flags, said, tmp_path):
+    asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
+    plan = make_plan(folder(tmp_path, model), Deployment(**asked))
+    assert not plan.fits
+    assert plan.stops_with is not None
+    assert said in plan.stops_with
+    assert any("stops with: " in line for line in plan.verdict_lines())
+    root = installed()
+    if root is not None and "OutOfMemoryError" not in plan.stops_with:
+        assert is_worded(plan.stops_with, root)
+
+
+def test_other_words_are_none_of_vllm_s():
+    """The measure above can say no."""
+    root = installed()
+    if root is None:
+        return
+    said = "ValueError: Total number of attention heads (32) must be divisible by tensor parallel size (3)."
+    assert is_worded(said, root)
+    for other in (said.replace("divisible", "divided"), said[:-1], said + " Or not."):
+        assert not is_worded(other, root)
+
+
+def test_a_plan_that_fits_stops_with_nothing(tmp_path, capsys):
+    model = folder(tmp_path, LLAMA)
+    arguments = [model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--json"]
+    assert run(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["stops_with"] is None
+    assert (
+        run([*arguments, "--num-gpus", "2", "--data-parallel-size", "2", "--device-memory-used", "4GiB"]) == 0
+    )
+    capsys.readouterr()
+    assert run([*arguments, "--num-gpus", "1", "--data-parallel-size", "2"]) == 1
+    out = json.loads(capsys.readouterr().out)
+    assert "--data-parallel-size 1 would start" in out["reasons"][0]
+
+
+def test_the_failed_start_that_was_published(tmp_path):
+    """vLLM 0.19.0 with two replicas on a machine with one H100: the sentence of its log, to the letter."""
+    (log,) = (DATA / "startup_logs").glob("*FAILED*")
+    flags = Deployment(
+        engine="vllm", engine_version="0.19.0", gpu="h100-80g", gpu_memory_utilization=0.95, max_model_len=8192,
+        data_parallel_size=2, num_gpus=1,
+    )  # fmt: skip
+    said = make_plan(folder(tmp_path, LLAMA), flags).stops_with
+    assert said is not None
+    assert said in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (
+            "0.7.3",
+            "The model's max seq len (131072) is larger than the maximum number of tokens that can be stored",
+        ),
+        ("0.10.2", "the models's max seq len (131072), (16.00 GiB KV cache is needed"),
+        ("0.19.0", "the models's max seq len (131072), (16.0 GiB KV cache is needed"),
+        (
+            "0.25.1",
+            "Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend)",
+        ),
+    ],
+)
+def test_a_sentence_is_that_of_its_version(version, said, tmp_path):
+    plan = make_plan(folder(tmp_path, LLAMA), Deployment(engine="vllm", engine_version=version, gpu="l4-24g"))
+    assert said in (plan.stops_with or "")
+
+
+def test_a_cache_in_another_16_bits_is_refused_from_0_33_on(tmp_path):
+    """The words are those of 0.33's config/vllm.py."""
+    model = folder(tmp_path, LLAMA)
+    flags = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 8192, "kv_cache_dtype": "float16"}
+    make_plan(model, Deployment(**flags, engine_version="0.32.0"))
+    with pytest.raises(DeploymentError) as caught:
+        make_plan(model, Deployment(**flags, engine_version="0.33.0"))
+    assert caught.value.message.endswith(
+        'stops with: ValueError: kv_cache_dtype="float16" is incompatible with dtype="bfloat16". Please set '
+        "`--kv-cache-dtype` to `auto` or `bfloat16`."
+    )
+    make_plan(model, Deployment(**{**flags, "kv_cache_dtype": "bfloat16"}, engine_version="0.33.0"))
+
+
+def test_a_gb10_has_small_defaults_from_0_33_on(tmp_path):
+    model = folder(tmp_path, LLAMA)
+    flags = {"engine": "vllm", "gpu": "gb10-128g", "max_model_len": 8192}
+    before, after = (make_plan(model, Deployment(**flags, engine_version=v)) for v in ("0.32.0", "0.33.0"))
+    assert (before.deployment.max_num_seqs, before.deployment.max_num_batched_tokens) == (1024, 8192)
+    assert (after.deployment.max_num_seqs, after.deployment.max_num_batched_tokens) == (256, 2048)
+    assert after.rank.kv_pool_bytes > before.rank.kv_pool_bytes
+
+
+def test_a_model_newer_than_the_version(tmp_path):
+    model = folder(tmp_path, "google__gemma-4-26B-A4B")
+    old = make_plan(
+        model, Deployment(engine="vllm", engine_version="0.15.0", gpu="h200-141g", max_model_len=8192)
+    )
+    assert not old.fits
+    assert "are not supported for now" in (old.stops_with or "")
+    assert any("--engine-version 0.19.0" in reason for reason in old.reasons)
+    new = make_plan(
+        model, Deployment(engine="vllm", engine_version="0.32.0", gpu="h200-141g", max_model_len=8192)
+    )
+    assert new.fits
+
+
+def test_every_published_start_had_its_class():
+    """The table of classes by version against the starts that are published."""
+    first = starts._architectures()["first"]
+    seen = 0
+    for line in (DATA / "field_reports.jsonl").read_text().splitlines():
+        report = json.loads(line)
+        file = DATA / "configs" / f"{report['config']}.json"
+        match = re.match(r"\d+\.(\d+)", report["engine_version"] or "")
+        if not report["engine"].startswith("vLLM") or match is None or not file.exists():
+            continue
+        for name in json.loads(file.read_text())["architectures"]:
+            since = first.get(name, "0.0").partition(".")[2]
+            assert int(match[1]) >= int(since), (name, report["source"])
+            seen += name in first
+    assert seen > 5
+
+
+def test_graphs_outside_the_share_are_warned_of(tmp_path):
+    """Before 0.20 they come on top of the share: at 1.0 nothing is left for them."""
+    model = folder(tmp_path, LLAMA)
+    flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g"}
+    tight = make_plan(model, Deployment(**flags, gpu_memory_utilization=1.0))
+    assert any("captured outside the share" in note for note in tight.notes)
+    roomy = make_plan(model, Deployment(**flags, gpu_memory_utilization=0.9))
+    assert not any("captured outside the share" in note for note in roomy.notes)
