@@ -12,7 +12,7 @@ from functools import cache
 
 from tonnage.planner.records import dataclass, field
 
-NUMBER = r"(-?[\d,]+(?:\.\d+)?)"
+NUMBER = r"(-?\d[\d,]*(?:\.\d+)?)"
 Lines = tuple[tuple[str, float, str], ...]
 """(figure, unit, pattern of the line with the number as its first group)"""
 

@@ -36,19 +36,21 @@ _LOG_LINES = (
     ("tokens", 1, rf"max_total_num_tokens={NUMBER}"),
     ("max_model_len", 1, rf"context_len={NUMBER}"),
     ("kv_pool_bytes", GiB, rf"SWAKVPool mem usage: {NUMBER}GB"),
-    ("cuda_graph_bytes", GiB, rf"Capture \w* graph end\..*mem usage={NUMBER}GB"),
+    ("cuda_graph_bytes", GiB, rf"Capture (?!draft)\w* graph end\..*?mem usage={NUMBER}GB"),
     ("free_bytes", GiB, rf"Load weight begin\. avail mem={NUMBER}GB"),
     ("free_after_pool_bytes", GiB, rf"Memory pool end\. avail mem={NUMBER}GB"),
 )
 # "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21 GB"; of latent
 # attention "KV size: 9.10 GB"; up to 0.4 without tokens
 _LOG_POOL = (
-    rf"KV Cache is allocated\.(?:.*?#tokens: ([\d,]+),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
+    rf"KV Cache is allocated\.(?:.*?#tokens: (\d[\d,]*),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
 )
 _LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-_LOG_ARGUMENTS = "server_args=ServerArgs("
+# 0.5.23, where the pool is mapped once the graphs are captured; its "VA upper bound" before that is no memory
+_LOG_MAPPED = rf"Post-capture KV sizing: KV cache allocated\..*?#tokens: (\d[\d,]*), KV size: {NUMBER}GB"
+_LOG_ARGUMENTS = (("server_args=ServerArgs(", "="), ("server_args={", ":"))
 _LOG_NAMES = {
     "tp_size": "tensor_parallel_size",
     "pp_size": "pipeline_parallel_size",
@@ -113,8 +115,13 @@ class SGLang(Engine):
                     out.cells = max(out.cells, number(match[1]))
         if match := compiled(_LOG_STATES).search(text):
             out.engine, out.pools = self.name, out.pools + (number(match[1]) + number(match[2])) * GiB
-        if _LOG_ARGUMENTS in line:
-            given = dict(arguments(line.partition(_LOG_ARGUMENTS)[2], "="))
+        if match := compiled(_LOG_MAPPED).search(text):
+            out.engine, out.pools = self.name, number(match[2]) * GiB
+            out.cells = number(match[1])
+        for mark, sign in _LOG_ARGUMENTS:
+            if mark not in line:
+                continue
+            given = dict(arguments(line.partition(mark)[2], sign))
             out.flags |= {_LOG_NAMES.get(key, key): value for key, value in given.items() if value != "None"}
             out.model = out.flags.get("model") or out.model
             out.engine = out.engine or self.name

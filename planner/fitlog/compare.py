@@ -260,6 +260,8 @@ def _of_rank(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator[R
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
+    if (beside := stage.runtime.beside) is not None:  # captured outside the share
+        planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
         logged = graphs if name == "cuda_graph_bytes" else figures.get(name)

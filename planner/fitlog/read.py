@@ -147,18 +147,15 @@ class _Reader:
         """A worker names its process before it knows its rank."""
         if not process:
             return name
-        known = self._names.get(process)
-        if name and known != name:
+        if name:
+            unnamed = self._ranks.pop(f"process {process}", None)
+            if unnamed is not None:
+                self._ranks.setdefault(name, unnamed)
             self._names[process] = name
-            if known is not None:
-                self._ranks[name] = self._ranks.pop(known)
-            return name
-        return self._names.setdefault(process, name or f"process {process}")
+        return self._names.get(process, f"process {process}")
 
     def _is_another_start(self, record: str) -> bool:
-        begins = (
-            "non-default args:" in record or "args: Namespace(" in record or "server_args=ServerArgs(" in record
-        )
+        begins = "non-default args:" in record or "args: Namespace(" in record or "server_args=" in record
         return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
 
     def settle(self) -> StartLog:

@@ -87,15 +87,18 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     own = [entry for entry in entries if [*entry["ranks"]] == ranks]
     shape = shape_of(architecture, chosen.flags)
     alike = [entry for entry in entries if entry["shape"] == shape] or entries
-    changed = Runtime(
-        _measured(runtime.framework, own),
-        _scaled(runtime.activation, "activation_bytes", alike),
-        _scaled(runtime.graphs, "cuda_graph_bytes", alike),
+    beside = runtime.beside
+    changed = replace(
+        runtime,
+        framework=_measured(runtime.framework, own),
+        activation=_scaled(runtime.activation, "activation_bytes", alike),
+        graphs=_scaled(runtime.graphs, "cuda_graph_bytes", alike),
+        beside=None if beside is None else _scaled(beside, "cuda_graph_bytes", alike),
     )
     before = (runtime.framework, runtime.activation, runtime.graphs)
     after = (changed.framework, changed.activation, changed.graphs)
     if runtime.sum_interval is None or after == before:
-        return runtime if after == before else changed
+        return changed
     # the sum was bounded as one: it stays as wide where nothing was learnt, and narrows as its terms do
     width = sum(e.high - e.low for e in before)
     share = sum(e.high - e.low for e in after) / width if width else 1.0

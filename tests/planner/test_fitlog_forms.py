@@ -245,6 +245,29 @@ def test_sglang_ranks_pools_and_options():
     assert hybrid.figures["kv_pool_bytes"] == pytest.approx(6.25 * GIB)
 
 
+def test_sglang_maps_its_pool_after_the_graphs():
+    """0.5.23: options as a dict, an upper bound of addresses first, the pool when the graphs are captured."""
+    found = parse_log(
+        "[2026-11-02 10:00:00] server_args={'model_path': 'org/name', 'tp_size': 1, 'page_size': 64, 'disable_cuda_graph': "
+        "False, 'mem_fraction_static': 0.83, 'speculative_algorithm': None}\n"
+        "[2026-11-02 10:00:09] KV Cache VA upper bound. dtype: torch.bfloat16, #tokens: 900000, K size: 60.00 GB, V size: "
+        "60.00 GB\n"
+        "[2026-11-02 10:00:10] Capture target decode CUDA graph end. bs=[1, 2, 4], elapsed=21.39 s, mem usage=1.66 GB, "
+        "avail mem=50.00 GB.\n"
+        "[2026-11-02 10:00:11] Capture draft decode CUDA graph end. elapsed=2.39 s, mem usage=0.20 GB, avail mem=49.80 GB.\n"
+        "[2026-11-02 10:00:12] Post-capture KV sizing: KV cache allocated. dtype: torch.bfloat16, #tokens: 442750, KV size: "
+        "54.04 GB, avail mem=9.10 GB\n"
+        "[2026-11-02 10:00:12] Post-capture KV sizing: draft KV cache allocated. dtype: torch.bfloat16, #tokens: 442750, KV "
+        "size: 1.69 GB\n"
+    )
+    assert found.model == "org/name"
+    assert found.flags["block_size"] == "64"
+    assert found.flags["enforce_eager"] == "False"
+    assert found.figures["tokens"] == 442_750
+    assert found.figures["kv_pool_bytes"] == pytest.approx(54.04 * GIB)
+    assert found.figures["cuda_graph_bytes"] == pytest.approx(1.66 * GIB)
+
+
 def test_llama_cpp_buffers_and_its_table():
     found = parse_log(
         "0.00.363.687 I llama_model_loader: loaded meta data with 33 key-value pairs and 291 tensors from m.gguf (v 3)\n"
