@@ -269,7 +269,9 @@ class Engine(ABC):
         """What stops the start of a plan, beside what does not fit, or in which words it does."""
         return None
 
-    def start_notes(self, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
+    def start_notes(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
+    ) -> tuple[str, ...]:
         """What may stop a start that fits. ``beside``: bytes it takes outside what the plan may take."""
         return ()
 

@@ -91,7 +91,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
-            *engine_of(flags.engine).start_notes(chosen, worst.rank, _beside(worst)),
+            *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, _beside(worst)),
             *_calibration_notes(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),

@@ -208,6 +208,18 @@ def test_a_model_newer_than_the_version(tmp_path):
     assert new.fits
 
 
+def test_a_model_newer_than_the_transformers_required(tmp_path):
+    """0.19 has a class for Gemma 4 and requires transformers below 5, which does not know it: some upgraded it."""
+    model = folder(tmp_path, "google__gemma-4-26B-A4B")
+    flags = {"engine": "vllm", "gpu": "h200-141g", "max_model_len": 8192}
+    old = make_plan(model, Deployment(**flags, engine_version="0.19.0"))
+    assert old.fits
+    assert any("requires transformers >=4.56.0,<5" in note and "`gemma4`" in note for note in old.notes)
+    for version, name in (("0.20.1", "google__gemma-4-26B-A4B"), ("0.19.0", "Qwen__Qwen3.5-27B")):
+        new = make_plan(folder(tmp_path, name), Deployment(**flags, engine_version=version))
+        assert not any("requires transformers" in note for note in new.notes)
+
+
 def test_every_published_start_had_its_class():
     """The table of classes by version against the starts that are published."""
     first = starts._architectures()["first"]

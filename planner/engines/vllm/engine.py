@@ -220,8 +220,10 @@ class VLLM(Engine):
     ) -> Failure | None:
         return starts.foresee(architecture, chosen, rank, pool, held)
 
-    def start_notes(self, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-        return starts.notes(chosen, rank, beside)
+    def start_notes(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
+    ) -> tuple[str, ...]:
+        return starts.notes(architecture, chosen, rank, beside)
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
         """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""

@@ -166,8 +166,25 @@ def _failures(
         )
 
 
-def notes(chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
+def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
     """What may stop a start that fits, with its margin. ``beside``: bytes of CUDA graphs outside the share."""
+    return (*_transformers_notes(architecture, chosen.version), *_memory_notes(chosen, rank, beside))
+
+
+def _transformers_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
+    """A model newer than the transformers that this vLLM requires: with its own code, or a newer one, it starts."""
+    minor, name = ".".join(map(str, version[:2])), architecture.model_type
+    if minor not in _architectures()["unknown_before_5"].get(name, ()):
+        return ()
+    needs = _architectures()["transformers"][minor]
+    return (
+        f"vLLM {'.'.join(map(str, version))} requires transformers {needs}, which does not know {name}: without a newer "
+        f"one, or code of the model's own, it stops with 'The checkpoint you are trying to load has model type `{name}` "
+        "but Transformers does not recognize this architecture.'",
+    )
+
+
+def _memory_notes(chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
     flags = chosen.flags
     if flags.device == "cpu" or flags.gpu is None:
         return ()
@@ -212,8 +229,8 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
 
 
 @cache
-def _architectures() -> dict[str, dict[str, str]]:
-    content: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("architectures.json").read_text())
+def _architectures() -> dict[str, dict[str, Any]]:
+    content: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_text())
     return content
 
 
