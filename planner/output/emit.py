@@ -86,6 +86,7 @@ def _compose_env(plan: Plan) -> str:
         "CONTEXT": plan.deployment.max_model_len,
         "SEQUENCES": plan.deployment.max_num_seqs,
         "BATCHED_TOKENS": plan.deployment.max_num_batched_tokens,
+        "GPUS": _settings(plan)["tensor_parallel_size"],
     }
     return _comment(plan) + "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)
 

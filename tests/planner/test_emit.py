@@ -61,6 +61,7 @@ def test_compose_env_has_the_variables_that_compose_reads(plan) -> None:
     text = (ROOT / "deploy" / "compose.yaml").read_text()
     assert all(f"${{{name}:-" in text for name in env), env
     assert int(env["POOL"]) == plan.rank.kv_pool_bytes
+    assert "GPUS" not in env
     assert int(env["MEMORY_LIMIT"]) == int(env["MEMORY"]) == memory_limit_bytes(plan)
 
 
@@ -74,6 +75,16 @@ def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
     values = yaml.safe_load(emit(gpu, "helm-values"))
     assert values["resources"] == {"gpus": 1}
     assert values["plan"]["gpus"] == 1
+
+
+def test_tensor_parallel_reaches_the_engine() -> None:
+    flags = Deployment(
+        engine="vllm", device="cuda", device_memory=80 * 2**30, max_model_len=2048, tensor_parallel_size=3
+    )
+    three = make_plan("demo", flags)
+    assert "\nGPUS=3\n" in emit(three, "compose-env")
+    values = yaml.safe_load(emit(three, "helm-values"))
+    assert (values["settings"]["tensor_parallel_size"], values["resources"]["gpus"]) == (3, 3)
 
 
 def test_refusals(plan) -> None:

@@ -47,6 +47,8 @@ def asked_of(config: Any) -> Asked:
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=_quantization(model),
         kv_cache_dtype=cache.cache_dtype,
+        mamba_ssm_cache_dtype=cache.mamba_ssm_cache_dtype,
+        runner=model.runner_type,
         max_model_len=model.max_model_len,
         max_num_seqs=batch.max_num_seqs,
         max_num_batched_tokens=batch.max_num_batched_tokens,

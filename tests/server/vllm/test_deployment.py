@@ -47,9 +47,11 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
     "speculative_model": ({"speculative_config": "draft"}, "draft"),
     "num_speculative_tokens": ({"speculative_config": "draft"}, 3),
     "quantization": ({"quantization": "fp8"}, "fp8"),
+    "runner": ({"runner": "pooling"}, "pooling"),
 }
-# Set by other things than a flag of vLLM's, or not by vLLM on this machine.
+# Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
 OTHERS = {
+    "calibration", "mamba_ssm_cache_dtype",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
     "swa_full_tokens_ratio", "decode_context_parallel_size", "enable_expert_parallel",
 }  # fmt: skip
@@ -78,7 +80,7 @@ def test_plain(plain: Any) -> None:
     assert asked.model == str(ensure_demo())
     flags = asked.deployment
     assert (flags.engine, flags.device, flags.gpu) == ("vllm", "cpu", None)
-    assert flags.decode_context_parallel_size == 1
+    assert (flags.decode_context_parallel_size, flags.mamba_ssm_cache_dtype) == (1, "float32")
     assert flags.block_size is None  # vLLM's own 128 is the planner's too
     assert make_plan(asked.model, flags).kv_cache.layout.block_size == plain.cache_config.block_size == 128
 
