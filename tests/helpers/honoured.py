@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from endpoints import CHAT, COMPLETIONS, RESPONSES, Api
 from serving import PATIENCE
 from tokenizers import Tokenizer
@@ -480,3 +481,27 @@ def free_calls(client: openai.OpenAI) -> None:
     calls = told(answer.choices[0].message)
     assert len(calls) <= 1
     assert all(call in [("get_weather", {"city": c}) for c in ("Paris", "Oslo")] for call in calls)
+
+
+# -- the tests of both backends ------------------------------------------------------------------------------
+
+
+def checked(rows: list[tuple[str, str]]) -> type:
+    """The tests of a server behind the fixtures ``http`` and ``client``: those ``rows``, grammars, tools."""
+
+    class Tests:
+        @pytest.mark.parametrize(("path", "field"), rows)
+        def test_honoured(self, http: httpx.Client, path: str, field: str) -> None:
+            CHECKS[path][field](Api(http, path))
+
+        @pytest.mark.parametrize("fault", AT_FAULT)
+        def test_a_grammar_at_fault_is_the_clients(self, http: httpx.Client, fault: str) -> None:
+            refused(http, fault)
+
+        def test_forced_calls_of_a_real_model(self, client: openai.OpenAI) -> None:
+            forced_calls(client)
+
+        def test_free_calls_of_a_real_model(self, client: openai.OpenAI) -> None:
+            free_calls(client)
+
+    return Tests

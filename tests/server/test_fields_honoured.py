@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from endpoints import COMPLETIONS, Api
-from honoured import AT_FAULT, CHECKS, FLAGS, ROWS, TEMPLATE, TOOLS, forced_calls, free_calls, refused
+from endpoints import COMPLETIONS
+from honoured import CHECKS, FLAGS, ROWS, TEMPLATE, TOOLS, checked
 from serving import PATIENCE, serving
 
 from tonnage.server.api.fields import TABLES, Standing
@@ -27,7 +27,7 @@ def test_every_row_has_a_check(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
     flags = [
@@ -41,28 +41,14 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.mark.parametrize(("path", "field"), ROWS)
-def test_honoured(hf: httpx.Client, path: str, field: str) -> None:
-    CHECKS[path][field](Api(hf, path))
-
-
-@pytest.mark.parametrize("fault", AT_FAULT)
-def test_a_grammar_at_fault_is_the_clients(hf: httpx.Client, fault: str) -> None:
-    refused(hf, fault)
-
-
 @pytest.fixture
-def client(hf: httpx.Client) -> Iterator[openai.OpenAI]:
+def client(http: httpx.Client) -> Iterator[openai.OpenAI]:
     with (
-        httpx.Client(trust_env=False, timeout=PATIENCE) as http,
-        openai.OpenAI(base_url=f"{hf.base_url}/v1", api_key="none", max_retries=0, http_client=http) as made,
+        httpx.Client(trust_env=False, timeout=PATIENCE) as other,
+        openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, http_client=other) as made,
     ):
         yield made
 
 
-def test_forced_calls_of_a_real_model(client: openai.OpenAI) -> None:
-    forced_calls(client)
-
-
-def test_free_calls_of_a_real_model(client: openai.OpenAI) -> None:
-    free_calls(client)
+class TestHf(checked(ROWS)):
+    """Each check at every endpoint that has it."""

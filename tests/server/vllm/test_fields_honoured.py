@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import httpx
-import openai
 import pytest
-from endpoints import Api
-from honoured import AT_FAULT, CHECKS, ONCE, forced_calls, free_calls, refused
+from honoured import ONCE, checked
 from serving import PATIENCE
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
@@ -25,19 +23,5 @@ def http(server: str) -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.mark.parametrize(("path", "field"), ONCE)
-def test_honoured(http: httpx.Client, path: str, field: str) -> None:
-    CHECKS[path][field](Api(http, path))
-
-
-@pytest.mark.parametrize("fault", AT_FAULT)
-def test_a_grammar_at_fault_is_the_clients(http: httpx.Client, fault: str) -> None:
-    refused(http, fault)
-
-
-def test_forced_calls_of_a_real_model(client: openai.OpenAI) -> None:
-    forced_calls(client)
-
-
-def test_free_calls_of_a_real_model(client: openai.OpenAI) -> None:
-    free_calls(client)
+class TestVllm(checked(ONCE)):
+    """Each check once."""
