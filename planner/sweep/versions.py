@@ -13,7 +13,7 @@ from typing import Any
 
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.version import Version, parse_version
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.build import Sizer, plan_source
 from tonnage.planner.plans import Deployment, Plan
@@ -68,7 +68,10 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
     steps, known = [], terms_of(before)
     for version, reasons in engine.changes(low, high):
         text = ".".join(map(str, version))
-        found = terms_of(plan(text))
+        try:
+            found = terms_of(plan(text))
+        except TonnageError:  # between the two it may be what neither of them is
+            continue
         if found != known:
             steps.append(Step(text, reasons, known, found))
             known = found

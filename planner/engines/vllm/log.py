@@ -4,7 +4,7 @@ Sources: worker/worker.py (0.6 to 0.9, V0), v1/worker/gpu_worker.py, gpu_model_r
 cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py), utils/mem_utils.py and config/vllm.py of
 0.9.2 to 0.33. What the figures mean:
 
-* ``activation_bytes``: up to 0.28 the peak of the profile run beside the weights. The line that speaks of
+* ``activation_bytes``: up to 0.26 the peak of the profile run beside the weights. The line that speaks of
   "consumed memory" counts the estimate of the CUDA graphs into "peak activation"; it is taken off here.
 * ``peak_torch_memory`` of 0.6.3 to 0.6.5 has the weights in it; they are taken off here.
 * a rank that does not print its pool prints what the pool is left of: requested less "non KV cache memory".

@@ -297,7 +297,15 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 
 
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
-    """A pool of given bytes is not profiled for: it is allocated, and then the sampler is warmed up."""
+    """A pool of given bytes is not profiled for: it is allocated, and then the sampler is warmed up. On a CPU it
+    must be free first."""
+    if chosen.flags.device == "cpu":
+        free = max(0, rank.free_bytes + rank.kv_pool_bytes)
+        return (
+            f"ValueError: Available memory on node 0 ({_rounded(free)}/{_rounded(rank.total_bytes)} GiB) on kv cache "
+            f"allocation is less than requested memory for kv ({_rounded(rank.kv_pool_bytes)} GiB). Decrease "
+            "--kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory used by other processes."
+        )
     if rank.used_bytes - rank.activation_bytes > rank.total_bytes:
         return f"{_OUT_OF_MEMORY} (while the KV cache is allocated)"
     return (
