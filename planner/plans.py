@@ -265,7 +265,7 @@ class Plan:
     kv_cache: KVCachePlan
     fits: bool
     reasons: tuple[str, ...] = ()
-    intervals: dict[str, tuple[int, int]] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # of what no file or flag decides
     terms: tuple[Term, ...] = ()
     weight_formats: tuple[WeightFormat, ...] = ()
     notes: tuple[str, ...] = ()  # what a reader should know: rules assumed, settings that override
@@ -307,11 +307,11 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = self.intervals[name]
-            return f"{gib(low)} to {gib(high)}"
+            return f"{gib(int(low))} to {gib(int(high))}"
 
         rows = [
             ("weights", rank.weights_bytes, bounds("weights_bytes")),
-            ("KV cache pool", rank.kv_pool_bytes, "exact"),
+            ("KV cache pool", rank.kv_pool_bytes, bounds("kv_pool_bytes")),
             ("activations", rank.activation_bytes, bounds("activation_bytes")),
             ("framework", rank.framework_bytes, bounds("framework_bytes")),
         ]
@@ -330,10 +330,18 @@ class Plan:
         cache, layout, flags = self.kv_cache, self.kv_cache.layout, self.deployment
         if not layout.groups:
             return [f"KV cache: none (an encoder); at most {flags.max_num_seqs:,} texts in a step"]
+        tokens, concurrency = f"{cache.tokens:,} tokens", f"{cache.max_concurrency:.2f}x"
+        about = ""
+        if "tokens" in self.intervals:
+            about = "about "
+            low, high = self.intervals["tokens"]
+            tokens = f"about {tokens}, {low:,} to {high:,}"
+            low, high = self.intervals["max_concurrency"]
+            concurrency = f"about {concurrency}, {low:.2f} to {high:.2f}"
         lines = [
-            f"KV cache: {cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes ({layout.dtype}), "
-            f"{cache.usable_blocks:,} usable; {cache.tokens:,} tokens",
-            f"Concurrency at {flags.max_model_len:,} tokens per request: {cache.max_concurrency:.2f}x "
+            f"KV cache: {about}{cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes "
+            f"({layout.dtype}), {cache.usable_blocks:,} usable; {tokens}",
+            f"Concurrency at {flags.max_model_len:,} tokens per request: {concurrency} "
             f"({gib(cache.bytes_per_sequence)} each)",
         ]
         if len(layout.groups) > 1 or layout.slides:

@@ -5,11 +5,15 @@ Only rows with complete flags and an engine version carry the bar; each source c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from accuracy.common import Inputs, Section
 from accuracy.runtime_fit import Row, fit, load_rows
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.runtime.estimate import Coefficients
 
 NAME = "pool_from_flags"
 
@@ -18,6 +22,8 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
     """``more``: rows of other inputs that the fits may use."""
     if inputs.configs is None or inputs.reports is None:
         return None
+    from tonnage.planner.engines.runtime.gpu import coefficients
+
     rows, left_out = load_rows(inputs)
     if not more and inputs.startups is not None:
         from accuracy.startups import load, row
@@ -52,13 +58,42 @@ def score(inputs: Inputs, more: Sequence[Row] = ()) -> Section | None:
         section.exact += median(errors) < 0.001
         section.covered = (section.covered or 0) + (sum(covered) * 2 > len(covered))
     whole = fit([*rows, *more])
+    graded = [row for row in rows if row.carries_bar]
     section.misses = [line for line in details if abs(float(line.split(": ")[-1].split(" %")[0])) > 1.5]
     section.extra |= {
         "unit": "share of GPU memory, one vote per source",
         "widest_interval": width,
+        "shipped": _summary((row, coefficients()) for row in graded),
+        "gpu_left_out": _summary(_without_gpu(graded, [*rows, *more])),
         "graded": details,
         "reported_only": others,
         "left_out": left_out,
         "coefficients": {k: getattr(whole, k) for k in whole.__dataclass_fields__},
     }
     return section
+
+
+def _without_gpu(graded: Sequence[Row], rows: Sequence[Row]) -> Iterator[tuple[Row, Coefficients]]:
+    """Each row of a known GPU, with a fit that saw no start on that type of GPU."""
+    for gpu in sorted({row.chosen.flags.gpu for row in graded if row.chosen.flags.gpu}):
+        fitted = fit([row for row in rows if row.chosen.flags.gpu != gpu])
+        for row in graded:
+            if row.chosen.flags.gpu == gpu:
+                yield row, fitted
+
+
+def _summary(pairs: Iterable[tuple[Row, Coefficients]]) -> dict[str, Any]:
+    """Each source counts once, by its median row; ``covered``: sources most of whose rows lie inside."""
+    errors: dict[str, list[float]] = {}
+    inside: dict[str, list[bool]] = {}
+    width = 0.0
+    for row, fitted in pairs:
+        low, high = row.pool_interval(fitted)
+        errors.setdefault(row.source, []).append(abs(row.planned_pool(fitted) - row.pool) / row.device)
+        inside.setdefault(row.source, []).append(low <= row.pool <= high)
+        width = max(width, (high - low) / row.device)
+    medians = sorted(median(found) for found in errors.values())
+    return {
+        "sources": len(medians), "median_error": median(medians), "worst_error": medians[-1],
+        "covered": sum(2 * sum(found) > len(found) for found in inside.values()), "widest_interval": width,
+    }  # fmt: skip

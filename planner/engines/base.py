@@ -236,6 +236,15 @@ class Engine(ABC):
         """:meth:`num_blocks` where the pool's bytes are not given."""
         return max(0, chosen.limit - fixed) // size
 
+    def block_bounds(
+        self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
+        framework: int,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Fewest and most blocks where ``fixed`` and ``weights`` are bounds, equal where files or flags decide.
+        ``framework``: the most it may take."""
+        low = self.num_blocks(chosen, pool, size, fixed[1], weights[1])
+        return low, self.num_blocks(chosen, pool, size, fixed[0], weights[0])
+
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
         """What ``num_blocks`` hold, counted as the engine prints it."""
         if not pool.demands:

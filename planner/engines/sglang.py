@@ -29,7 +29,7 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
-from tonnage.planner.units import GiB
+from tonnage.planner.units import GiB, ceil_div
 
 _LOG_LINES = (
     ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER}GB"),
@@ -95,6 +95,15 @@ class SGLang(Engine):
         # its --page-size: max_total_num_tokens is rounded down to whole pages (model_runner.py)
         element = KV_DTYPE_BYTES[flags.kv_cache_dtype]
         return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
+
+    def block_bounds(
+        self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
+        framework: int,
+    ) -> tuple[int, int]:  # fmt: skip
+        """The share is of what was free before the load, so that what the framework holds comes off it."""
+        low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
+        given = chosen.flags.kv_cache_memory_bytes is not None
+        return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """mem_fraction_static of the device is for weights and pool."""

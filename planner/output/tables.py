@@ -23,12 +23,19 @@ def plan_table(plan: Plan) -> Table:
     rows: list[tuple[object, ...]] = [(name, size, note) for name, size, note in plan.memory_rows()]
     cache = plan.kv_cache
     rows += [
-        ("blocks", cache.num_blocks, ""),
-        ("tokens", cache.tokens, ""),
-        ("max_concurrency", round(cache.max_concurrency, 2), ""),
+        ("blocks", cache.num_blocks, _bounds(plan, "num_blocks")),
+        ("tokens", cache.tokens, _bounds(plan, "tokens")),
+        ("max_concurrency", round(cache.max_concurrency, 2), _bounds(plan, "max_concurrency")),
         ("fits", "yes" if plan.fits else "no", "; ".join(plan.reasons)),
     ]
     return Table(("component", "bytes", "bounds"), tuple(rows))
+
+
+def _bounds(plan: Plan, name: str) -> str:
+    if name not in plan.intervals:
+        return ""
+    low, high = plan.intervals[name]
+    return f"{low} to {high}"
 
 
 def print_table(table: Table, file: TextIO, *, markdown: bool) -> None:

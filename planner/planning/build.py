@@ -60,7 +60,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         *other_terms(worst.rank, flags),
         *quantized_terms(architecture, size.quantization, source.config, flags),
         *worst.weights.added_terms(),
-        *kv_terms(pool, held.num_blocks, chosen),
+        *kv_terms(pool, held.num_blocks, chosen, (size.bounds[0].num_blocks, size.bounds[1].num_blocks)),
     )
     return Plan(
         engine_name=engine_of(flags.engine).shown_name(flags),
@@ -82,11 +82,12 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         fits=not size.reasons,
         reasons=size.reasons,
         stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
-        intervals=worst.intervals(),
+        intervals=size.intervals(),
         terms=terms,
         weight_formats=worst.weights.loaded.formats,
         notes=(
             *_family_notes(architecture),
+            *_margin_notes(size),
             *pool.notes,
             *size.draft_notes,
             *version_notes(deployment, chosen),
@@ -102,7 +103,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 @dataclass(frozen=True, slots=True)
 class Size:
     """A model under complete flags in numbers. ``parts``: a rank's share of each stage; ``place``: of
-    the stage that decides; ``reasons``: why it does not fit."""
+    the stage that decides; ``bounds``: the least and the most its pool may hold; ``reasons``: why it does not
+    fit."""
 
     architecture: Architecture
     quantization: Quantization
@@ -112,6 +114,7 @@ class Size:
     stages: list[Stage]
     place: int
     held: PoolCapacity
+    bounds: tuple[PoolCapacity, PoolCapacity]
     reasons: tuple[str, ...]
     draft_notes: tuple[str, ...]
     failure: Failure | None = None
@@ -119,6 +122,18 @@ class Size:
     @property
     def worst(self) -> Stage:
         return self.stages[self.place]
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Of the terms, and of what follows from them: the pool and its capacity."""
+        found: dict[str, tuple[float, float]] = dict(self.worst.intervals())
+        low, high = self.bounds
+        if low.num_blocks < high.num_blocks:
+            size = self.worst.block_bytes
+            found["kv_pool_bytes"] = low.num_blocks * size, high.num_blocks * size
+            found["num_blocks"] = low.num_blocks, high.num_blocks
+            found["tokens"] = low.tokens, high.tokens
+            found["max_concurrency"] = round(low.max_concurrency, 4), round(high.max_concurrency, 4)
+        return found
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -184,6 +199,18 @@ class Sizer:
             engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
             for stage in stages
         )
+        bounds = [
+            engine.block_bounds(
+                chosen,
+                pool,
+                stage.block_bytes,
+                stage.used_bounds,
+                stage.weights_bounds,
+                stage.runtime.framework.high,
+            )
+            for stage in stages
+        ]
+        fewest, most = (engine.capacity(pool, chosen, min(ends)) for ends in zip(*bounds, strict=True))
         stages = [stage.with_blocks(num_blocks) for stage in stages]
         place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
         held = engine.capacity(pool, chosen, num_blocks)
@@ -194,8 +221,9 @@ class Sizer:
         chosen = replace(chosen, flags=flags)
         shares = tuple(part for part, _ in parts)
         return Size(
-            architecture, quantization, chosen, pool, shares, stages, place, held, reasons, draft_notes, failure
-        )
+            architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,
+            draft_notes, failure,
+        )  # fmt: skip
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
         key = flags.quantization, flags.engine
@@ -241,6 +269,17 @@ def _calibration_notes(chosen: Resolved) -> tuple[str, ...]:
     from tonnage.planner.planning.calibration import calibration_notes
 
     return calibration_notes(chosen)
+
+
+def _margin_notes(size: Size) -> tuple[str, ...]:
+    """What fits as planned and may not as served."""
+    low = size.bounds[0]
+    if size.reasons or low.blocks_per_sequence <= low.usable_blocks:
+        return ()
+    return (
+        f"at the lower end of its interval the pool has {low.usable_blocks:,} usable blocks, and one sequence "
+        f"of {size.chosen.max_model_len:,} tokens needs {low.blocks_per_sequence:,}: the engine may not start",
+    )
 
 
 def with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:

@@ -47,16 +47,22 @@ class Stage:
     def intervals(self) -> dict[str, tuple[int, int]]:
         """Bounds of every figure that is not exact, and of their sum with the exact ones."""
         bounds = {name: (e.low, e.high) for name, e in self._estimates().items()}
-        low = sum(pair[0] for pair in bounds.values())
-        high = sum(pair[1] for pair in bounds.values())
-        if self.runtime.sum_interval is not None:
-            low, high = self.runtime.sum_interval
-        exact = self.rank.used_bytes - self.runtime.total
-        if more := self.weights.loaded.high - self.weights.loaded.total:
-            bounds["weights_bytes"] = (self.rank.weights_bytes, self.rank.weights_bytes + more)
-            high += more
-        bounds["used_bytes"] = (exact + low, exact + high)
+        if self.weights_bounds[1] > self.rank.weights_bytes:
+            bounds["weights_bytes"] = self.weights_bounds
+        bounds["used_bytes"] = self.used_bounds
         return bounds
+
+    @property
+    def weights_bounds(self) -> tuple[int, int]:
+        held, loaded = self.rank.weights_bytes, self.weights.loaded
+        return held, held + loaded.high - loaded.total
+
+    @property
+    def used_bounds(self) -> tuple[int, int]:
+        """Of the sum of all, the pool as it is."""
+        low, high = self.runtime.bounds
+        exact = self.rank.used_bytes - self.runtime.total
+        return exact + low, exact + high + self.weights_bounds[1] - self.weights_bounds[0]
 
     def _estimates(self) -> dict[str, Estimate]:
         runtime = self.runtime

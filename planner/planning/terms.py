@@ -15,8 +15,10 @@ from tonnage.planner.plans import Deployment, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 
-def kv_terms(pool: PoolSpec, num_blocks: int, chosen: Resolved) -> list[Term]:
-    """How the KV pool came about."""
+def kv_terms(
+    pool: PoolSpec, num_blocks: int, chosen: Resolved, bounds: tuple[int, int] | None = None
+) -> list[Term]:
+    """How the KV pool came about. ``bounds``: the fewest and the most blocks it may have."""
     if not pool.demands:
         from tonnage.planner.engines.encoder import terms as encoder_terms
 
@@ -62,11 +64,13 @@ def kv_terms(pool: PoolSpec, num_blocks: int, chosen: Resolved) -> list[Term]:
             )
         )  # fmt: skip
     given = chosen.flags.kv_cache_memory_bytes is not None
+    low, high = bounds or (num_blocks, num_blocks)
+    ends = f"; {low:,} to {high:,} blocks by the bounds of the rest" if low < high else ""
     terms.append(
         Term(
             "kv_pool_bytes",
             num_blocks * layout.bytes_per_block,
-            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}; block 0 is the null block",
+            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}; block 0 is the null block{ends}",
             "--kv-cache-memory-bytes" if given else "--device-memory x --gpu-memory-utilization less the rest",
         )
     )

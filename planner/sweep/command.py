@@ -85,12 +85,12 @@ def _print_offers(source: ModelSource, deployment: Deployment, rows: list[SweepR
         return
     length = deployment.max_model_len or architecture_of(source.config).max_model_len
     print(f"{wanted:,} sequences of {length:,} tokens at once, the cheapest first:")
-    print(f"{'n':>3}   {'GPU':<20}{'quantization':<13}{'KV':<9}{'sequences':>9}   price")
+    print(f"{'n':>3}   {'GPU':<20}{'quantization':<13}{'KV':<9}{'sequences':>9}{'at least':>10}   price")
     for row in rows[:_SHOWN]:
         price = f"{row.usd_per_hour:.2f} USD/h" if row.usd_per_hour is not None else "no list price"
         print(
             f"{row.gpus:>3} x {row.gpu:<20}{row.quantization:<13}{row.kv_cache_dtype:<9}"
-            f"{row.max_concurrency:>9.1f}   {price}"
+            f"{row.max_concurrency:>9.1f}{row.least_concurrency:>10.1f}   {price}"
         )
     if len(rows) > _SHOWN:
         print(f"... and {len(rows) - _SHOWN} more (--json lists all)")

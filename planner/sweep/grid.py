@@ -53,6 +53,7 @@ class SweepRow:
     usd_per_hour: float | None = None
     refused: str = ""
     added_bytes: int = 0  # LoRA slots and the draft's weights
+    least_concurrency: float = 0.0  # ``max_concurrency`` where the engine takes the most it may
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -173,7 +174,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
                     if not refused:
                         try:
                             held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
-                            terms = runtime_of((place, ranks, experts_of(scheme))).total
+                            terms = runtime_of((place, ranks, experts_of(scheme)))
                         except TonnageError as error:
                             why = str(error)
                             rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))
@@ -188,23 +189,30 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
 
 def _row(
     engine: Engine, gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: PoolSpec,
-    loaded: tuple[int, int], terms: int, price: float | None,
+    loaded: tuple[int, int], runtime: Runtime, price: float | None,
 ) -> SweepRow:  # fmt: skip
     size, (weights, added) = pool.layout.bytes_per_block, loaded
-    blocks = engine.num_blocks(chosen, pool, size, weights + added + terms, weights)
-    held = engine.capacity(pool, chosen, blocks)
-    taken = weights + added + terms + blocks * size
+    exact, terms = weights + added, runtime.total
+    blocks = engine.num_blocks(chosen, pool, size, exact + terms, weights)
+    low, high = runtime.bounds
+    fewest, _ = engine.block_bounds(
+        chosen, pool, size, (exact + low, exact + high), (weights, weights), runtime.framework.high
+    )
+    held, least = (engine.capacity(pool, chosen, count) for count in (blocks, fewest))
+    taken = exact + terms + blocks * size
     fits = taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return SweepRow(
         gpu.name, ranks, scheme, kv_dtype, fits, weights, blocks * size, terms, gpu.memory_bytes - taken,
         gpu.memory_bytes, held.tokens, held.max_concurrency, price, added_bytes=added,
+        least_concurrency=least.max_concurrency,
     )  # fmt: skip
 
 
 def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
-    """Rows that hold so many sequences of max_model_len tokens, the cheapest first."""
+    """Rows that hold so many sequences of max_model_len tokens, the cheapest first: at the lower end of what
+    their pools may be, since somebody buys them."""
     return sorted(
-        (row for row in rows if row.fits and row.max_concurrency >= concurrency), key=lambda r: r.cost
+        (row for row in rows if row.fits and row.least_concurrency >= concurrency), key=lambda r: r.cost
     )
 
 

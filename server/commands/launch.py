@@ -26,6 +26,7 @@ from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
+from tonnage.server.engines.capacity import held_to
 from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
@@ -105,6 +106,7 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     if plan.fits and settings.model == "demo":
         ensure_demo()
         plan = make_plan(settings.model, deployment)
+    plan = held_to(plan, settings.model, deployment)
     print_plan(plan, False, file)
     file.flush()
     if not plan.fits:

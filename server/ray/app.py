@@ -22,6 +22,7 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.capacity import held_to
 from tonnage.server.ray.engine import RayEngine
 from tonnage.server.ray.replica import EngineReplica
 from tonnage.server.ray.router import PrefixHeadroomRouter
@@ -131,6 +132,7 @@ def _planned(settings: Settings) -> Plan:
     if settings.model == "demo":
         ensure_demo()
         plan = make_plan(settings.model, settings.deployment())
+    plan = held_to(plan, settings.model, settings.deployment())
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     return plan

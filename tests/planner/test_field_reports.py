@@ -56,6 +56,15 @@ def test_pool_from_flags_on_sources_left_out(scores):
     assert section["widest_interval"] <= 0.08
 
 
+@pytest.mark.parametrize("left_out", ["shipped", "gpu_left_out"])
+def test_pool_from_flags_as_shipped_and_on_types_of_gpu_left_out(scores, left_out):
+    found = scores["pool_from_flags"][left_out]
+    assert found["sources"] >= 8
+    assert found["median_error"] <= 0.01
+    assert found["covered"] >= 0.85 * found["sources"]
+    assert found["widest_interval"] <= 0.08
+
+
 def test_model_load(scores):
     section = scores["model_load"]
     assert section["scored"] >= 32

@@ -33,6 +33,14 @@ class Runtime:
     def total(self) -> int:
         return self.framework.value + self.activation.value + self.graphs.value
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Of the sum."""
+        if self.sum_interval is not None:
+            return self.sum_interval
+        parts = (self.framework, self.activation, self.graphs)
+        return sum(part.low for part in parts), sum(part.high for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:

@@ -39,12 +39,12 @@ def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficient
     size, ranks = DTYPE_BYTES[chosen.flags.dtype], chosen.flags.tensor_parallel_size
     forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
     formula = f"forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}"
-    return bounded(forward, chosen, fitted.spread, formula, SOURCE)
+    return _bounded(forward, chosen, fitted.spread, formula, SOURCE)
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, activation: Estimate) -> Runtime:
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
-    framework = bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
+    framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
     total = framework.value + activation.value
     spread = int(fitted.spread * chosen.device_memory)
     more = 2 if has_towers(architecture) else 1
@@ -56,7 +56,7 @@ def has_towers(architecture: Architecture) -> bool:
     return any(tensor.role in TOWER_ROLES for tensor in architecture.tensors)
 
 
-def bounded(value: int, chosen: Resolved, share: float, formula: str, source: str) -> Estimate:
+def _bounded(value: int, chosen: Resolved, share: float, formula: str, source: str) -> Estimate:
     """``value`` within ``share`` of the device, and no further below than half."""
     spread = int(share * chosen.device_memory)
     return Estimate(value, value - min(spread, value // 2), value + spread, formula, source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
-from tonnage.planner.engines.runtime.gpu import SOURCE, bounded, coefficients, has_towers
+from tonnage.planner.engines.runtime.gpu import SOURCE, coefficients, has_towers
 from tonnage.planner.engines.vllm import activation, framework, graphs
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.model.architecture import Architecture
@@ -17,14 +17,20 @@ _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
     """``architecture``: one rank's share, of one stage. ``fitted``: other coefficients than those shipped."""
     fitted = fitted or coefficients()
-    share = max(spread(architecture, chosen, fitted))
+    shares = spread(architecture, chosen, fitted)
+    below, above = (int(share * chosen.device_memory) for share in shares)
     held = framework.held(architecture, chosen, fitted)
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    outside = bounded(held.total, chosen, share, held.formula, sources)
+    outside = Estimate(
+        held.total, held.total - held.rest // 2, held.total + held.rest + above // 4, held.formula, sources
+    )
     peak = activation.peak(architecture, chosen, fitted)
-    inside = bounded(peak.total, chosen, share, peak.formula, _DERIVED.format("activation"))
+    inside = Estimate(
+        peak.total, peak.total - min(below, peak.total // 10), peak.total + above, peak.formula,
+        _DERIVED.format("activation"),
+    )  # fmt: skip
     size, count = graphs.estimated(chosen, fitted)
     captured = NOTHING
     if size:
@@ -36,7 +42,6 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
             captured = replace(captured, formula=formula)
     taken = captured if rules(chosen.version).graphs_subtracted else NOTHING
     total = outside.value + inside.value + taken.value
-    below, above = (int(share * chosen.device_memory) for share in spread(architecture, chosen, fitted))
     # the bytes of a graph are the driver's: one start in ten takes several times as many
     bounds = max(0, total - below - taken.value // 4), total + above + taken.value // 2
     return Runtime(outside, inside, taken, bounds, None if taken is captured else captured)
@@ -45,13 +50,19 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
     """How far below and above the sum may be, as shares of the device: narrow where every part of the plan was
     seen in start-up logs, wide where not. What nobody counted only adds."""
-    if has_towers(architecture):
+    if has_towers(architecture) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
     if not _is_counted(architecture, chosen):
         return fitted.spread, fitted.spread
     if architecture.experts or any(layer.kind == "mla" for layer in architecture.cache_layers):
         return fitted.spread_seen * 2 / 3, fitted.spread_seen * 2
     return fitted.spread_seen, fitted.spread_seen
+
+
+def _is_apart(chosen: Resolved) -> bool:
+    """Another vendor's GPU, or one that shares its memory with the host: reports of one source each."""
+    gpu = chosen.flags.gpu
+    return framework.is_unified(chosen.flags) or (gpu is not None and capability_of(gpu) is None)
 
 
 def is_seen(architecture: Architecture, chosen: Resolved) -> bool:

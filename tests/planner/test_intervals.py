@@ -1,0 +1,133 @@
+"""Intervals of what no file or flag decides: the pool, its blocks, tokens and concurrency."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tonnage.planner.output.json import plan_to_dict
+from tonnage.planner.output.tables import plan_table
+from tonnage.planner.output.terminal import plain_lines
+from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.units import GiB
+from tonnage.server.engines.capacity import held_to
+
+DATA = Path(__file__).parent.parent / "data"
+DERIVED = ("kv_pool_bytes", "num_blocks", "tokens", "max_concurrency")
+FOLDER = DATA / "startups" / "meta-llama__Llama-3.1-8B-Instruct.json"
+
+
+def plan(name: str = "startups/meta-llama__Llama-3.1-8B-Instruct", **flags) -> Plan:
+    config = json.loads((DATA / f"{name}.json").read_text())
+    return plan_source(ModelSource(name, name, config, "folder"), Deployment(**flags))
+
+
+ON_GPU = {"engine": "vllm", "gpu": "h100-80g", "device": "cuda", "max_model_len": 8192}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
+def test_what_follows_from_an_estimate_has_an_interval(engine):
+    found = plan(**ON_GPU | {"engine": engine})
+    shown = plan_to_dict(found)["intervals"]
+    values = {
+        "kv_pool_bytes": found.rank.kv_pool_bytes, "num_blocks": found.kv_cache.num_blocks,
+        "tokens": found.kv_cache.tokens, "max_concurrency": round(found.kv_cache.max_concurrency, 4),
+    }  # fmt: skip
+    for name in DERIVED:
+        low, high = shown[name]
+        assert 0 < low <= values[name] <= high
+        assert low < high
+    text = plain_lines(found, True)
+    assert any(line.startswith("KV cache pool") and " to " in line for line in text)
+    assert not any(line.startswith("KV cache pool") and "exact" in line for line in text)
+    assert any("about" in line and f"{shown['tokens'][0]:,} to {shown['tokens'][1]:,}" in line for line in text)
+    assert any("about" in line and line.startswith("Concurrency") for line in text)
+    assert any(f"{shown['num_blocks'][0]:,} to {shown['num_blocks'][1]:,} blocks" in line for line in text)
+    assert f"{shown['tokens'][0]:,} to {shown['tokens'][1]:,}" in found.html()
+    assert {"blocks", "tokens"} <= {row[0] for row in plan_table(found).rows if row[2]}
+
+
+@pytest.mark.parametrize(
+    "decided", [{"kv_cache_memory_bytes": 20 * GiB}, {"num_gpu_blocks_override": 5000}], ids=["bytes", "blocks"]
+)
+def test_what_a_flag_decides_is_exact(decided):
+    found = plan(**ON_GPU, **decided)
+    assert not set(DERIVED) & set(found.intervals)
+    assert any(
+        line.startswith("KV cache pool") and line.endswith("exact") for line in plain_lines(found, False)
+    )
+
+
+def test_the_interval_is_the_rest_of_the_budget():
+    """Bounds of the sum beside the pool and bounds of the pool are the same bytes, to a block."""
+    found = plan(**ON_GPU)
+    block = found.kv_cache.layout.bytes_per_block
+    limit = int(found.rank.total_bytes * found.deployment.gpu_memory_utilization)
+    low, high = found.intervals["used_bytes"]
+    pool = found.rank.kv_pool_bytes
+    least, most = found.intervals["kv_pool_bytes"]
+    assert 0 <= limit - (high - pool) - least < block
+    assert 0 <= limit - (low - pool) - most < block
+
+
+def test_stages_of_a_pipeline_keep_the_smallest_pool():
+    found = plan(**ON_GPU, pipeline_parallel_size=2)
+    low, high = found.intervals["num_blocks"]
+    assert low < found.kv_cache.num_blocks < high
+
+
+def test_unseen_models_have_wider_intervals():
+    def width(name: str, **flags) -> float:
+        found = plan(name, **ON_GPU | {"engine_version": "0.19.0", **flags})
+        low, high = found.intervals["kv_pool_bytes"]
+        return (high - low) / found.rank.total_bytes
+
+    dense = width("startups/Qwen__Qwen2.5-7B-Instruct")
+    assert dense <= 0.03
+    assert dense < width("configs/Qwen__Qwen3-30B-A3B") <= 0.03
+    assert dense < width("configs/Qwen__Qwen2.5-VL-7B-Instruct") <= 0.08
+    assert dense < width("startups/Qwen__Qwen2.5-7B-Instruct", gpu="gb10-128g") <= 0.08
+
+
+def test_a_pool_that_may_be_too_small_is_said():
+    """Fits as planned; at the lower end of its interval one sequence does not."""
+    length = 1 << 17
+    for share in range(400, 460):
+        found = plan(**ON_GPU | {"max_model_len": length, "gpu_memory_utilization": share / 1000})
+        low, _ = found.intervals["tokens"]
+        if found.fits and low < length:
+            assert any("the engine may not start" in note for note in found.notes)
+            return
+    raise AssertionError("no such share")
+
+
+def test_serve_reserves_from_the_lower_end(tmp_path):
+    (tmp_path / "config.json").write_text(FOLDER.read_text())
+    flags = Deployment(**ON_GPU)
+    asked = plan(**ON_GPU)
+    held = held_to(asked, str(tmp_path), flags)
+    assert held.rank.kv_pool_bytes == asked.intervals["kv_pool_bytes"][0]
+    assert held.kv_cache.tokens == asked.intervals["tokens"][0]
+    assert "kv_pool_bytes" not in held.intervals
+    assert held_to(held, str(tmp_path), flags) is held
+    on_cpu = plan(engine="hf", device="cpu", device_memory=64 * GiB)
+    assert held_to(on_cpu, str(tmp_path), Deployment(engine="hf")) is on_cpu
+
+
+def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):
+    from tonnage.planner.devices.catalogue import find_gpu
+    from tonnage.planner.sweep.grid import Grid, cheapest, sweep
+
+    source = ModelSource("it", "it", json.loads(FOLDER.read_text()), "folder")
+    grid = Grid((find_gpu("h100-80g"),), ("as is",), ("auto",), (1,))
+    [row] = sweep(source, Deployment(engine="vllm", max_model_len=8192), grid)
+    size = Sizer(source).size(Deployment(**ON_GPU))
+    assert row.least_concurrency == size.bounds[0].max_concurrency < row.max_concurrency
+    wanted = int(row.max_concurrency)
+    assert row.least_concurrency < wanted
+    assert cheapest([row], wanted) == []
+    assert cheapest([row], int(row.least_concurrency)) == [row]
