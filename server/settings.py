@@ -54,7 +54,7 @@ Secrets = Annotated[Words, PlainSerializer(lambda keys: f"{len(keys)} given")]
 # Flags of tonnage plan that the engines are started with (engines/vllm/engine.py engine_arguments; the hf
 # engine takes the plan itself). The other flags plan for what no engine here does.
 PLANNED = (
-    "device", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
+    "device", "gpu", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
     "enable_prefix_caching", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
     "enable_expert_parallel", "enable_lora", "max_loras", "max_lora_rank", "enforce_eager",

@@ -121,6 +121,9 @@ def score(inputs: Inputs) -> Section | None:
     section = Section(covered=0)
     errors: dict[str, list[float]] = {term: [] for term in TERMS.values()}
     signed: list[float] = []
+    capacity: dict[str, list[float]] = {"tokens": [], "max_concurrency": []}
+    inside = {"tokens": 0, "max_concurrency": 0}
+    width = 0.0
     for start in starts:
         plan = planned(start)
         for term, logged in start.logged.items():
@@ -128,8 +131,21 @@ def score(inputs: Inputs) -> Section | None:
             if term == "kv_pool_bytes":
                 section.add(start.name, ours, logged)
                 signed.append((ours - logged) / logged)
+                low, high = plan.intervals[term]
+                section.covered = (section.covered or 0) + (low <= logged <= high)
+                width = max(width, (high - low) / plan.rank.total_bytes)
             errors[term].append((ours - logged) / plan.rank.total_bytes)
+        for name, printed in (("tokens", start.tokens), ("max_concurrency", start.concurrency)):
+            if printed is not None:
+                low, high = plan.intervals[name]
+                capacity[name].append(abs(getattr(plan.kv_cache, name) - printed) / printed)
+                inside[name] += low <= printed <= high
     section.extra |= {
+        "widest_interval": width,
+        "capacity": {
+            name: {"rows": len(found), "mean_error": mean(found), "covered": inside[name]}
+            for name, found in capacity.items()
+        },
         "mean_error": mean(section.errors), "mean_signed_error": mean(signed),
         "model_left_out": _left_out(inputs, starts),
         "terms_share_of_gpu": {term: _spread(found) for term, found in errors.items() if found},

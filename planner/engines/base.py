@@ -156,8 +156,8 @@ class Engine(ABC):
         """What is really held, where it differs from transformers' modules."""
         return architecture.tensors
 
-    def kernel_padding(self, architecture: Architecture, scheme: str, flags: Deployment) -> int:
-        """Bytes that a kernel's padding adds to the weights after the load."""
+    def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+        """Bytes that kernels add to the weights after the load: padding, copies in another type."""
         return 0
 
     def kernel_class(self, gpu: str) -> str | None:

@@ -21,6 +21,8 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
+        if flags.gpu is not None:  # what an engine holds beside weights and pool depends on it
+            line += ["--gpu", flags.gpu]
     line += [*changed(flags, SHARED), *changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
     return shlex.join(line)
 

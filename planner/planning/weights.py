@@ -65,7 +65,8 @@ class HeldWeights:
                 "blocks of the CUDA allocator that are not split for less than 1 MiB", "tensor sizes",
             ),
             Term(
-                "weights.kernel_padding", self.padding, "experts padded to the MXFP4 kernel's tiles", "--gpu"
+                "weights.kernel_padding", self.padding,
+                "experts padded to the MXFP4 kernel's tiles; 16-bit copies of MLA's up-projections", "--gpu",
             ),
         )  # fmt: skip
         return [term for term in terms if term.value]
@@ -80,7 +81,7 @@ def hold_weights(
     """What one rank, whose share ``architecture`` is, holds; arguments as for :func:`sum_weights`."""
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
-    padding = engine.kernel_padding(architecture, quantization.scheme, deployment)
+    padding = engine.kernel_padding(architecture, quantization, deployment)
     rounding = engine.allocator_rounding(architecture, quantization, deployment)
     return HeldWeights(loaded, padding, rounding, min(deployment.cpu_offload_bytes, loaded.total))
 

@@ -38,6 +38,12 @@ def test_the_kv_pool(scores):
     assert scores["scored"] >= 28
     assert scores["mean_error"] <= 0.006
     assert scores["worst_error"] <= 0.015
+    assert scores["covered"] == scores["scored"]
+    assert scores["widest_interval"] <= 0.03
+    for printed in scores["capacity"].values():
+        assert printed["rows"] >= 24
+        assert printed["mean_error"] <= 0.006
+        assert printed["covered"] == printed["rows"]
     assert scores["model_left_out"]["mean_error"] <= 0.015
     assert scores["model_left_out"]["covered"] >= 0.9 * scores["model_left_out"]["rows"]
     assert scores["model_left_out"]["widest_interval"] <= 0.03
@@ -137,6 +143,39 @@ def test_experts_share_a_buffer_that_stays():
     halved = peak("Qwen__Qwen3-30B-A3B", tensor_parallel_size=2)
     assert halved.experts == 512 * MiB  # hidden states of every token's experts, whatever the rank's share
     assert peak(LLAMA).experts == 0
+
+
+def test_mxfp4_experts_are_padded_for_each_rank():
+    """gpt-oss-20b: 2,880 wide; a rank's share is rounded to 64, its values to 256 (13.47 GiB on one)."""
+    from tonnage.planner.engines.vllm.repack import mxfp4_padding
+
+    def padding(ranks: int) -> int:
+        return mxfp4_padding(sized("openai__gpt-oss-20b", tensor_parallel_size=ranks).parts[0], "triton", 1)
+
+    values = 24 * 32 * 3 * 2880 * 2880 // 2
+    assert padding(1) == pytest.approx(values * 192 / 2880, rel=1e-6)
+    for ranks, inner in ((2, 1472), (4, 768), (8, 384)):
+        across = 2 * inner * 3072 + 2880 * -(-inner // 256) * 256
+        exact = 3 * 2880 * 2880 // ranks
+        scales = 3 * (inner - 2880 // ranks) * 2880 / 32
+        assert padding(ranks) == pytest.approx(24 * 32 * ((across - exact) / 2 + scales), rel=1e-6)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_quantized_latents_are_kept_in_16_bits_too(quantized):
+    """61 layers x 512 x 128 heads x (128 + 128) values of DeepSeek-V3's FP8; of bf16 they are only views."""
+    source = config("deepseek-ai__DeepSeek-V3")
+    if not quantized:
+        del source.config["quantization_config"]
+    flags = Deployment(engine="vllm", gpu="h100-80g", device="cuda", tensor_parallel_size=8, max_model_len=4096)
+    padding = Sizer(source).size(flags).worst.weights.padding
+    assert padding == (61 * 512 * 128 // 8 * 256 * 2 if quantized else 0)
+
+
+def test_latents_are_expanded_for_a_context_in_the_profile():
+    """65,536 tokens of context x heads x (128 + 128) values."""
+    wide = peak("deepseek-ai__DeepSeek-V3", tensor_parallel_size=8, max_model_len=131072)
+    assert wide.forward > 65536 * 128 // 8 * 256 * 2
 
 
 def test_a_later_stage_receives_hidden_states():

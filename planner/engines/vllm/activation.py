@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.vllm.versions import Rules, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
@@ -71,6 +72,8 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     # a later stage receives hidden states and residual into buffers of its own
     # (make_empty_intermediate_tensors)
     received = 0 if first else 2 * stream
+    if first and has_towers(architecture):
+        received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
         forward=_forward(architecture, chosen) + received,

@@ -166,8 +166,8 @@ class VLLM(Engine):
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return tensors_of(architecture, flags)
 
-    def kernel_padding(self, architecture: Architecture, scheme: str, flags: Deployment) -> int:
-        return kernel_padding(architecture, scheme, flags)
+    def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+        return kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
         return repacking_class(gpu)

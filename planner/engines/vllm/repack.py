@@ -1,9 +1,10 @@
 """What a kernel's padding adds to weights after vLLM loaded them.
 
-MXFP4 experts (model_executor/layers/quantization/mxfp4.py): the Triton kernel of Hopper GPUs pads the packed
-values' hidden side to a multiple of 256, Marlin (GPUs before Hopper) pads hidden to 256 and the intermediate
-size to 128, values and scales. Held against the start-up reports of gpt-oss-20b and 120b
-(tests/data/field_reports.jsonl).
+MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py): the Triton kernel of
+Hopper GPUs rounds a rank's intermediate size up to 64, and pads the packed values to a multiple of 256 along
+the side that is multiplied and summed (gate and up: the hidden one, down: the intermediate one). Marlin (GPUs
+before Hopper) pads hidden to 256 and the intermediate size to 128, values and scales. Held against the start-up
+reports of gpt-oss-20b and 120b on one GPU (tests/data/field_reports.jsonl).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Literal
 
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Deployment
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "marlin"]
@@ -35,11 +38,26 @@ def repacking_class(gpu: str) -> str | None:
     return "t4-16g" if _before_hopper(gpu) else None
 
 
-def kernel_padding(architecture: Architecture, scheme: str, flags: Deployment) -> int:
-    """0 but for MXFP4 experts on a GPU. ``architecture``: one rank's share."""
-    if scheme != "mxfp4" or flags.device == "cpu":
+def kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+    """Of one rank, whose share ``architecture`` is, on a GPU."""
+    if flags.device == "cpu":
         return 0
-    return mxfp4_padding(architecture, mxfp4_kernel(flags.gpu), 1)
+    copies = latent_copies(architecture, quantization, flags)
+    if quantization.scheme != "mxfp4":
+        return copies
+    return copies + mxfp4_padding(architecture, mxfp4_kernel(flags.gpu), 1)
+
+
+def latent_copies(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
+    """MLA multiplies by its up-projections in 16 bits: of quantized ones a copy is kept (mla_attention.py
+    process_weights_after_loading, 0.19 to 0.32); others are only seen from another side."""
+    if quantization.scheme == "none" or not any(layer.kind == "mla" for layer in architecture.cache_layers):
+        return 0
+    return sum(
+        tensor.elements * DTYPE_BYTES[flags.dtype]
+        for tensor in architecture.tensors
+        if tensor.name.endswith("kv_b_proj.weight") and quantization.converts(tensor)
+    )
 
 
 def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int) -> int:
@@ -52,7 +70,12 @@ def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int) -> int
             continue
         elements = prod(tensor.shape) / ranks
         if kernel == "triton":
-            total += elements * (wide / hidden - 1) * _VALUE_BITS / 8
+            inner = round(elements / (tensor.shape[0] * hidden * tensor.matrices))
+            padded = ceil_div(inner, 64) * 64
+            scales = tensor.shape[0] * tensor.matrices * padded * hidden * _SCALE_BITS
+            across = hidden * ceil_div(padded, 256) * 256 if tensor.matrices == 1 else 2 * padded * wide
+            values = tensor.shape[0] * across * _VALUE_BITS
+            total += (values + scales - elements * (_VALUE_BITS + _SCALE_BITS)) / 8
             continue
         inner = next((side for side in tensor.shape[1:] if side != hidden), hidden) // tensor.matrices
         padded = ceil_div(inner, 128) * 128
