@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accuracy.common import Inputs, read_jsonl
 from accuracy.reports import GIB, label, model_config, quantization_known
 from tonnage.planner.engines.runtime.gpu import coefficients
+from tonnage.planner.engines.vllm.framework import SMALL
 from tonnage.planner.engines.vllm.versions import rules
 
 if TYPE_CHECKING:
@@ -282,6 +283,7 @@ def _values(rows: Sequence[Row]) -> Coefficients:
 
     sort: _Votes = {}
     alone: _Votes = {}
+    small: _Votes = {}
     hopper: _Votes = {}
     unified: _Votes = {}
     parallel: _Votes = {}
@@ -294,7 +296,8 @@ def _values(rows: Sequence[Row]) -> Coefficients:
         outside = row.outside_pytorch()
         if outside is not None and not row.graphs_left:
             if flags.tensor_parallel_size == 1:
-                _vote(hopper if row.hopper and row.chosen.version >= (0, 11, 0) else alone, row, outside)
+                later = row.hopper and rules(row.chosen.version).torch_2_8
+                _vote(hopper if later else alone if row.device >= SMALL else small, row, outside)
             elif not row.hopper:
                 _vote(parallel, row, outside)
         if outside is not None and row.hopper:
@@ -317,6 +320,7 @@ def _values(rows: Sequence[Row]) -> Coefficients:
     return Coefficients(
         sampler_sort=_median(sort, float(SAMPLER_SORT)),
         non_torch=int(_median(alone, 0.0)),
+        non_torch_small=int(_median(small, _median(alone, 0.0))),
         non_torch_hopper=int(plain),
         graph_profile=int(_median(left, 0.0)),
         non_torch_unified=int(_median(unified, _median(alone, 0.0))),

@@ -22,7 +22,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Deployment, Resolved
 from tonnage.planner.records import dataclass
-from tonnage.planner.units import MiB, ceil_div
+from tonnage.planner.units import GiB, MiB, ceil_div
 
 # CU_MULTICAST_GRANULARITY_RECOMMENDED, which FlashInfer rounds each allocation up to (flashinfer/comm/mnnvl.py
 # SymmDeviceMemory, 0.6.6): 512 MiB with NVSwitch. Eight starts of 0.19.0 with TP 2 and 4 hold three of them.
@@ -34,6 +34,7 @@ _FUSED_MIB = {
     (10, 0): {2: 64.0, 4: 32.0, 8: 1.0},
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
+SMALL = 32 * GiB  # fewer multiprocessors hold less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
 _UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 
@@ -88,7 +89,9 @@ def _rest(chosen: Resolved, fitted: Coefficients) -> int:
         return int(fitted.non_torch_ranks + fitted.non_torch_doubling * log2(flags.tensor_parallel_size / 2))
     if flags.pipeline_parallel_size > 1:
         return fitted.non_torch_stage
-    alone = fitted.non_torch_hopper if hopper and known.torch_2_8 else fitted.non_torch
+    alone = fitted.non_torch if chosen.device_memory >= SMALL else fitted.non_torch_small
+    if hopper and known.torch_2_8:
+        alone = fitted.non_torch_hopper
     profiled = known.graphs_within_profile and not flags.enforce_eager and hopper
     return alone + (fitted.graph_profile if profiled else 0)
 
