@@ -46,14 +46,15 @@ class Runtime:
 class Coefficients:
     """What no source of an engine states, fitted to start-up logs; bytes unless said.
 
-    ``sampler_sort``: per logit of vLLM's sampler up to 0.16. Memory outside PyTorch of a rank: ``non_torch`` with
-    one rank, ``non_torch_small`` on a GPU of less than 32 GiB, ``non_torch_hopper`` on data centre GPUs from
-    Hopper on; ``graph_profile`` more where graphs were captured on trial; ``non_torch_unified`` where host and
-    device share their memory; ``non_torch_parallel`` with tensor parallelism on any GPU, on Hopper
-    ``non_torch_ranks`` with two ranks and ``non_torch_doubling`` more with each doubling; ``non_torch_stage`` of
-    a pipeline stage. CUDA graphs: ``graph_first`` and ``graph_each`` batch size after the first. ``spread``:
-    half-width of the interval of the sum as a share of the device, what 90 % of the sources left out stay
-    within; ``spread_seen``: for engines, GPUs and models of which every part was seen.
+    ``sampler_sort``: per logit of vLLM's sampler up to 0.16. Memory outside PyTorch of a rank:
+    ``non_torch`` with one rank, ``non_torch_small`` on a GPU of less than 32 GiB, ``non_torch_hopper`` on
+    data centre GPUs from Hopper on; ``graph_profile`` more where graphs were captured on trial;
+    ``non_torch_unified`` where host and device share their memory; ``non_torch_parallel`` with tensor
+    parallelism on any GPU, on Hopper ``non_torch_ranks`` with two ranks and ``non_torch_doubling`` more
+    with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs: ``graph_first`` and
+    ``graph_each`` batch size after the first. ``spread``: half-width of the interval of the sum as a share
+    of the device, what 90 % of the sources left out stay within; ``spread_seen``: for engines, GPUs and
+    models of which every part was seen.
     """
 
     sampler_sort: float
