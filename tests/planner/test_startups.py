@@ -97,6 +97,7 @@ def test_fused_all_reduce_takes_whole_pieces_of_multicast_memory():
     assert held(LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2).fused == 0
     assert held(LLAMA, tensor_parallel_size=2, engine_version="0.16.0").fused == 0
     assert held(LLAMA, tensor_parallel_size=2, gpu="l40s-48g").fused == 0
+    assert held(LLAMA, tensor_parallel_size=2, gpu="h100-pcie-80g").fused == 0
     assert held(LLAMA, tensor_parallel_size=2, engine_version="0.25.1").fused == 512 * MiB
     assert held(LLAMA).fused == held(LLAMA, pipeline_parallel_size=2).fused == 0
 
@@ -117,6 +118,11 @@ def test_the_sampler_by_version(version, gib):
     assert peak("Qwen__Qwen3-14B", engine_version=version, max_model_len=8192).total == pytest.approx(
         gib * GiB, rel=0.005
     )
+
+
+def test_a_pooler_samples_nothing():
+    assert peak(LLAMA, runner="pooling").sampler == 0
+    assert peak(LLAMA, runner="pooling").total < peak(LLAMA).total
 
 
 def test_the_second_model_runner_samples_nothing_in_its_profile():

@@ -74,6 +74,8 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     received = 0 if first else 2 * stream
     if first and has_towers(architecture):
         received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
+    if architecture.kind == "encoder" or flags.runner == "pooling":
+        last = False  # a pooler's answers are a vector for each text (_dummy_pooler_run)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
         forward=_forward(architecture, chosen) + received,

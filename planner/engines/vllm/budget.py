@@ -11,6 +11,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.records import replace
 
+_UNLOGGED = (0, 20, 0)  # from here on no log at hand prints every term
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
@@ -52,6 +53,8 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     seen in start-up logs, wide where not. What nobody counted only adds."""
     if has_towers(architecture) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
+    if chosen.version >= _UNLOGGED:
+        return fitted.spread, 1.5 * fitted.spread
     if not _is_counted(architecture, chosen):
         return fitted.spread, fitted.spread
     if architecture.experts or any(layer.kind == "mla" for layer in architecture.cache_layers):
@@ -74,7 +77,7 @@ def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
     """A decoder without towers and states on one to four Hopper GPUs, under the versions of those logs."""
     return (
         capability_of(chosen.flags.gpu) == (9, 0)
-        and (0, 13, 0) <= chosen.version < (0, 20, 0)
+        and (0, 13, 0) <= chosen.version < _UNLOGGED
         and chosen.flags.tensor_parallel_size <= 4
         and not has_towers(architecture)
         and all(layer.kind in ("full", "sliding", "mla") for layer in architecture.cache_layers)

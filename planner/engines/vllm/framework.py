@@ -115,6 +115,8 @@ def fused_all_reduce(architecture: Architecture, chosen: Resolved) -> int:
     flags, known = chosen.flags, rules(chosen.version)
     ranks, size = flags.tensor_parallel_size, DTYPE_BYTES[flags.dtype]
     largest = _FUSED_MIB.get(capability_of(flags.gpu) or (0, 0), {}).get(ranks)
+    if "pcie" in (flags.gpu or ""):  # no multicast memory without NVSwitch: vLLM warns and does without
+        return 0
     if not known.fused_all_reduce or largest is None or flags.enforce_eager:
         return 0
     if known.fused_alone and (flags.pipeline_parallel_size > 1 or flags.data_parallel_size > 1):
