@@ -24,7 +24,7 @@ import numpy as np
 
 from tonnage.cache.blocks.pool import enlist
 from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Core
-from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.compiled import inlined, inner
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU
 from tonnage.cache.eviction.reuse import age_level
 
@@ -35,7 +35,7 @@ SLACK = 1 / 64  # of the sample of a full pool: what luck with one or two reques
 OLDEST, YOUNGEST = 0, 1  # ends of a list
 
 
-@compiled
+@inner
 def choose_rule(core: Core) -> None:
     """A request has begun: follow what has been learned, or LRU."""
     pool, model = core.pool[0], core.model[0]
@@ -60,7 +60,7 @@ def age_of(core: Core, block: int) -> int:
     return int((pool.clock - core.stamp[block]) & CLOCK_MASK)
 
 
-@compiled
+@inner
 def choose_list(core: Core) -> tuple[int, int, int]:
     """(class, end, blocks) to evict from next; one list has a block."""
     pool, model = core.pool[0], core.model[0]

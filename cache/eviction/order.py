@@ -35,7 +35,7 @@ from tonnage.cache.blocks.state import (
     columns,
     new_core,
 )
-from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.compiled import compiled, inlined, inner
 from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, choose_list, choose_rule, enlist_by_age
 from tonnage.cache.eviction.model import CLASSES, LEARNED
 from tonnage.cache.eviction.reuse import observe_end, observe_start
@@ -199,7 +199,7 @@ def _follow(
 # -- nodes -----------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def _publish(core: Core, count: int, key: np.uint64) -> None:
     """Nodes of the row's blocks, which are in use; in the table the blocks of the nodes that were there."""
     table, parent = core.tables[0, 0], ROOT
@@ -241,7 +241,7 @@ def _find(core: Core, value: np.uint64) -> int:
     return node
 
 
-@compiled
+@inner
 def _insert(core: Core, block: int, parent: int, value: np.uint64) -> None:
     core.node_of[block], core.node_hash[block], core.kind[block] = block, value, 0
     bucket = _bucket(core, value)
@@ -251,7 +251,7 @@ def _insert(core: Core, block: int, parent: int, value: np.uint64) -> None:
     _link(core, block, parent)
 
 
-@compiled
+@inner
 def _link(core: Core, node: int, parent: int) -> None:
     """``node`` continues ``parent``."""
     core.parent[node] = parent
@@ -264,7 +264,7 @@ def _link(core: Core, node: int, parent: int) -> None:
     core.kind[parent] += ONE_CHILD
 
 
-@compiled
+@inner
 def _unhash(core: Core, node: int) -> None:
     """No longer found, if it was."""
     bucket = _bucket(core, core.node_hash[node])
@@ -279,7 +279,7 @@ def _unhash(core: Core, node: int) -> None:
     core.chain[node] = NULL_BLOCK
 
 
-@compiled
+@inner
 def _drop(core: Core, node: int) -> None:
     """A node without children is none any more."""
     _unhash(core, node)
@@ -292,7 +292,7 @@ def _drop(core: Core, node: int) -> None:
             enlist_by_age(core, parent)
 
 
-@compiled
+@inner
 def _cut(core: Core) -> None:
     """What is in use continues nothing that stands here any more: all that do wait for one another. O(pool).
 

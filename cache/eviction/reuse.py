@@ -27,7 +27,7 @@ import math
 import numpy as np
 
 from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Core
-from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.compiled import inlined, inner
 from tonnage.cache.eviction.model import (
     AGES,
     ANSWERS,
@@ -104,7 +104,7 @@ def _find(core: Core, value: np.uint64) -> int:
     return entry
 
 
-@compiled
+@inner
 def _unlink(core: Core, entry: int) -> None:
     """No longer found, if it was; what it tells of reuse stays."""
     heads = core.history_heads
@@ -129,7 +129,7 @@ def _lru_has(core: Core, entry: int) -> bool:
     return bool(core.history[entry].status == LIVING and back < model.span)
 
 
-@compiled
+@inner
 def _end(core: Core, entry: int, status: int) -> None:
     """A living entry is seen again or replaced."""
     pool, model = core.pool[0], core.model[0]
@@ -140,7 +140,7 @@ def _end(core: Core, entry: int, status: int) -> None:
     core.history[entry].age = age_level(age, pool.num_blocks)
 
 
-@compiled
+@inner
 def _shrink(core: Core) -> None:
     """LRU forgets the oldest of the sample until the rest fits into what running requests leave."""
     pool, model = core.pool[0], core.model[0]
@@ -152,7 +152,7 @@ def _shrink(core: Core) -> None:
         model.span -= 1
 
 
-@compiled
+@inner
 def observe_start(core: Core, row: int, hit: int) -> None:
     """A request begins, ``hit`` blocks of its prompt were found and are not locked yet: which turn it is, and
     which releases have now been seen again."""
@@ -195,7 +195,7 @@ def observe_start(core: Core, row: int, hit: int) -> None:
         fit(core)
 
 
-@compiled
+@inner
 def observe_end(core: Core, row: int) -> None:
     """A request leaves: its full blocks get their class, and those of the sample go into the history."""
     pool, model = core.pool[0], core.model[0]
@@ -234,7 +234,7 @@ def observe_end(core: Core, row: int) -> None:
         core.kind[table[at]] = (core.kind[table[at]] & ~CLASS_MASK) | (origin * SCORES + score)
 
 
-@compiled
+@inner
 def _write(core: Core, value: np.uint64) -> int:
     """A living entry in the place of the oldest."""
     pool, model = core.pool[0], core.model[0]
@@ -261,7 +261,7 @@ def _write(core: Core, value: np.uint64) -> int:
 # -- the model -------------------------------------------------------------------------------------------------
 
 
-@compiled
+@inner
 def fit(core: Core) -> None:
     """The model anew from the whole history, starting from the factors of the last time."""
     pool, model = core.pool[0], core.model[0]
@@ -293,7 +293,7 @@ def fit(core: Core) -> None:
             _fit_density(core, origin, score)
 
 
-@compiled
+@inner
 def _fit_hazard(core: Core, origin: int, scale: float) -> None:
     """``lived`` [ages]: entries that ended at each age; becomes blocks * time spent at it."""
     model = core.model[0]
@@ -324,7 +324,7 @@ def _lru_hazard(age: int) -> float:
     return 1.0 / max(LEVEL_UNTIL, middle)
 
 
-@compiled
+@inner
 def _fit_factor(core: Core, factor: int, scale: float) -> None:
     """Reuses seen over those that hazards and the other factor forecast, by level."""
     model = core.model[0]
@@ -351,7 +351,7 @@ def _fit_factor(core: Core, factor: int, scale: float) -> None:
         factors[factor, level] = seen[level] / forecast[level]
 
 
-@compiled
+@inner
 def _fit_density(core: Core, origin: int, score: int) -> None:
     model = core.model[0]
     widths, survive, density = model.widths, model.until, model.density[origin * SCORES + score]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from tonnage.cache.blocks.groups import CHUNKED
 from tonnage.cache.blocks.pool import release, uncache
 from tonnage.cache.blocks.state import NULL_BLOCK, Core, Int32Array
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import inner
 
 
-@compiled
+@inner
 def first_needed(core: Core, group: int, computed: int) -> int:
     """First block that a query at a position >= ``computed`` can still read; 0 without a window."""
     window, size = core.groups[group].window, core.pool[0].block_size
@@ -22,7 +22,7 @@ def first_needed(core: Core, group: int, computed: int) -> int:
     return 0 if computed < window else int((computed - window + 1) // size)
 
 
-@compiled
+@inner
 def usable_hit(core: Core, table: Int32Array, found: int) -> int:
     """How long a prefix of the ``found`` nodes in ``table`` is whose last window is cached in every group."""
     count = found
@@ -41,7 +41,7 @@ def usable_hit(core: Core, table: Int32Array, found: int) -> int:
     return count
 
 
-@compiled
+@inner
 def count_left(core: Core, row: int, computed: int, change: int) -> int:
     """Add ``change`` to the references of the blocks that the row's windows have left; how many have none."""
     gone = 0
@@ -55,7 +55,7 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
     return gone
 
 
-@compiled
+@inner
 def drop_left(core: Core, row: int) -> None:
     """Give back the blocks that the row's windows have left."""
     for group in range(core.groups.size):
@@ -67,7 +67,7 @@ def drop_left(core: Core, row: int) -> None:
             core.first[group, row] = max(first, core.first[group, row])
 
 
-@compiled
+@inner
 def forget_alone(core: Core, node: int, block: int) -> bool:
     """Free a cached block of a windowed group, its node stays; False where the block is of another group."""
     for group in range(core.groups.size):

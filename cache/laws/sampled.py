@@ -10,7 +10,7 @@ import numpy as np
 
 from tonnage.cache.blocks.groups import FULL, STATE
 from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import compiled, inner
 from tonnage.cache.eviction.model import CLASSES
 
 LAWS = (
@@ -49,7 +49,7 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
     return code, at
 
 
-@compiled
+@inner
 def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
     pool, size = core.pool[0], core.pool[0].block_size
     for at_row in range(core.rows.size):
@@ -87,14 +87,14 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
     return HOLD, 0
 
 
-@compiled
+@inner
 def _held(core: Core, group: int, room: int) -> int:
     """Entries of a table that a row with room for so many positions fills."""
     blocks = int(room // core.pool[0].block_size)
     return min(1, blocks) if core.groups[group].kind == STATE else blocks
 
 
-@compiled
+@inner
 def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Array) -> tuple[int, int]:
     pool = core.pool[0]
     size = pool.num_blocks
@@ -163,7 +163,7 @@ def _states(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Arra
     return HOLD, 0
 
 
-@compiled
+@inner
 def _nodes(core: Core, counts: Int32Array, states: Int32Array) -> tuple[int, int]:
     """``counts`` [blocks]: all zero, becomes the children of each node."""
     pool = core.pool[0]

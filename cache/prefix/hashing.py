@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from tonnage.cache.blocks.state import Core, Int32Array
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import compiled, inner
 
 # (bytes of one block's int32 tokens, hash of the parent or of the salt) -> unsigned 64-bit hash
 HashBlock = Callable[[memoryview, int], int]
@@ -39,18 +39,18 @@ def seed_of(salt: bytes, key: int) -> int:
     return xxhash.xxh3_64_intdigest(salt, key)
 
 
-@compiled
+@inner
 def _rotate(value: np.uint64, bits: int) -> np.uint64:
     count = np.uint64(bits)
     return (value << count) | (value >> (_U64 - count))
 
 
-@compiled
+@inner
 def _round(lane: np.uint64, value: np.uint64) -> np.uint64:
     return _rotate(lane + value * _P2, 31) * _P1
 
 
-@compiled
+@inner
 def _pair(tokens: Int32Array, at: int) -> np.uint64:
     """Two tokens as the 64-bit little-endian integer of their bytes."""
     low, high = np.uint64(tokens[at]) & _U32, np.uint64(tokens[at + 1]) & _U32

@@ -34,7 +34,7 @@ import numpy as np
 from tonnage.cache.blocks.groups import FULL
 from tonnage.cache.blocks.pool import acquire, release, uncache
 from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core
-from tonnage.cache.compiled import compiled, inlined
+from tonnage.cache.compiled import compiled, inlined, inner
 from tonnage.cache.eviction.choice import OLDEST, choose_list, enlist_by_age
 from tonnage.cache.groups import windows
 from tonnage.cache.prefix.hashing import hash_tokens
@@ -76,7 +76,7 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
     return NULL_BLOCK
 
 
-@compiled
+@inner
 def match(core: Core, row: int, blocks: int) -> int:
     """How many of the row's first ``blocks`` blocks are cached in every group; their nodes go into the row of
     the anchor group's table, which must be empty there."""
@@ -95,7 +95,7 @@ def match(core: Core, row: int, blocks: int) -> int:
     return count
 
 
-@compiled
+@inner
 def lock(core: Core, row: int, count: int) -> None:
     """Take a reference to the blocks of the ``count`` nodes that `match` left in the row. Blocks a sliding
     window has left are the null block."""
@@ -140,7 +140,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
         pool.stored += 1
 
 
-@compiled
+@inner
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
     """The row has computed what ``node`` holds already: use the node's blocks and give back the row's own."""
     slot = core.rows[row].request
@@ -161,7 +161,7 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
         core.pool[0].merged += 1
 
 
-@compiled
+@inner
 def publish(core: Core, row: int) -> None:
     """Make nodes of the row's full computed blocks; where others have published the same, take theirs.
 
@@ -182,7 +182,7 @@ def publish(core: Core, row: int) -> None:
     state.published = stop
 
 
-@compiled
+@inner
 def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool:
     """Whether another sequence of the same request has the block (at the same place, where else)."""
     slot = core.rows[row].request

@@ -18,7 +18,7 @@ from tonnage.cache.blocks.state import (
     Int32Array,
     Int64Array,
 )
-from tonnage.cache.compiled import compiled
+from tonnage.cache.compiled import compiled, inner
 from tonnage.cache.eviction.reuse import observe_end
 from tonnage.cache.groups import windows
 from tonnage.cache.groups.entries import entries, entry_of
@@ -100,7 +100,7 @@ def step(
     return OK, copied
 
 
-@compiled
+@inner
 def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
     """Place of the first row that would not get every block that `_grow` will take; -1: all are there. A block
     given back on the way (a window moves on, all sharers but the last copy) counts: references are taken off as
@@ -156,7 +156,7 @@ def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64
         wanted[i] = count
 
 
-@compiled
+@inner
 def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) -> int:
     """Blocks for the positions below ``end``, after a copy of what the row must not write into."""
     pool, row = core.pool[0], core.rows[at_row]
@@ -183,7 +183,7 @@ def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) ->
     return copied
 
 
-@compiled
+@inner
 def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) -> int:
     pool, row = core.pool[0], core.rows[at_row]
     for group in range(pool.num_groups):
