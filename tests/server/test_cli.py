@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +29,23 @@ from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
 SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024", "--max-num-batched-tokens", "256"]
+COMMANDS = ("plan", "serve", "verify", "demo")
+BAD_INPUT: list[tuple[list[str], str]] = [  # arguments of serve, what its refusal names
+    (["./nothing-there"], "./nothing-there"),
+    (["nobody/nothing"], "nobody/nothing"),
+    (["demo", "--max-model-len", "100000"], "max_model_len"),
+    (["demo", "--max-model-len", "many"], "max_model_len"),
+    (["demo", "--kv-cache-memory-bytes", "12 parsecs"], "kv_cache_memory_bytes"),
+    (["demo", "--port", "70000"], "port"),
+    (["demo", "--backend", "tgi"], "backend"),
+    (["demo", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
+    (["demo", "--frobnicate"], "--frobnicate"),
+    (["demo", "--host", "203.0.113.7"], "host"),
+    ([], "model"),
+]
+TOO_LARGE = ("demo", "--device-memory", "200MiB")
+PRINTED = ("serve", "demo", "--api-key", "a-secret-key-1,a-secret-key-2", "--print-config")
+SHORT_KEY = ("serve", "demo", "--api-key", "short")
 
 
 def tonnage(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +54,49 @@ def tonnage(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-def refusal(done: subprocess.CompletedProcess[str]) -> str:
+@dataclass(frozen=True)
+class Said:
+    """What a command ended with."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+# Many commands, each as `tonnage` runs it, in one process: its imports are two thirds of a refusal.
+AT_ONCE = """
+import contextlib, io, json, sys
+from tonnage.server.cli import main
+said = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    said.append((status or 0, out.getvalue(), err.getvalue()))
+print(json.dumps(said))
+"""
+
+
+@functools.cache
+def said() -> dict[tuple[str, ...], Said]:
+    """By its arguments, what each command said that is asked below and starts nothing."""
+    asked = [
+        ("--help",), *((command, "--help") for command in COMMANDS),
+        *(("serve", *arguments) for arguments, _ in BAD_INPUT),
+        *((command, *TOO_LARGE) for command in ("serve", "verify")), PRINTED, SHORT_KEY,
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", AT_ONCE, json.dumps(asked)], capture_output=True, text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"}, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(zip(asked, (Said(*one) for one in json.loads(done.stdout)), strict=True))
+
+
+def refusal(done: subprocess.CompletedProcess[str] | Said) -> str:
     """The one line of a refusal: exit code 2, no traceback."""
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.splitlines()
@@ -71,11 +132,11 @@ def demo_folder() -> Path:
 
 
 def test_help_lists_the_commands() -> None:
-    done = tonnage("--help")
+    done = said()[("--help",)]
     assert done.returncode == 0
-    for command in ("plan", "serve", "verify", "demo"):
+    for command in COMMANDS:
         assert re.search(rf"^  {command} +\w", done.stdout, re.M)
-        own = tonnage(command, "--help")
+        own = said()[command, "--help"]
         assert own.returncode == 0
         assert own.stdout.startswith(f"usage: tonnage {command}")
 
@@ -94,36 +155,21 @@ def test_an_unknown_command_gets_a_suggestion() -> None:
 def test_every_setting_is_a_flag() -> None:
     from tonnage.server.settings import Settings
 
-    text = tonnage("serve", "--help").stdout
+    text = said()["serve", "--help"].stdout
     for name in Settings.model_fields:
         assert name == "model" or f"--{name.replace('_', '-')}" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["./nothing-there"], "./nothing-there"),
-        (["nobody/nothing"], "nobody/nothing"),
-        (["demo", "--max-model-len", "100000"], "max_model_len"),
-        (["demo", "--max-model-len", "many"], "max_model_len"),
-        (["demo", "--kv-cache-memory-bytes", "12 parsecs"], "kv_cache_memory_bytes"),
-        (["demo", "--port", "70000"], "port"),
-        (["demo", "--backend", "tgi"], "backend"),
-        (["demo", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
-        (["demo", "--frobnicate"], "--frobnicate"),
-        (["demo", "--host", "203.0.113.7"], "host"),
-        ([], "model"),
-    ],
-)
-def test_serve_refuses_bad_input_in_one_line(arguments: list[str], said: str) -> None:
-    line = refusal(tonnage("serve", *arguments, HF_HUB_OFFLINE="1"))
-    assert said in line or f"--{said.replace('_', '-')}" in line
+@pytest.mark.parametrize(("arguments", "named"), BAD_INPUT)
+def test_serve_refuses_bad_input_in_one_line(arguments: list[str], named: str) -> None:
+    line = refusal(said()["serve", *arguments])
+    assert named in line or f"--{named.replace('_', '-')}" in line
     assert line.startswith("tonnage: ")
 
 
 @pytest.mark.parametrize("command", ["serve", "verify"])
 def test_what_does_not_fit_is_planned_but_not_loaded(command: str) -> None:
-    done = tonnage(command, "demo", "--device-memory", "200MiB")
+    done = said()[command, *TOO_LARGE]
     assert done.returncode == 2
     assert "weights" in done.stdout
     assert "listening on" not in done.stdout
@@ -291,11 +337,11 @@ def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
 
 
 def test_the_settings_can_be_printed_without_a_secret() -> None:
-    done = tonnage("serve", "demo", "--api-key", "a-secret-key-1,a-secret-key-2", "--print-config")
+    done = said()[PRINTED]
     assert done.returncode == 0, done.stderr
     assert "a-secret" not in done.stdout + done.stderr
     settings = json.loads(done.stdout)
     assert (settings["model"], settings["api_key"], settings["drain_seconds"]) == ("demo", "2 given", 30.0)
-    short = tonnage("serve", "demo", "--api-key", "short")
+    short = said()[SHORT_KEY]
     assert short.returncode == 2
     assert "fewer than 8 characters" in short.stderr
