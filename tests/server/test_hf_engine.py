@@ -202,8 +202,8 @@ async def test_n_sequences_share_the_prompt_and_a_seed_decides_them(
     await all_free(engine)
 
 
-async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]]) -> None:
-    async def leave(engine: HFEngine, number: int) -> None:
+async def test_leaving_in_the_middle_frees_every_block(engine: HFEngine, prompts: list[list[int]]) -> None:
+    async def leave(number: int) -> None:
         params = SamplingParams(max_tokens=400, temperature=0.0)
         request = GenerationRequest(str(number), tuple(prompts[number % 25]), params, n=1 + number % 3)
         stream = engine.generate(request)
@@ -211,10 +211,9 @@ async def test_leaving_in_the_middle_frees_every_block(prompts: list[list[int]])
             break
         await stream.aclose()  # type: ignore[attr-defined]
 
-    async with running(plan_for(max_num_seqs=8)) as engine:
-        await asyncio.gather(*(leave(engine, number) for number in range(50)))
-        await all_free(engine)
-        assert (await ask(engine, "after", prompts[5]))[0]
+    await asyncio.gather(*(leave(number) for number in range(50)))
+    await all_free(engine)
+    assert (await ask(engine, "after", prompts[5]))[0]
 
 
 async def test_never_is_said_at_submit_with_the_numbers(engine: HFEngine) -> None:
@@ -229,17 +228,17 @@ async def exhaust(stream: AsyncIterator[Chunk]) -> None:
         pass
 
 
-async def test_a_killed_engine_process_is_an_error_not_a_hang(prompts: list[list[int]]) -> None:
-    async with running(plan_for()) as engine:
-        stream = engine.generate(GenerationRequest("x", (5, 6, 7), SamplingParams(max_tokens=500)))
-        assert isinstance(await anext(stream), Chunk)
-        assert engine.pid
-        os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineDead):
-            await asyncio.wait_for(exhaust(stream), PATIENCE)
-        with pytest.raises(EngineDead):
-            await ask(engine, "y", [5])
-        assert not engine.stats().ready
+async def test_a_killed_engine_process_is_an_error_not_a_hang(engine: HFEngine) -> None:
+    """The last test of this engine."""
+    stream = engine.generate(GenerationRequest("x", (5, 6, 7), SamplingParams(max_tokens=500)))
+    assert isinstance(await anext(stream), Chunk)
+    assert engine.pid
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(exhaust(stream), PATIENCE)
+    with pytest.raises(EngineDead):
+        await ask(engine, "y", [5])
+    assert not engine.stats().ready
 
 
 async def test_bytes_after_load_equal_the_plan(prompts: list[list[int]]) -> None:

@@ -52,9 +52,14 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving() as (address, _):
-        yield address
+def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with serving() as made:
+        yield made
+
+
+@pytest.fixture
+def url(server: tuple[str, subprocess.Popen[str]]) -> str:
+    return server[0]
 
 
 @pytest.fixture
@@ -141,20 +146,24 @@ def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
     assert report["measured"]["kv_pool_bytes"] == rank["kv_pool_bytes"]
 
 
-def test_the_api_process_has_no_torch_and_survives_its_engine() -> None:
-    with serving() as (url, process):
-        maps = [region.path for region in psutil.Process(process.pid).memory_maps()]
-        assert not [path for path in maps if "libtorch" in path]
-        (engine,) = psutil.Process(process.pid).children()
-        body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 800, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
-            lines = (line for line in response.iter_lines() if line.startswith("data:"))
-            next(lines)
-            os.kill(engine.pid, signal.SIGKILL)
-            rest = list(lines)
-        assert any('"error"' in line for line in rest)
-        until(lambda: httpx.get(f"{url}/ready").status_code == 503, PATIENCE)
-        assert httpx.get(f"{url}/health").status_code == 200
-        refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_dead"
+def test_the_api_process_has_no_torch_and_survives_its_engine(
+    server: tuple[str, subprocess.Popen[str]],
+) -> None:
+    """The last test of this server."""
+    url, process = server
+    maps = [region.path for region in psutil.Process(process.pid).memory_maps()]
+    assert not [path for path in maps if "libtorch" in path]
+    children = psutil.Process(process.pid).children()
+    (engine,) = (child for child in children if "tonnage.server.engines.hf" in child.cmdline())
+    body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 800, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data:"))
+        next(lines)
+        os.kill(engine.pid, signal.SIGKILL)
+        rest = list(lines)
+    assert any('"error"' in line for line in rest)
+    until(lambda: httpx.get(f"{url}/ready").status_code == 503, PATIENCE)
+    assert httpx.get(f"{url}/health").status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_dead"
