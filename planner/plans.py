@@ -320,7 +320,7 @@ class Plan:
         if rank.lora_bytes:
             rows.append(("LoRA slots", rank.lora_bytes, "exact"))
         if rank.draft_bytes:
-            rows.append(("draft model", rank.draft_bytes, "exact"))
+            rows.append(("draft model", rank.draft_bytes, bounds("draft_bytes")))
         rows.append(("free", rank.free_bytes, ""))
         rows.append(("device", rank.total_bytes, ""))
         return rows

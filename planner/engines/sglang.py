@@ -64,6 +64,7 @@ _LOG_NAMES = {
 }
 _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
+_SPARSE_ROW = 656  # 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
 
 
@@ -175,6 +176,8 @@ class SGLang(Engine):
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
     """(full, sliding) bytes per token on one rank. Raises UnsupportedArchitecture for other caches."""
     full = sliding = 0
+    # every layer of such a model has room for an indexer's key (mem_cache/memory_pool.py NSATokenToKVPool)
+    index = max((layer.index_size for layer in architecture.cache_layers), default=0)
     for layer in architecture.cache_layers:
         if layer.shares is not None:
             continue
@@ -182,7 +185,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
             raise UnsupportedArchitecture(
                 f"{layer.kind} layers in SGLang's pools are not known here", field="layer_types"
             )
-        size = _layer_bytes(layer, kv_dtype, ranks)
+        size = _layer_bytes(layer, kv_dtype, ranks, index)
         if layer.kind == "sliding":
             sliding += size
         else:
@@ -190,10 +193,16 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
     return full, sliding
 
 
-def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int) -> int:
+def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
+    """``index``: elements of an indexer's key, 0 without one."""
     size = KV_DTYPE_BYTES[kv_dtype]
+    if layer.kind == "mla" and index:
+        # fp8 with an fp32 scale for 128 elements; beside it the latent, in 8 bits in FlashMLA's rows
+        # (calculate_mla_kv_cache_dim; SM10x with the trtllm backend has plain ones of 576)
+        row = _SPARSE_ROW if size == 1 else layer.head_size * size
+        return row + index + 4 * (index // 128)
     if layer.kind == "mla":
-        return (layer.head_size + layer.index_size) * size
+        return layer.head_size * size
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
     return heads_per_rank(layer.kv_heads, ranks) * (layer.head_size + value) * size
 

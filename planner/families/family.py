@@ -37,6 +37,8 @@ class InVLLM:
     (model_executor/models/minicpm3.py).
     ``one_mrope_length``: rotary tables of one length although positions are three-dimensional
     (models/qwen3_vl.py, mrope_positions_factor).
+    ``wide_router``: the matrix that chooses experts is kept in float32 (GateLinear's params_dtype in
+    model_executor/models).
     ``embeddings``: the encoder class whose vectors it gives (model_executor/models/registry.py,
     _EMBEDDING_MODELS).
     ``lora_vocabulary``: how many of embedding and head its class names as modules for LoRA
@@ -50,6 +52,7 @@ class InVLLM:
     alternating: bool = False
     expanded_mla: bool = False
     one_mrope_length: bool = False
+    wide_router: bool = False
     embeddings: str | None = None
     lora_vocabulary: int = 0
 

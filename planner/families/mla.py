@@ -293,7 +293,7 @@ FAMILIES = {
     "glm4_moe_lite": Family(
         Variant("Glm4MoeLiteForCausalLM", 1).build,
         absent={"v_head_dim": 256, "qk_nope_head_dim": 192, "q_lora_rank": 768, "n_shared_experts": 1},
-        hf="latent",
+        hf="latent", vllm=InVLLM(wide_router=True),
     ),
     "mistral4": Family(
         Variant("Mistral4ForCausalLM", 0, correction=False, taped=False).build,

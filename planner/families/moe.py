@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family
+from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, InVLLM
 from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS, ROPES, Bias
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -287,7 +287,7 @@ FAMILIES = {
                 "num_mtp_modules", "shared_intermediate_size", "rotary_dim",
             ),
         ).build,
-        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing",
+        absent={"num_key_value_heads": 8, "head_dim": 128}, hf="routing", vllm=InVLLM(wide_router=True),
     ),
     "ernie4_5_moe": Family(
         Variant(
@@ -305,7 +305,7 @@ FAMILIES = {
             routing="sigmoid-groups", normed=("norm_topk_prob", True), rope="joined", shared="shared_experts",
             out_bias=False, ignored=("n_group", "topk_group", "num_nextn_predict_layers"),
         ).build,
-        absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served",
+        absent={"num_key_value_heads": 8, "n_shared_experts": 1}, hf="served", vllm=InVLLM(wide_router=True),
     ),
     "dots1": Family(
         Variant(

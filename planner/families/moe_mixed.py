@@ -446,7 +446,7 @@ FAMILIES = {
     ),
     "step3p7_text": Family(
         step3p7, aliases={"num_experts": "n_routed_experts"},
-        absent={"num_key_value_heads": 8, "head_dim": 128},
+        absent={"num_key_value_heads": 8, "head_dim": 128}, vllm=InVLLM(wide_router=True),
     ),
     "minimax_m3": Family(minimax_m3, absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED),
     "dbrx": Family(dbrx, files=RENAMED),

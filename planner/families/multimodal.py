@@ -378,5 +378,7 @@ FAMILIES = {
     "llama4": _family(llama4, every_expert=True, hf="chunked masks", files=RENAMED),
     "kimi_k25": _family(kimi, first_class="KimiK25ForConditionalGeneration", files=RENAMED),
     "minimax_m3_vl": _family(minimax, files=RENAMED),
-    "step3p7": _family(step, first_class="Step3p7FlashForCausalLM", files=RENAMED),
+    "step3p7": _family(
+        step, first_class="Step3p7FlashForCausalLM", vllm=InVLLM(wide_router=True), files=RENAMED
+    ),
 }

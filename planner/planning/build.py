@@ -190,10 +190,10 @@ class Sizer:
         parts = self._held(
             architecture, quantization, flags
         )  # refuses what cannot be divided, as the engine does
-        pooled, draft_weights, draft_notes = with_draft(architecture, flags)
+        pooled, draft_weights, draft_high, draft_notes = with_draft(source, architecture, flags)
         pool = engine.build_pool(pooled, chosen)
         flags = engine.shown_flags(flags, pool)
-        added = Added(lora_bytes(architecture, flags), draft_weights)
+        added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
         stages = build_stages(architecture, parts, chosen, pool, added)
         num_blocks = min(
             engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
@@ -282,14 +282,16 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
     )
 
 
-def with_draft(architecture: Architecture, flags: Deployment) -> tuple[Architecture, int, tuple[str, ...]]:
-    """What the pool is built from, the draft's weights, notes."""
+def with_draft(
+    source: ModelSource, architecture: Architecture, flags: Deployment
+) -> tuple[Architecture, int, int, tuple[str, ...]]:
+    """What the pool is built from, the draft's weights and what they may be at most, notes."""
     if flags.speculative_model is None:
-        return architecture, 0, ()
+        return architecture, 0, 0, ()
     from tonnage.planner.planning.speculative import add_draft
 
-    draft = add_draft(architecture, flags)
-    return draft.architecture, draft.weights, draft.notes
+    draft = add_draft(source, architecture, flags)
+    return draft.architecture, draft.weights, draft.high, draft.notes
 
 
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:

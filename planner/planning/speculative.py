@@ -6,52 +6,74 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 OWN_LAYERS = "mtp"
-_MTP_NOTE = (
-    "the weights of the checkpoint's own draft layers (mtp) are not counted: config.json does not list their "
-    "tensors; their KV cache is"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """``weights`` bytes of one rank; ``architecture``: the target, the draft's cache layers behind its own."""
+    """``weights`` bytes of one rank, at most ``high``; ``architecture``: the target, the draft's cache layers
+    behind its own."""
 
     architecture: Architecture
-    weights: int
+    weights: int = 0
+    high: int = 0
     notes: tuple[str, ...] = ()
 
 
-def add_draft(architecture: Architecture, flags: Deployment) -> Draft:
+def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment) -> Draft:
     """Pool and weights with ``--speculative-model``. Raises TonnageError naming what is wrong with it."""
     name = flags.speculative_model
     if name is None:
-        return Draft(architecture, 0)
-    engine = engine_of(flags.engine)
-    if not engine.drafts:
+        return Draft(architecture)
+    if not engine_of(flags.engine).drafts:
         raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
                               hint="use --engine vllm")  # fmt: skip
     if name == OWN_LAYERS:
-        return Draft(architecture, 0, (_MTP_NOTE,))
-    source = resolve_model(name)
-    draft = build_architecture(source.config)
-    if draft.vocab_size != architecture.vocab_size:
+        from tonnage.planner.planning.mtp import own_draft
+
+        own = own_draft(
+            architecture, source.config, source.tensors if source.kind != "gguf" else None,
+            flags.num_speculative_tokens, flags.pipeline_parallel_size,
+        )  # fmt: skip
+        return _held(architecture, own, read_quantization(source.config, flags.quantization), flags)
+    from tonnage.planner.planning import eagle
+
+    draft = resolve_model(name)
+    quantization = read_quantization(draft.config, None)
+    if eagle.is_eagle(draft.config, name):
+        made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
+        # its rotary table is as long as the model's context (_maybe_override_draft_max_position_embeddings)
+        longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
+        found = _held(architecture, replace(made.architecture, max_model_len=longest), quantization, flags)
+        found = replace(found, notes=(f'vLLM takes this draft with "method": "{made.method}"',))
+        if made.optional is None:
+            return found
+        more = made.optional.elements * ELEMENT_BYTES[flags.dtype] // flags.tensor_parallel_size
+        note = "the draft stores an embedding: it is held beside the model's own only if a value differs"
+        return replace(found, high=found.high + more, notes=(*found.notes, note))
+    other = build_architecture(draft.config)
+    if other.vocab_size != architecture.vocab_size:
         raise DeploymentError(
-            f"its vocabulary of {draft.vocab_size:,} is not the model's {architecture.vocab_size:,}",
+            f"its vocabulary of {other.vocab_size:,} is not the model's {architecture.vocab_size:,}",
             field="--speculative-model",
         )
-    quantization = read_quantization(source.config, None)
+    return _held(architecture, other, quantization, flags)
+
+
+def _held(target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment) -> Draft:
+    """The draft's share of one rank: its layers are not divided over pipeline stages."""
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
-    weights = sum_weights(part, quantization, flags).total + engine.allocator_rounding(
-        part, quantization, flags
-    )
-    moved = tuple(replace(layer, layer=architecture.layers + layer.layer) for layer in draft.cache_layers)
-    both = replace(architecture, cache_layers=(*architecture.cache_layers, *moved))
-    return Draft(both, weights)
+    rounding = engine_of(flags.engine).allocator_rounding(part, quantization, flags)
+    weights = sum_weights(part, quantization, flags).total + rounding
+    moved = tuple(replace(layer, layer=target.layers + layer.layer) for layer in draft.cache_layers)
+    both = replace(target, cache_layers=(*target.cache_layers, *moved))
+    return Draft(both, weights, weights)

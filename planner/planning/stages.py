@@ -19,10 +19,12 @@ Part = tuple[Architecture, HeldWeights]
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that flags add on every rank."""
+    """Bytes that flags add: ``lora`` on every rank, ``draft``, at most ``draft_high``, on those of the last
+    stage."""
 
     lora: int
     draft: int
+    draft_high: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Stage:
     weights: HeldWeights
     runtime: Runtime
     block_bytes: int
+    draft_high: int
 
     def with_blocks(self, num_blocks: int) -> Stage:
         """The stage with so many blocks: every one gets the smallest one's (get_kv_cache_configs)."""
@@ -49,6 +52,8 @@ class Stage:
         bounds = {name: (e.low, e.high) for name, e in self._estimates().items()}
         if self.weights_bounds[1] > self.rank.weights_bytes:
             bounds["weights_bytes"] = self.weights_bounds
+        if self.draft_high > self.rank.draft_bytes:
+            bounds["draft_bytes"] = (self.rank.draft_bytes, self.draft_high)
         bounds["used_bytes"] = self.used_bounds
         return bounds
 
@@ -62,7 +67,8 @@ class Stage:
         """Of the sum of all, the pool as it is."""
         low, high = self.runtime.bounds
         exact = self.rank.used_bytes - self.runtime.total
-        return exact + low, exact + high + self.weights_bounds[1] - self.weights_bounds[0]
+        more = self.weights_bounds[1] - self.weights_bounds[0] + max(0, self.draft_high - self.rank.draft_bytes)
+        return exact + low, exact + high + more
 
     def _estimates(self) -> dict[str, Estimate]:
         runtime = self.runtime
@@ -124,9 +130,13 @@ def build_stages(
     without a cache."""
     held = [(weights, _runtime(part, chosen)) for part, weights in parts]
     sizes = _block_bytes(pool, architecture, chosen.flags)
+    before = replace(
+        added, draft=0, draft_high=0
+    )  # the draft is on the last stage (v1/worker/gpu/model_runner.py)
+    each = [before] * (len(held) - 1) + [added]
     return [
-        Stage(_rank(weights, runtime, chosen, added), weights, runtime, size)
-        for (weights, runtime), size in zip(held, sizes, strict=True)
+        Stage(_rank(weights, runtime, chosen, more), weights, runtime, size, more.draft_high)
+        for (weights, runtime), size, more in zip(held, sizes, each, strict=True)
     ]
 
 
@@ -154,16 +164,19 @@ def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added
 
 
 def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
-    """Bytes of one block on each pipeline stage, which stores its own layers only."""
+    """Bytes of one block on each pipeline stage, which stores its own layers only; a draft's, numbered behind
+    the model's, are the last stage's."""
     stages = flags.pipeline_parallel_size
     if stages == 1:
         return [pool.layout.bytes_per_block]
     from tonnage.planner.engines.parallel import stage_layers
 
     out, first = [], 0
+    behind = {layer for group in pool.layout.groups for layer in group.layers if layer >= architecture.layers}
     for count in stage_layers(architecture.layers, stages):
-        held = pool.stage_bytes(frozenset(range(first, first + count)))
+        mine = frozenset(range(first, first + count))
         first += count
+        held = pool.stage_bytes(mine | behind if first == architecture.layers else mine)
         if not held:
             raise UnsupportedArchitecture(
                 "a stage without a KV cache is not planned", field="--pipeline-parallel-size"

@@ -214,3 +214,12 @@ def test_recurrent_states_take_the_dtype_asked_for(flags, size):
     conv = (text["linear_conv_kernel_dim"] - 1) * (2 * keys + values) * 2
     token = text["num_key_value_heads"] * text["head_dim"] * 2 * 2
     assert plan.kv_cache.layout.block_size == -(-(state + conv) // (16 * token)) * 16
+
+
+@pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8_e4m3", 656)])
+def test_sparse_latents_in_sglang(kv_dtype, row):
+    """FlashMLA's rows, and in every layer 128 fp8 values and a scale of an indexer's key."""
+    for model, layers in (("nvidia__DeepSeek-V3.2-NVFP4", 61), ("zai-org__GLM-5.2", 78)):
+        flags = Deployment(engine="sglang", gpu="h200-141g", device_memory=1 << 42, kv_cache_dtype=kv_dtype)
+        plan = plan_source(ModelSource("m", "m", config_of(model, layers), "folder"), flags)
+        assert plan.kv_cache.layout.bytes_per_token == layers * (row + 132)

@@ -256,8 +256,6 @@ class VLLM(Engine):
             # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
             float32_states="avx512_bf16" in here,
             ssm_dtype=self._ssm_dtype(flags, architecture),
-            # those published so far (DeepSeek V3, GLM 4.5, Qwen3-Next and 3.5) are one layer run again
-            draft_layers=1 if flags.speculative_model == "mtp" else 0,
         )
         return build_pool(architecture, asked)
 

@@ -53,7 +53,6 @@ class VLLMDeployment:
     tensor_parallel: int = 1
     context_parallel: int = 1
     speculative_tokens: int = 0
-    draft_layers: int = 0  # attention layers of the checkpoint's own draft (multi-token prediction)
     amx: bool = False
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype, None: as the model has it
     native_layers: frozenset[int] = frozenset()  # stay in the model's dtype beside packed ones
@@ -81,8 +80,6 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         flags = replace(flags, float32_states=True)
     if known.expanded_mla:
         architecture = _expanded(architecture)
-    if flags.draft_layers:
-        architecture = _with_draft(architecture, flags.draft_layers)
     flags = replace(
         flags,
         native_layers=kv_formats.boundary_layers(architecture, flags.kv_dtype),
@@ -109,12 +106,6 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
 def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
     from tonnage.planner.engines.vllm.compressed import BLOCK, compressed_groups
 
-    if flags.draft_layers:
-        raise UnsupportedArchitecture(
-            "the draft of a model that compresses tokens is not planned",
-            field="--speculative-model",
-            hint="leave it out",
-        )
     groups = compressed_groups(architecture, flags.version, flags.kv_dtype)
     notes: tuple[str, ...] = ("vLLM keeps this model's cache in its fp8_ds_mla format, whatever the dtype",)
     if flags.device == "cpu" and not flags.amx:
@@ -137,17 +128,6 @@ def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Versi
         shards = max(demand.shards for demand in pool.demands)
         tokens = num_blocks // len(pool.demands) * smallest * shards
     return PoolCapacity(num_blocks, max(0, num_blocks - 1), per_sequence, tokens, concurrency)
-
-
-def _with_draft(architecture: Architecture, count: int) -> Architecture:
-    """Draft layers of multi-token prediction keep a cache as the model's attention layers do."""
-    model = next((layer for layer in architecture.cache_layers if layer.kind in ("full", "mla")), None)
-    if model is None:
-        raise UnsupportedArchitecture(
-            "no attention layer to draft with", field="model_type", hint="leave --speculative-model out"
-        )
-    draft = tuple(replace(model, layer=architecture.layers + i) for i in range(count))
-    return replace(architecture, cache_layers=(*architecture.cache_layers, *draft))
 
 
 def _expanded(architecture: Architecture) -> Architecture:

@@ -9,10 +9,14 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
 
 # Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long
 # (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
+
+
+_GATES = (".gate.weight", ".router.weight")
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -26,9 +30,25 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         if layer.kind != "state"
     ]
     held = merged_tensors(architecture, _position_factor(architecture, flags))
+    # MiMo's own class has them, vLLM's leaves them to the draft (model_executor/models/mimo.py)
+    held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
     if flags.runner == "pooling":  # no head is made (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
-    return (*held, *scales)
+    wide = family_of(architecture.model_type).vllm.wide_router
+    if wide:
+        held = tuple(
+            replace(tensor, dtype="float32")
+            if tensor.role == "router" and tensor.name.endswith(_GATES)
+            else tensor
+            for tensor in held
+        )
+    # a parameter there, not a buffer (model_executor/models/deepseek_v2.py)
+    biases = [
+        replace(tensor, dtype="float32")
+        for tensor in architecture.tensors
+        if tensor.role == "buffer" and tensor.name.endswith("correction_bias")
+    ]
+    return (*held, *biases, *scales)
 
 
 def _position_factor(architecture: Architecture, flags: Deployment) -> int:

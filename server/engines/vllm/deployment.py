@@ -98,7 +98,7 @@ def _draft(config: Any) -> tuple[str | None, int]:
         return None, 0
     if draft.method == "mtp" or str(draft.method).endswith("_mtp"):
         return "mtp", draft.num_speculative_tokens
-    if draft.method != "draft_model" or not draft.model:
+    if draft.method not in ("draft_model", "eagle", "eagle3") or not draft.model:
         _refuse("speculative_config.method", str(draft.method))
     return str(draft.model), draft.num_speculative_tokens
 

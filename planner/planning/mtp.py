@@ -1,0 +1,185 @@
+"""A checkpoint's own draft: the layers of multi-token prediction behind its last one, as vLLM 0.32.0 has them.
+
+Such a layer is a decoder layer of the model, a matrix that joins its input with the embedding of the token that
+was drafted last, and norms. config.json states how many there are, not their tensors; those are named as in the
+checkpoints, so that what a quantization leaves out is left out here. Embedding and head are the model's own
+(v1/worker/gpu/spec_decode/eagle/utils.py) but for a family whose layers keep heads of their own, and but for
+the embedding with pipeline parallelism, where it lies on another stage. Which families, and their modules:
+hf_config_override in config/speculative.py, model_executor/models/*_mtp.py. Counted against those modules in
+tests/planner/test_drafts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
+from tonnage.planner.records import dataclass, replace
+
+FIELD = "--speculative-model"
+_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """How a family's draft layers are made.
+
+    ``count``: the field that says how many; ``unsaid``: how many where no field does. ``most``: of those in the
+    file vLLM builds so many. ``at``: a layer's name in checkpoints, of its place ``i`` among the draft's layers
+    or ``n`` among all. ``joined``, ``norms``: in each layer, or ``outside`` once for all; ``split``: whether
+    tensor parallelism divides the joining matrix. ``kind``: of the attention. ``dense``: its MLP is that of a
+    layer without experts. ``heads``: each layer has a head of its own.
+    """
+
+    count: str = "num_nextn_predict_layers"
+    unsaid: int = 0
+    most: int | None = None
+    at: str = "model.layers.{n}"
+    joined: str = "eh_proj"
+    norms: tuple[str, ...] = ("enorm", "hnorm", "shared_head.norm")
+    outside: str | None = None
+    split: bool = False
+    kind: str = "full"
+    dense: bool = False
+    heads: bool = False
+
+
+_DEEPSEEK = Own()
+_QWEN = Own(
+    count="mtp_num_hidden_layers", at="mtp.layers.{i}", joined="fc", outside="mtp", split=True,
+    norms=("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"),
+)  # fmt: skip
+_FAMILIES = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
+    "qwen3_next": replace(_QWEN, count="num_nextn_predict_layers", unsaid=1),
+    "ernie4_5_moe": Own(
+        at="model.mtp_block.{i}", joined="mtp_linear_proj", norms=("mtp_emb_norm", "mtp_hidden_norm"),
+        dense=True,
+    ),
+    "mimo": Own(
+        at="model.mtp_layers.{i}", joined="input_proj",
+        norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
+    ),
+    "mimo_v2_flash": Own(
+        unsaid=1, most=1, at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
+        kind="sliding", dense=True,
+    ),
+    **dict.fromkeys(("step3p7", "step3p7_text"), Own(dense=True, heads=True)),
+}  # fmt: skip
+
+
+def own_draft(
+    architecture: Architecture, config: Mapping[str, Any], tensors: tuple[HeaderTensor, ...] | None,
+    tokens: int, stages: int,
+) -> Architecture:  # fmt: skip
+    """The draft's layers alone, from 0 on. ``tensors``: the checkpoint's headers, where there are any;
+    ``tokens`` drafted a step; pipeline ``stages``. Raises DeploymentError where the model has no such layers,
+    the checkpoint does not hold them, or vLLM would refuse ``tokens``."""
+    count = _count(architecture, config)
+    own = _FAMILIES[architecture.model_type]
+    if tokens > count and tokens % count:
+        raise DeploymentError(
+            f"{tokens} is no multiple of the {count} draft layers ({own.count})",
+            field="--num-speculative-tokens", hint=f"for example {count}",
+        )  # fmt: skip
+    first = own.at.format(i=0, n=architecture.layers)
+    if tensors is not None and not any(f"{first}." in tensor.name for tensor in tensors):
+        raise DeploymentError(
+            f"the checkpoint holds no tensors of its own draft layers ({first})",
+            field=FIELD,
+            hint="leave it out",
+        )
+    found = [*_layers(architecture, own, count)]
+    if stages > 1:
+        found.append(_vocabulary(architecture, "mtp.embed_tokens.weight", "embedding"))
+    model = _template(architecture, own)
+    cache = tuple(replace(model, layer=i, shares=None) for i in range(count))
+    return replace(
+        architecture, layers=count, tensors=tuple(found), cache_layers=cache, rotary=None, recipe=None
+    )
+
+
+def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
+    text = config.get("text_config")
+    places = [text, config] if isinstance(text, Mapping) else [config]
+    known = _FAMILIES.get(architecture.model_type)
+    names = (known.count,) if known is not None else _COUNTS
+    stated = next((place[name] for name in names for place in places if place.get(name) is not None), None)
+    if stated is not None and (
+        isinstance(stated, bool) or not isinstance(stated, int) or not 0 <= stated <= 64
+    ):
+        raise DeploymentError(f"{stated!r:.40} is no number of draft layers", field=names[0])
+    if known is None:
+        why = "is not planned" if stated else f"is nothing that {architecture.model_type} models have"
+        raise DeploymentError(
+            f"multi-token prediction {why}: config.json names {stated or 'no'} draft layers",
+            field=FIELD, hint="leave it out, or name a draft model",
+        )  # fmt: skip
+    count = known.unsaid if stated is None else stated
+    if not count:
+        raise DeploymentError(
+            f"config.json names no draft layers of the checkpoint's own ({known.count})", field=FIELD,
+            hint="leave it out, or name a draft model",
+        )  # fmt: skip
+    return min(count, known.most or count)
+
+
+def _template(architecture: Architecture, own: Own) -> CacheLayer:
+    """The layer whose attention the draft's are like; the draft's own have an indexer where any has."""
+    kinds = (own.kind, "mla") if own.kind == "full" else (own.kind,)
+    like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
+    if any(layer.compression > 1 for layer in architecture.cache_layers) or not like:
+        raise DeploymentError(
+            f"the draft of {architecture.model_type} layers of this kind is not planned", field=FIELD,
+            hint="leave it out",
+        )  # fmt: skip
+    return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
+
+
+def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[TensorSpec]:
+    attention, mlp = _template(architecture, own).layer, _mlp_of(architecture, own)
+    hidden = architecture.hidden_size
+    for i in range(count):
+        at = own.at.format(i=i, n=architecture.layers + i)
+        for tensor in architecture.tensors:
+            from_mlp = tensor.role in ("mlp", "expert", "router") or ".mlp." in tensor.name
+            if tensor.layer is None or tensor.layer != (mlp if from_mlp else attention):
+                continue
+            rest = tensor.name.partition(f".{tensor.layer}.")[2]
+            yield replace(tensor, name=f"{at}.{rest}", layer=i)
+        if own.outside is None:
+            yield from _beside(own, at, hidden, i)
+        if own.heads:
+            yield _vocabulary(architecture, f"{at}.shared_head.head.weight", "head", i)
+    if own.outside is not None:
+        yield from _beside(own, own.outside, hidden, None)
+
+
+def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+    """The joining matrix, plain and never quantized unless it is divided, and the norms."""
+    kind, shard = ("Linear", 0) if own.split else ("KeptLinear", None)
+    yield TensorSpec(f"{at}.{own.joined}.weight", (hidden, 2 * hidden), "mlp", kind, layer, shard_dim=shard)
+    for name in own.norms:
+        yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
+
+
+def _mlp_of(architecture: Architecture, own: Own) -> int:
+    experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
+    if not own.dense:
+        return architecture.layers - 1
+    plain = [layer.layer for layer in architecture.cache_layers if layer.layer not in experts]
+    if not plain:
+        raise DeploymentError(
+            "its draft layers are dense and no layer of the model is: their width is not known", field=FIELD,
+            hint="leave it out",
+        )  # fmt: skip
+    return plain[0]
+
+
+def _vocabulary(architecture: Architecture, name: str, role: Any, layer: int | None = None) -> TensorSpec:
+    shape = (architecture.vocab_size, architecture.hidden_size)
+    return TensorSpec(name, shape, role, "Embedding", layer, shard_dim=0)

