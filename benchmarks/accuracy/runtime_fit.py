@@ -30,6 +30,7 @@ _LEAST_SPREAD, _MOST_SPREAD, _LEAST_SEEN = 0.01, 0.04, 0.01
 SAMPLER_SORT = 34
 # What the first capture takes, of 512 tokens: 260, 256, 256 and 122 MiB in tests/data/startup_logs of 0.19.0.
 GRAPH_FIRST = 256 << 20
+_FEW_LAYERS = 20  # of a rank; between the pipeline stages and the whole models that were logged
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Row:
         from tonnage.planner.engines.vllm.graphs import sizes
 
         count = sizes(self.chosen.max_num_seqs, self.chosen.max_num_batched_tokens)
-        if self.graph_estimate is None or count < 51 or self.chosen.flags.pipeline_parallel_size > 1:
+        if self.graph_estimate is None or count < 51:
             return None
         return max(1 << 20, (self.graph_estimate - GRAPH_FIRST) / (count - 1))
 
@@ -289,7 +290,6 @@ def _values(rows: Sequence[Row]) -> Coefficients:
     parallel: _Votes = {}
     ranks: _Votes = {}
     stage: _Votes = {}
-    each: _Votes = {}
     for row in rows:
         flags = row.chosen.flags
         _vote(sort, row, row.sampler_bytes_per_logit())
@@ -305,8 +305,8 @@ def _values(rows: Sequence[Row]) -> Coefficients:
                 _vote(stage, row, outside)
             elif flags.tensor_parallel_size == 2:
                 _vote(ranks, row, outside)
-        _vote(each, row, row.bytes_per_graph())
         _vote(unified, row, row.outside_unified())
+    each, layer = _graphs(rows)
     plain, two = _median(hopper, 0.0), _median(ranks, 0.0)
     left: _Votes = {}
     doubling: _Votes = {}
@@ -329,10 +329,29 @@ def _values(rows: Sequence[Row]) -> Coefficients:
         non_torch_doubling=int(_median(doubling, 0.0)),
         non_torch_stage=int(_median(stage, 0.0)),
         graph_first=GRAPH_FIRST,
-        graph_each=int(_median(each, 0.0)),
+        graph_each=each,
+        graph_layer=layer,
         spread=_MOST_SPREAD,
         spread_seen=_MOST_SPREAD,
     )
+
+
+def _graphs(rows: Sequence[Row]) -> tuple[int, int]:
+    """Bytes of a batch size, and more of it for each layer: through the medians of ranks with few and with many
+    layers, each model and each number of layers one vote."""
+    votes: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        size = row.bytes_per_graph()
+        if size is not None:
+            layers = len({layer.layer for layer in row.architecture.cache_layers})
+            votes.setdefault((row.model or row.name, layers), []).append(size)
+    points = [(layers, median(found)) for (_, layers), found in votes.items()]
+    few, many = ([p for p in points if (p[0] <= _FEW_LAYERS) is low] for low in (True, False))
+    if not few or not many:
+        return int(median(size for _, size in points)) if points else 0, 0
+    (x0, y0), (x1, y1) = ((median(x for x, _ in side), median(y for _, y in side)) for side in (few, many))
+    slope = max(0.0, (y1 - y0) / (x1 - x0))
+    return int(y0 - slope * x0), int(slope)
 
 
 _Votes = dict[str, list[float]]

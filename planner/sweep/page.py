@@ -28,7 +28,11 @@ def write_sweep_page(path: str, model: str, rows: Sequence[SweepRow]) -> None:
                 ("k", row.kv_pool_bytes),
             )
         )
-        verdict = f"{row.max_concurrency:.1f}" if row.fits else "<span class=no>does not fit</span>"
+        verdict = "<span class=no>does not fit</span>"
+        if row.fits:
+            verdict = f"{row.max_concurrency:.1f}"
+            if row.least_concurrency < row.max_concurrency:
+                verdict += f" <small>(at least {row.least_concurrency:.1f})</small>"
         lines.append(
             f"<tr>{head}<td><div class=bar>{bar}</div></td><td>{gib(row.weights_bytes)}</td>"
             f"<td>{row.tokens:,}</td><td>{verdict}</td></tr>"

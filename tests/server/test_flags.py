@@ -134,7 +134,7 @@ def test_replay_and_plan_see_the_same_blocks(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "config.json").write_text((DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json").read_text())
     assert main(["plan", str(tmp_path), "--gpu", GPU, "--json"]) == 0
     blocks = json.loads(capsys.readouterr().out)["kv_cache"]["usable_blocks"]
-    assert blocks == 28_400
+    assert blocks == 28_364
     trace = str(DATA / "traces" / "azure_conversation_300.csv")
     assert main(["replay", trace, "--model", str(tmp_path), "--gpu", GPU, "--limit", "5"]) == 0
     assert f"KV blocks            {blocks:,} of 16 tokens" in capsys.readouterr().out

@@ -51,10 +51,10 @@ class Coefficients:
     data centre GPUs from Hopper on; ``graph_profile`` more where graphs were captured on trial;
     ``non_torch_unified`` where host and device share their memory; ``non_torch_parallel`` with tensor
     parallelism on any GPU, on Hopper ``non_torch_ranks`` with two ranks and ``non_torch_doubling`` more
-    with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs: ``graph_first`` and
-    ``graph_each`` batch size after the first. ``spread``: half-width of the interval of the sum as a share
-    of the device, what 90 % of the sources left out stay within; ``spread_seen``: for engines, GPUs and
-    models of which every part was seen.
+    with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs: ``graph_first`` of 512 tokens,
+    each further batch size ``graph_each`` and ``graph_layer`` for each layer. ``spread``: half-width of the
+    interval of the sum as a share of the device, what 90 % of the sources left out stay within;
+    ``spread_seen``: for engines, GPUs and models of which every part was seen.
     """
 
     sampler_sort: float
@@ -69,6 +69,7 @@ class Coefficients:
     non_torch_stage: int
     graph_first: int
     graph_each: int
+    graph_layer: int
     spread: float
     spread_seen: float
 

@@ -32,11 +32,12 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         peak.total, peak.total - min(below, peak.total // 10), peak.total + above, peak.formula,
         _DERIVED.format("activation"),
     )  # fmt: skip
-    size, count = graphs.estimated(chosen, fitted)
+    size, count = graphs.estimated(architecture, chosen, fitted)
     captured = NOTHING
     if size:
-        each = (count - 1) * fitted.graph_each
-        formula = f"{count} batch sizes: the first {size - each:,} + {count - 1} x {fitted.graph_each:,}"
+        each = graphs.per_size(architecture, fitted)
+        first = graphs.first(chosen, fitted)
+        formula = f"{count} batch sizes: the first {first:,} + {count - 1} x {each:,}"
         captured = Estimate(size, size // 2, 2 * size, formula, f"sizes derived, bytes {SOURCE}")
         if not rules(chosen.version).graphs_subtracted:
             formula += "; taken after the pool was sized, outside the share that is used"

@@ -10,26 +10,44 @@ from __future__ import annotations
 
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
 _LARGEST = 512  # tokens of the largest graph (config/vllm.py _set_cudagraph_sizes, 0.13 to 0.33)
 
 
+def largest(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Tokens of the largest graph."""
+    return min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
+
+
 def sizes(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """How many batch sizes are captured: 1, 2, 4, multiples of 8 below 256, of 16 from there on, up to twice
     the sequences."""
-    largest = min(2 * max_num_seqs, _LARGEST, max_num_batched_tokens)
+    most = largest(max_num_seqs, max_num_batched_tokens)
     return (
-        sum(size <= largest for size in (1, 2, 4))
-        + len(range(8, min(largest, 255) + 1, 8))
-        + len(range(256, largest + 1, 16))
+        sum(size <= most for size in (1, 2, 4))
+        + len(range(8, min(most, 255) + 1, 8))
+        + len(range(256, most + 1, 16))
     )
 
 
-def estimated(chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
-    """(bytes, batch sizes) of vLLM's own estimate; (0, 0) where it captures none."""
+def per_size(architecture: Architecture, fitted: Coefficients) -> int:
+    """Bytes of each batch size after the first: a graph of all layers, and one of each piece between two
+    attentions."""
+    layers = len({layer.layer for layer in architecture.cache_layers}) or architecture.layers
+    return fitted.graph_each + layers * fitted.graph_layer
+
+
+def first(chosen: Resolved, fitted: Coefficients) -> int:
+    """Bytes of the largest batch size, in proportion to its tokens."""
+    return fitted.graph_first * largest(chosen.max_num_seqs, chosen.max_num_batched_tokens) // _LARGEST
+
+
+def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
+    """(bytes, batch sizes) of vLLM's own estimate on one rank, whose share ``architecture`` is; (0, 0) where it
+    captures none."""
     if chosen.flags.enforce_eager or not rules(chosen.version).graphs_estimated:
         return 0, 0
     count = sizes(chosen.max_num_seqs, chosen.max_num_batched_tokens)
-    largest = min(2 * chosen.max_num_seqs, _LARGEST, chosen.max_num_batched_tokens)
-    return int(fitted.graph_first * largest / _LARGEST + (count - 1) * fitted.graph_each), count
+    return first(chosen, fitted) + (count - 1) * per_size(architecture, fitted), count
