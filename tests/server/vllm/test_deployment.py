@@ -51,7 +51,7 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 # Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
 OTHERS = {
-    "calibration", "mamba_ssm_cache_dtype",
+    "calibration", "mamba_ssm_cache_dtype", "num_gpus", "device_memory_used",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
     "swa_full_tokens_ratio", "decode_context_parallel_size", "enable_expert_parallel",
 }  # fmt: skip
