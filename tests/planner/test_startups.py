@@ -123,6 +123,7 @@ def test_the_sampler_by_version(version, gib):
 def test_a_pooler_samples_nothing():
     assert peak(LLAMA, runner="pooling").sampler == 0
     assert peak(LLAMA, runner="pooling").total < peak(LLAMA).total
+    assert peak("BAAI__bge-large-en", max_model_len=512).sampler == 0
 
 
 def test_the_second_model_runner_samples_nothing_in_its_profile():

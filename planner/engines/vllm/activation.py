@@ -68,14 +68,13 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     size = DTYPE_BYTES[flags.dtype]
     stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
     first, last = _ends(architecture)
-    samples = last and flags.runner != "pooling"  # vectors are pooled
+    # a pooler's answer is a vector for each text (_dummy_pooler_run)
+    samples = last and architecture.kind != "encoder" and flags.runner != "pooling"
     # a later stage receives hidden states and residual into buffers of its own
     # (make_empty_intermediate_tensors)
     received = 0 if first else 2 * stream
     if first and has_towers(architecture):
         received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
-    if architecture.kind == "encoder" or flags.runner == "pooling":
-        last = False  # a pooler's answers are a vector for each text (_dummy_pooler_run)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
         forward=_forward(architecture, chosen) + received,
