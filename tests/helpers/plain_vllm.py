@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -77,10 +78,13 @@ def plain_vllm(folder: Path, model: str, *flags: str, before: str = "") -> Itera
     finally:
         family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        process.wait(timeout=PATIENCE)
-        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
-        for child in alive:
-            child.kill()
+        try:
+            process.wait(timeout=PATIENCE)
+            psutil.wait_procs(family, timeout=PATIENCE)
+        finally:  # vLLM misses a signal while it starts
+            for left in (process, *family):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    left.kill()
 
 
 def _answers(url: str) -> bool:
