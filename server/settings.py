@@ -110,7 +110,7 @@ class Settings(_Planned):
     admission_mode: Literal["guaranteed", "predictive", "greedy", "no_evict"] = Field(
         "guaranteed",
         description="guaranteed: nothing admitted is ever preempted; predictive: by learned output lengths; "
-        "greedy: vLLM's rule; no_evict: all reservations fit (the last three: hf, fake)",
+        "greedy: vLLM's rule; no_evict: all reservations fit",
     )
     watermark: float | None = Field(
         None, ge=0, lt=1, description="share of the pool admission leaves free (default: the mode's own)"

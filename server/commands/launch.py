@@ -128,19 +128,7 @@ def _check_host(deployment: Deployment) -> None:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """The engine of ``--backend``.
-
-    Raises DeploymentError for an admission mode that the backend does not have.
-    """
-    if settings.backend == "vllm" and (
-        settings.admission_mode != "guaranteed" or settings.watermark is not None
-    ):
-        field = "watermark" if settings.admission_mode == "guaranteed" else "admission_mode"
-        raise DeploymentError(
-            f"the {settings.backend} backend reserves the sum of all peaks; it knows no other rule",
-            field=field,
-            hint="leave it out, or take --backend hf",
-        )
+    """The engine of ``--backend``. Raises DeploymentError for what the backend does not have."""
     asked = settings.deployment()
     policy = Policy(AdmissionMode(settings.admission_mode), watermark=settings.watermark)
     if settings.lora_modules and not asked.enable_lora:
@@ -172,7 +160,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         loras = lora_modules(settings.lora_modules, settings.model_name, asked.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
         quantization = _made_by_vllm(settings.model, asked.quantization)
-        return VLLMEngine(plan, loras=paths, embeds=embeds, quantization=quantization)
+        return VLLMEngine(plan, policy=policy, loras=paths, embeds=embeds, quantization=quantization)
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 

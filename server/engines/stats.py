@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome admit|wait|never, reason, count)
 
@@ -77,7 +77,8 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot; reading it never waits for the engine."""
+    """A snapshot; reading it never waits for the engine. ``admission_mode``: the one that holds, of an engine
+    that may have fallen back from the one it was asked for."""
 
     ready: bool
     running: int
@@ -95,6 +96,17 @@ class EngineStats:
     shared_hit_tokens: int | None = 0
     restarts: int = 0
     invariant_violations: int | None = 0  # None: nobody looks
+    admission_mode: str | None = None
+
+
+# What only grows.
+COUNTERS = (
+    "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
+    "shared_hit_tokens", "restarts", "invariant_violations",
+)  # fmt: skip
+_BLOCKS = (
+    "num_blocks", "usable", "used", "cached", "free", "reserved", "evictions", "committed", "tail_waste_slots",
+)  # fmt: skip
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
@@ -104,3 +116,31 @@ def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
         key = (str(outcome), str(reason))
         sums[key] = sums.get(key, 0) + count
     return tuple((*key, count) for key, count in sums.items())
+
+
+def added(values: Iterable[int | None]) -> int | None:
+    """Their sum; None where one of them is not known."""
+    known = [*values]
+    return None if None in known else sum(value or 0 for value in known)
+
+
+def total(parts: Sequence[EngineStats]) -> EngineStats:
+    """The sum over engines, of which there is one at least. Memory stays unmeasured: it is compared with the
+    plan of one of them."""
+    pools = [part.pool for part in parts]
+    pool = replace(
+        pools[0],
+        **{name: added(getattr(pool, name) for pool in pools) for name in _BLOCKS},  # type: ignore[arg-type]
+        evictions_by_cause=tuple(map(sum, zip(*(pool.evictions_by_cause for pool in pools), strict=False))),
+    )
+    modes = {part.admission_mode for part in parts}
+    return EngineStats(
+        ready=any(part.ready for part in parts),
+        running=sum(part.running for part in parts),
+        waiting=sum(part.waiting for part in parts),
+        pool=pool,
+        admissions=merged(part.admissions for part in parts),
+        refused_blocks=merged(part.refused_blocks for part in parts),
+        admission_mode=modes.pop() if len(modes) == 1 else None,
+        **{name: added(getattr(part, name) for part in parts) for name in COUNTERS},  # type: ignore[arg-type]
+    )

@@ -23,7 +23,7 @@ from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.heap import settle_heap
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats, merged
+from tonnage.server.engines.stats import COUNTERS, EngineStats, added, merged
 
 log = logging.getLogger("tonnage.server")
 
@@ -34,12 +34,6 @@ _WINDOW_SECONDS = 3600.0
 BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 60.0
 _STOP_SECONDS = 20.0  # a dead engine's remains get that long to go
-
-# Fields of EngineStats that only grow.
-_COUNTERS = (
-    "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
-    "shared_hit_tokens", "invariant_violations",
-)  # fmt: skip
 
 
 class SupervisedEngine(Engine):
@@ -197,7 +191,7 @@ class SupervisedEngine(Engine):
 
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
     """``stats`` with the counters of ``before`` added."""
-    counters = {name: getattr(stats, name) + getattr(before, name) for name in _COUNTERS}
+    counters = {name: added((getattr(stats, name), getattr(before, name))) for name in COUNTERS}
     causes = itertools.zip_longest(stats.pool.evictions_by_cause, before.pool.evictions_by_cause, fillvalue=0)
     pool = dataclasses.replace(
         stats.pool,
@@ -209,5 +203,5 @@ def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
         pool=pool,
         admissions=merged((before.admissions, stats.admissions)),
         refused_blocks=merged((before.refused_blocks, stats.refused_blocks)),
-        **counters,
+        **counters,  # type: ignore[arg-type]
     )

@@ -19,8 +19,8 @@ from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats, PoolStats
-from tonnage.server.ray.replica import ReplicaReport, total
+from tonnage.server.engines.stats import EngineStats, PoolStats, total
+from tonnage.server.ray.replica import ReplicaReport
 
 # As often as Prometheus can usefully ask. Ray calls a broadcast a control-plane operation: not per request.
 _REPORT_SECONDS = 1.0
@@ -77,7 +77,10 @@ class RayEngine(Engine):
         except (RayError, RayServeException, TimeoutError):  # none alive right now
             answers = []
         self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
-        self._stats = total(self._reports, self._stats)
+        if self._reports:
+            self._stats = total([report.stats for report in self._reports])
+        else:
+            self._stats = replace(self._stats, ready=False, running=0, waiting=0)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse(request)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ray
 import uvicorn
@@ -23,7 +23,7 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats, merged
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import Settings
 
@@ -113,44 +113,3 @@ class EngineReplica:
         self._server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError, TimeoutError):
             await asyncio.wait_for(self._serving, 10)
-
-
-def total(reports: tuple[ReplicaReport, ...], before: EngineStats) -> EngineStats:
-    """The sum over replicas. Memory stays unmeasured: it is compared with the plan of one replica, there."""
-    pools = [report.stats.pool for report in reports]
-    if not pools:
-        return replace(before, ready=False, running=0, waiting=0)
-    pool = replace(
-        pools[0],
-        **{
-            name: sum(getattr(each, name) for each in pools)
-            for name in ("num_blocks", "usable", "used", "cached", "free", "reserved", "evictions")
-        },
-        evictions_by_cause=tuple(map(sum, zip(*(each.evictions_by_cause for each in pools), strict=False))),
-        committed=_sum_or_none([each.committed for each in pools]),
-        tail_waste_slots=_sum_or_none([each.tail_waste_slots for each in pools]),
-    )
-    counters = (
-        "running",
-        "waiting",
-        "preemptions",
-        "preempted_tokens",
-        "prompt_tokens",
-        "generation_tokens",
-        "prefix_hit_tokens",
-        "shared_hit_tokens",
-        "restarts",
-        "invariant_violations",
-    )
-    return EngineStats(
-        ready=any(report.stats.ready for report in reports),
-        pool=pool,
-        admissions=merged(report.stats.admissions for report in reports),
-        refused_blocks=merged(report.stats.refused_blocks for report in reports),
-        **{name: sum(getattr(report.stats, name) for report in reports) for name in counters},
-    )
-
-
-def _sum_or_none(values: list[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None

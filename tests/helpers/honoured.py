@@ -204,9 +204,11 @@ def priority(api: Api) -> None:
     with ThreadPoolExecutor(4) as pool:
         # One has all places but one, and they are free long after that one. (Greedy sequences of one prompt
         # are computed once.)
-        many = pool.submit(one, "many", 300, Api(api.http, COMPLETIONS), n=sequences - 1, priority=-5)
+        many = pool.submit(
+            one, "many", 300, Api(api.http, COMPLETIONS), n=sequences - 1, priority=-5, **SAMPLED
+        )
         single = pool.submit(one, "single", 150, priority=-5)
-        wait_until(api, running=2)
+        wait_until(api, running=sequences)
         low = pool.submit(one, "low", 30, priority=9)
         wait_until(api, waiting=1)
         high = pool.submit(one, "high", 1, priority=-9)

@@ -1,45 +1,12 @@
-"""Who waits for whom: a priority is worth a bounded wait, and a tenant over its quota holds up nobody."""
+"""Who waits for whom: a tenant over its quota holds up nobody. What a priority is worth in front of vLLM is in
+../server/vllm/test_line."""
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from tonnage.cache.admission import AdmissionRequest, Head, Limits, Wait, WaitReason
+from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
-from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.server.engines.vllm.ledger import ReservationLedger
-
-LAYOUT = KVLayout(
-    groups=(KVGroup("full", (0, 1)),),
-    block_size=16, layer_slots=2, kv_heads=2, head_size=8, dtype="bfloat16", dtype_bytes=2,
-)  # fmt: skip
-
-
-async def test_nobody_waits_for_ever_behind_higher_priorities() -> None:
-    """The line in front of vLLM: one of priority 0 behind arrivals of -10, one a second and each to its end."""
-    now = 0.0
-    limits = Limits(LAYOUT, usable_blocks=10, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64)
-    book = ReservationLedger(limits, clock=lambda: now)
-    wish = AdmissionRequest(64, 64)  # 8 of 10 blocks: one runs at a time
-    await book.enter("0", wish, -10)
-    patient = asyncio.create_task(book.enter("patient", wish))
-    await asyncio.sleep(0)
-    others, ends = [], 0
-    for ends in range(2000):
-        now += 1.0
-        others.append(asyncio.create_task(book.enter(f"{ends + 1}", wish, -10)))
-        await asyncio.sleep(0)
-        if patient.done():
-            break
-        book.leave(f"{ends}")
-        await asyncio.sleep(0)
-    # Ten steps of priority are worth a hundred seconds: who came later than that stands behind it.
-    assert ends in range(98, 104)
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 @pytest.mark.parametrize("lookahead", [0, 8])

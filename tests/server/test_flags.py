@@ -25,7 +25,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.server.cli import COMMANDS, main
 from tonnage.server.commands import replay, replicas
 from tonnage.server.commands.launch import _made_by_vllm, make_engine, settings_from
-from tonnage.server.engines.vllm.engine import engine_arguments
+from tonnage.server.engines.vllm.arguments import engine_arguments
 from tonnage.server.settings import PLANNED, Settings, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

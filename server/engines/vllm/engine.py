@@ -1,7 +1,8 @@
-"""VLLMEngine: vLLM's AsyncLLM under the Plan's pool and tonnage's admission. Written against vLLM 0.32.
+"""VLLMEngine: vLLM's AsyncLLM with the Plan's pool and tonnage's admission inside. Written against vLLM 0.32.
 
-vLLM keeps its own blocks and its own scheduler; the plan fixes its pool (``kv_cache_memory_bytes``), the
-ledger hands on no more than that pool can hold to the end, and its real block count is held against the plan.
+vLLM keeps its own blocks; the plan fixes its pool (``kv_cache_memory_bytes``), whose real block count is held
+against the plan. Who may start is decided in its engine core (`tonnage.server.engines.vllm.scheduler`), by what
+is there at each step; here what can never fit is answered, and everybody else gets a place in line.
 Nothing of vLLM is imported before ``start``.
 """
 
@@ -18,44 +19,29 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from tonnage.cache.admission import AdmissionRequest
+from tonnage.cache.admission import Policy
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines import stillness
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
-from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
+from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
-from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
 from tonnage.server.engines.vllm import processes
-from tonnage.server.engines.vllm.ledger import ReservationLedger
-from tonnage.server.engines.vllm.params import (
-    HONOURED,
-    pooling_params,
-    prompt_logprobs,
-    sampling_params,
-    token_logprobs,
-)
-from tonnage.server.engines.vllm.passed import COMPLETE, Passed
+from tonnage.server.engines.vllm.answer import Answer
+from tonnage.server.engines.vllm.arguments import ENVIRONMENT, engine_arguments, scheduling_arguments
+from tonnage.server.engines.vllm.heard import Cores
+from tonnage.server.engines.vllm.line import Line
+from tonnage.server.engines.vllm.loading import load
+from tonnage.server.engines.vllm.params import HONOURED, pooling_params, sampling_params
+from tonnage.server.engines.vllm.passed import Passed
 from tonnage.server.engines.vllm.trying import Trying
 from tonnage.server.text.gguf_tokenizer import model_files
 
 log = logging.getLogger("tonnage.server")
-
-# What the user has set wins.
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is for the plan and for --json
-    "VLLM_NO_USAGE_STATS": "1",  # vLLM would report each start to its authors
-    # vLLM on a CPU leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32), which on two cores
-    # halves the compute. Here every core computes.
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    # A day: --engine-ready-timeout is the limit, and vLLM's 600 s would undercut a longer one.
-    "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
-}
 
 
 class VLLMEngine(Engine):
@@ -71,6 +57,7 @@ class VLLMEngine(Engine):
         self,
         plan: Plan,
         *,
+        policy: Policy | None = None,
         enforce_eager: bool | None = None,
         loras: Mapping[str, str] | None = None,
         embeds: bool = False,
@@ -87,14 +74,21 @@ class VLLMEngine(Engine):
             self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each
-        self._limits = limits_of(plan)
-        self._ledger = ReservationLedger(self._limits)
+        self._policy = policy or Policy()
+        self._line = Line(limits_of(plan))
+        self._cores = Cores(
+            plan.kv_cache.num_blocks,
+            str(self._policy.mode),
+            caching=bool(plan.deployment.enable_prefix_caching),
+        )
+        self._unfinished = 0  # requests
+        self._idle = asyncio.Event()  # set while there are none
+        self._idle.set()
         self._llm: Any = None
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._trying: Trying | None = None
-        self._heard = 0  # messages of the engine core
         self._ready = False
         self._stopping = False
         self._draining = False
@@ -105,8 +99,6 @@ class VLLMEngine(Engine):
         self._lora: int | None = None  # bytes of the adapters' slots
         self._framework: int | None = None
         self._num_blocks = plan.kv_cache.num_blocks
-        self._usage = 0.0
-        self._preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._prefix_hit_tokens = 0
@@ -129,8 +121,8 @@ class VLLMEngine(Engine):
     async def start(self) -> None:
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
-        if "grammar" in self._capabilities.honours and not self._embeds:
-            arguments["scheduler_cls"] = "tonnage.server.engines.vllm.grammars.BoundedScheduler"
+        grammars = "grammar" in self._capabilities.honours and not self._embeds
+        arguments |= scheduling_arguments(self._plan, self._policy, grammars=grammars)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._sampler.start()
@@ -138,10 +130,9 @@ class VLLMEngine(Engine):
         self._watch = asyncio.create_task(self._watch_stillness(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
-            # The handshake of vLLM's engine core writes the number it allocated into the config of the client
-            # (v1/engine/core_client.py, 0.32); its null block is among them, as in the plan.
+            # Those of all engine cores; their null blocks are among them, as in the plan.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
-            if "scheduler_cls" in arguments:
+            if grammars:
                 self._trying = Trying(model_files(self._plan.model.path))
                 # It would compile each grammar once more, in this loop (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
@@ -167,7 +158,9 @@ class VLLMEngine(Engine):
         process = self._sampler.sample()
         if self._weights is not None:
             self._framework = process - self._weights - self._kv_pool - (self._lora or 0)
-        self._ledger = ReservationLedger(replace(self._limits, usable_blocks=self._num_blocks - 1))
+        # A request runs on one of the cores.
+        usable = self._num_blocks // self._plan.deployment.data_parallel_size - 1
+        self._line.limits = replace(self._line.limits, usable_blocks=usable)
         self._ready = True
 
     async def _load_adapters(self) -> None:
@@ -185,160 +178,70 @@ class VLLMEngine(Engine):
 
     def _load(self, arguments: dict[str, Any]) -> Any:
         """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
-        try:
-            with no_collections():
-                from vllm.engine.arg_utils import AsyncEngineArgs
-                from vllm.renderers import hf as renderers
-                from vllm.v1.engine.async_llm import AsyncLLM
-                from vllm.v1.metrics.loggers import StatLoggerBase
-                from zmq.utils.garbage import gc as collector
-        except ImportError as error:
-            raise DeploymentError(
-                f"vLLM cannot be imported: {error}",
-                field="backend",
-                hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
-            ) from None
-        engine = self
-
-        class Usage(StatLoggerBase):
-            """vLLM's hook for what its scheduler says after each step."""
-
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-
-            def record(
-                self,
-                scheduler_stats: Any,
-                iteration_stats: Any,
-                mm_cache_stats: Any = None,
-                engine_idx: int = 0,
-            ) -> None:
-                engine._heard += 1
-                if scheduler_stats is not None:
-                    engine._usage = scheduler_stats.kv_cache_usage
-                if iteration_stats is not None:
-                    engine._preemptions += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None: ...
-
-        # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
-        # Here prompts are tokens, and only the event loop asks it.
-        vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
-        before = os.environ.copy()
-        try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Usage])
-        finally:
-            # vLLM prepares its children's environment (LD_PRELOAD, thread counts) in ours.
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
-            os.environ.update(before)
-        if not collector.is_alive():
-            # pyzmq's thread for what it sends without a copy begins with the first message of 64 KiB: now, so
-            # that no request opens its seven files.
-            collector.start()
+        llm = load(arguments, self._cores)
         if self._stopping:
             self._end(llm)
         return llm
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._refuse()
-        prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if self._embeds:  # nothing follows the prompt: its last token stands for the one that is asked for
-            prompt, output = max(1, prompt - 1), 1
-        wish = AdmissionRequest(prompt, output, request.n)
         arrived = time.monotonic()
-        passed: Passed | None = None
-        if self._trying is not None:
-            passed = await self._trying.passed(request)
-            self._refuse()  # that may have taken a while
-        await self._ledger.enter(request.request_id, wish, request.priority)
-        queued = time.monotonic() - arrived
+        self._line.check(request, embeds=self._embeds)
+        place = self._line.place(request.priority)
+        self._unfinished += 1
+        self._idle.clear()
         try:
-            if self._dead is not None:
-                raise self._dead
+            passed: Passed | None = None
+            if self._trying is not None:
+                passed = await self._trying.passed(request)
+                self._refuse()  # that may have taken a while
             self._prompt_tokens += len(request.prompt_token_ids)
-            async with contextlib.aclosing(self._chunks(request, passed, queued)) as chunks:
+            answer = Answer(request, passed, time.monotonic() - arrived)
+            async with contextlib.aclosing(self._chunks(request, passed, place, answer)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            # vLLM reads aborts and new requests from one queue in order: whoever is let in now comes after
-            # the blocks were freed.
-            self._ledger.leave(request.request_id)
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.set()
 
-    def _submit(self, request: GenerationRequest, passed: Passed | None) -> AsyncGenerator[Any, None]:
+    def _submit(
+        self, request: GenerationRequest, passed: Passed | None, place: int
+    ) -> AsyncGenerator[Any, None]:
         from vllm.inputs.engine import tokens_input  # vLLM is there once it has started
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
         submit = self._llm.encode if self._embeds else self._llm.generate
         params = pooling_params(request) if self._embeds else sampling_params(request, passed)
-        outputs: AsyncGenerator[Any, None] = submit(prompt, params, request.request_id, lora_request=lora)
+        outputs: AsyncGenerator[Any, None] = submit(
+            prompt, params, request.request_id, lora_request=lora, priority=place
+        )
         return outputs
 
-    def _vector(self, request: GenerationRequest, output: Any, queued: float) -> Chunk:
-        if output.error is not None:
-            raise EngineDead(f"vLLM failed on this request: {output.error.message[:300]}")
-        cached = output.num_cached_tokens or 0
-        self._prefix_hit_tokens += cached
-        self._shared_hit_tokens += 0 if request.cache_salt else cached
-        return Chunk(
-            request.request_id,
-            0,
-            (),
-            "length",
-            cached,
-            embedding=tuple(output.outputs.data.tolist()),
-            queued_seconds=queued,
-        )
-
     async def _chunks(
-        self, request: GenerationRequest, passed: Passed | None, queued: float
+        self, request: GenerationRequest, passed: Passed | None, place: int, answer: Answer
     ) -> AsyncGenerator[Chunk, None]:
         from vllm.exceptions import VLLMClientError  # vLLM is there once it has started
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = request.params
-        stops = set(params.stop_token_ids)
-        # Greedy sequences of one prompt are all the same: one is computed and told n times.
-        copies = request.n if params.temperature == 0 else 1
-        cached: int | None = None
+        if self._embeds:
+            self._cores.queued[request.request_id] = None
         try:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
-            async with contextlib.aclosing(self._submit(request, passed)) as outputs:
+            async with contextlib.aclosing(self._submit(request, passed, place)) as outputs:
                 async for output in outputs:
+                    first = answer.cached is None
                     if self._embeds:
-                        yield self._vector(request, output, queued)
-                        continue
-                    prompt: tuple[TokenLogprobs | None, ...] = ()
-                    if cached is None:
-                        cached = output.num_cached_tokens or 0
-                        self._prefix_hit_tokens += cached
-                        self._shared_hit_tokens += 0 if request.cache_salt else cached
-                        prompt = prompt_logprobs(
-                            request.prompt_token_ids, output.prompt_logprobs, params.prompt_logprobs
-                        )
-                    for sequence in output.outputs:
-                        tokens = tuple(sequence.token_ids)
-                        self._generation_tokens += len(tokens)
-                        finish, wrong = _finish(sequence)
-                        if wrong is not None:
-                            tokens = ()
-                        if sequence.finish_reason == "stop" and tokens and tokens[-1] in stops:
-                            tokens = tokens[:-1]
-                        if not tokens and not finish and not prompt:
-                            continue
-                        for copy in range(copies):
-                            yield Chunk(
-                                request.request_id,
-                                sequence.index + copy,
-                                tokens,
-                                finish,
-                                cached,
-                                logprobs=token_logprobs(tokens, sequence.logprobs, params.logprobs),
-                                prompt_logprobs=prompt,
-                                queued_seconds=queued,
-                                error=wrong,
-                                refused=wrong is not None and passed is not None,
-                            )
+                        chunks = [answer.vector(output, self._cores.queued[request.request_id])]
+                    else:
+                        chunks = [*answer.chunks(output)]
+                        self._generation_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
+                    if first:
+                        self._prefix_hit_tokens += answer.cached or 0
+                        self._shared_hit_tokens += 0 if request.cache_salt else answer.cached or 0
+                    for chunk in chunks:
+                        yield chunk
         except EngineDeadError as error:
             self._die(error)
             assert self._dead is not None
@@ -347,6 +250,8 @@ class VLLMEngine(Engine):
             raise Refused(f"vLLM refuses this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
+        finally:
+            self._cores.queued.pop(request.request_id, None)
 
     def _refuse(self) -> None:
         if self._ready and self._dead is None and self._llm.errored:
@@ -360,11 +265,10 @@ class VLLMEngine(Engine):
         if not isinstance(error, EngineDead):
             error = EngineDead(f"vLLM's engine ended: {_last_line(error)}", hint="see its output")
         self._dead = self._dead or error  # the first says why
-        self._ledger.fail(self._dead)
 
     async def _watch_stillness(self) -> None:
         """End vLLM's processes when they have work and do nothing; whoever waits for them is told."""
-        cores, seconds = await processes.hang(lambda: self._heard, self._still_limit)
+        cores, seconds = await processes.hang(lambda: self._cores.messages, self._still_limit)
         did = "answered nothing" if self._ready else "loaded nothing"
         error = EngineDead(
             f"vLLM's processes {did} and used no processor time for {seconds:g} s: they were stopped or hang, "
@@ -386,26 +290,20 @@ class VLLMEngine(Engine):
             await self._llm.abort(request_id)
 
     def stats(self) -> EngineStats:
-        usable = self._num_blocks - 1
-        # vLLM tells a ratio of the usable blocks after each step. What is cached and unreferenced is free
-        # there, so it is not known apart; with nothing running nothing is used, whatever the last step said.
-        used = min(usable, round(self._usage * usable)) if self._ledger.running else 0
-        return EngineStats(
+        memory = MeasuredMemory(
+            weights=self._weights,
+            kv_pool=self._kv_pool,
+            framework=self._framework,
+            lora=self._lora,
+            process=self._sampler.current or None,
+            process_peak=self._sampler.peak or None,
+        )
+        told = self._cores.stats(memory, idle=not self._unfinished)
+        return replace(
+            told,
             ready=self._ready and self._dead is None and not self._llm.errored,
-            running=self._ledger.running,
-            waiting=self._ledger.waiting,
-            pool=PoolStats(self._num_blocks, usable, used, 0, usable - used, self._ledger.reserved),
-            memory=MeasuredMemory(
-                weights=self._weights,
-                kv_pool=self._kv_pool,
-                framework=self._framework,
-                lora=self._lora,
-                process=self._sampler.current or None,
-                process_peak=self._sampler.peak or None,
-            ),
-            admissions=self._ledger.counts,
-            refused_blocks=self._ledger.refused_blocks,
-            preemptions=self._preemptions,
+            admissions=merged((told.admissions, self._line.refused)),
+            refused_blocks=merged((told.refused_blocks, self._line.refused_blocks)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
@@ -434,7 +332,7 @@ class VLLMEngine(Engine):
     async def drain(self, seconds: float) -> None:
         self._draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ledger.idle.wait(), seconds)
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
         self._stopping = self._draining = True
@@ -461,62 +359,6 @@ class VLLMEngine(Engine):
 
     def _end(self, llm: Any) -> None:
         processes.shut_down(llm, at_once=self._on_cpu)
-
-
-def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
-    """Why vLLM's CompletionOutput ended, if it did, and what is wrong with it."""
-    finish, said = sequence.finish_reason, sequence.stop_reason
-    if finish != "error":
-        return finish, None
-    if said == COMPLETE:
-        return "stop", None
-    return finish, said if isinstance(said, str) else "vLLM ended it with an error"  # .grammars'
-
-
-def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | None = None) -> dict[str, Any]:
-    """The keywords of AsyncEngineArgs that make vLLM allocate what the plan says.
-
-    Raises DeploymentError for what would silently change the plan.
-    """
-    if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        raise DeploymentError(
-            "is set and would override the planned KV pool",  # platforms/cpu.py, vLLM 0.32
-            field="VLLM_CPU_KVCACHE_SPACE",
-            hint="unset it and use --kv-cache-memory-bytes",
-        )
-    deployment = plan.deployment
-    return {
-        "model": plan.model.path,
-        "dtype": deployment.dtype,
-        "quantization": quantization,
-        "max_model_len": deployment.max_model_len,
-        "max_num_seqs": deployment.max_num_seqs,
-        "max_num_batched_tokens": deployment.max_num_batched_tokens,
-        "block_size": deployment.block_size,
-        # vLLM has no name for a cache in float32: auto is the model's own dtype.
-        "kv_cache_dtype": "auto"
-        if deployment.kv_cache_dtype == deployment.dtype
-        else deployment.kv_cache_dtype,
-        # 0 would mean: as much as is free. An encoder's pool has no use for the byte.
-        "kv_cache_memory_bytes": max(1, plan.rank.kv_pool_bytes),
-        "gpu_memory_utilization": deployment.gpu_memory_utilization,
-        "enable_prefix_caching": deployment.enable_prefix_caching,
-        "enforce_eager": enforce_eager,
-        "tensor_parallel_size": deployment.tensor_parallel_size,
-        "pipeline_parallel_size": deployment.pipeline_parallel_size,
-        "data_parallel_size": deployment.data_parallel_size,
-        "enable_expert_parallel": deployment.enable_expert_parallel,
-        "enable_lora": deployment.enable_lora,
-        "max_loras": deployment.max_loras,
-        "max_lora_rank": deployment.max_lora_rank,
-        "trust_remote_code": False,
-        # Text lives in the API process, but without it vLLM has no thread for grammars.
-        "skip_tokenizer_init": False,
-        "generation_config": "vllm",  # no defaults from the model's file: the request says all
-        "disable_log_stats": True,  # no log lines; our own stat logger still gets the numbers
-        "enable_log_requests": False,
-        "worker_extension_cls": "tonnage.server.engines.vllm.worker.WorkerExtension",
-    }
 
 
 def _first_line(error: BaseException) -> str:

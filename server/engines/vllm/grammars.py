@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tonnage.planner.errors import TonnageError
@@ -153,13 +152,3 @@ class Bounded(Scheduler):
             for at, error in masks.fill(due).items() if due else ():
                 drawing[at][0].error = error
         return super().get_grammar_bitmask(scheduler_output)
-
-
-class BoundedScheduler(Bounded, AsyncScheduler):
-    """For ``scheduler_cls``; where async scheduling is off, the object made is a `Bounded`."""
-
-    def __new__(cls, *args: Any, **named: Any) -> Any:
-        config = named["vllm_config"] if "vllm_config" in named else args[0]
-        if not config.scheduler_config.async_scheduling:
-            return Bounded(*args, **named)
-        return super().__new__(cls)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PREFIX = "tonnage "
+# How the stop_reason of a request begins that our scheduler has ended because it can never fit.
+NEVER = "the request needs "
 
 Reasons = dict[tuple[str, str], int]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.server.engines.vllm.engine import ENVIRONMENT
+from tonnage.server.engines.vllm.arguments import ENVIRONMENT
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, new_call_id
 

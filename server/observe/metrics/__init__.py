@@ -59,7 +59,7 @@ class Metrics:
         plan_families(
             page, [plan, state.engine.capacity().plan] if ready else [plan], settings.max_num_queued_reqs
         )
-        engine_families(page, stats, settings.admission_mode, ready=ready)
+        engine_families(page, stats, stats.admission_mode or settings.admission_mode, ready=ready)
         pool_families(page, layout, stats)
         difference_families(page, plan, pool.num_blocks)
         room = headroom(pool, stats.running, self._usage.mix, self._limits, settings.default_max_tokens)

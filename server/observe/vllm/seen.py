@@ -7,12 +7,13 @@ the free blocks are cached: those families are absent, but for what our schedule
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, Limits, reserved_blocks
-from tonnage.cache.results import EVICTION_CAUSES
-from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
-from tonnage.server.engines.vllm.told import Told, take
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory
+from tonnage.server.engines.vllm.heard import Heard
+from tonnage.server.engines.vllm.told import Told
 from tonnage.server.observe.metrics.usage import RequestMix, TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
@@ -33,12 +34,14 @@ class Seen:
         self.counts = RequestCounts()
         self.mix = RequestMix()
         self.tenant = TenantUsage()
-        self._limits, self._caching = limits, caching
-        self._running = self._waiting = 0
-        self._usage = 0.0
-        self._preemptions = self._preempted_tokens = 0
+        self._limits = limits
+        self._heard = Heard(num_blocks, caching=caching)
         self._prompt_tokens = self._generation_tokens = self._hit_tokens = 0
-        self.told: Told | None = None  # None: our scheduler does not run
+
+    @property
+    def told(self) -> Told | None:
+        """None: our scheduler does not run."""
+        return self._heard.told
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -47,12 +50,11 @@ class Seen:
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         """``scheduler``: a SchedulerStats or None, ``iteration``: an IterationStats or None."""
-        if scheduler is not None:
-            self._of_scheduler(scheduler)
+        self._heard.record(scheduler, iteration)
         if iteration is not None:
             self._of_iteration(iteration)
         if self.told is None:
-            self.counts.in_flight = self._running + self._waiting
+            self.counts.in_flight = self._heard.unfinished
         else:
             self._settle(self.told)
         self.tenant.in_flight = self.counts.in_flight
@@ -75,18 +77,7 @@ class Seen:
         self.tenant.outcomes["rejected"] += 1
         self.counts.received += 1
 
-    def _of_scheduler(self, stats: Any) -> None:
-        self.told = take(stats.waiting_lora_adapters) or self.told
-        self._running = stats.num_running_reqs
-        self._waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self._usage = stats.kv_cache_usage
-        found = stats.prefix_cache_stats
-        # A preempted request looks its tokens up again; what is not there is computed again, but for the last
-        # one, which was sampled and not computed yet.
-        self._preempted_tokens += found.preempted_queries - found.preempted_hits - found.preempted_requests
-
     def _of_iteration(self, stats: Any) -> None:
-        self._preemptions += stats.num_preempted_reqs
         self._prompt_tokens += stats.prompt_token_stats.total
         self._hit_tokens += stats.prompt_token_stats.cached_tokens
         self._generation_tokens += stats.num_generation_tokens
@@ -113,40 +104,11 @@ class Seen:
             self.mix.observe(reserved_blocks(asked, self._limits), 1)
 
     def stats(self, memory: MeasuredMemory) -> EngineStats:
-        """The snapshot now. vLLM on its own promises nothing: what is reserved is what is held."""
-        usable = max(0, self.num_blocks - 1)
-        used = min(usable, round(self._usage * usable))
-        told = self.told or Told("greedy")
-        # Looked at once a second, so it may be of a moment when less was used.
-        cached = None if told.cached is None else min(told.cached, usable - used)
-        evicted: tuple[int, ...] = ()
-        if told.cached is not None:
-            evicted = tuple(told.evictions.get(("blocks", cause), 0) for cause in EVICTION_CAUSES)
-        reserved = used if told.reserved is None else max(used, told.reserved)
-        return EngineStats(
-            ready=True,
-            running=self._running,
-            waiting=self._waiting,
-            pool=PoolStats(
-                self.num_blocks,
-                usable,
-                used,
-                cached,
-                usable - used - (cached or 0),
-                reserved,
-                evictions=sum(evicted),
-                evictions_by_cause=evicted,
-                committed=told.committed,
-                tail_waste_slots=told.waste,
-            ),
-            admissions=tuple((*key, count) for key, count in told.decisions.items()),
-            refused_blocks=tuple((*key, count) for key, count in told.missing_blocks.items()),
-            memory=memory,
-            preemptions=self._preemptions,
-            preempted_tokens=self._preempted_tokens if self._caching else None,
+        """The snapshot now."""
+        return replace(
+            self._heard.stats(memory),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._hit_tokens,
             shared_hit_tokens=None,
-            invariant_violations=told.broken,
         )

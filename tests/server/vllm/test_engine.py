@@ -22,7 +22,8 @@ from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.server.engines.vllm.engine import VLLMEngine, engine_arguments
+from tonnage.server.engines.vllm.arguments import engine_arguments
+from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.watch.client import Client
 from tonnage.server.watch.watcher import Watcher
 

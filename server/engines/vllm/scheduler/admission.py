@@ -5,7 +5,7 @@ lengths."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,7 @@ class VllmAdmission:
         # After a refusal, as many are asked as leave; once somebody has left and a quarter of a block's worth
         # of steps is over, all again: who leaves may make room for two.
         self._refused = ("", -self.limits.layout.block_size)  # who was refused last, in which step
+        self._head = ""  # the first in line behind those that were asked
         self._short = 0  # blocks it was short of
         self._departed = 0  # who had left then, and who has been asked since
         self._departed_then = 0
@@ -140,20 +141,22 @@ class VllmAdmission:
         ``waiting`` in order; those who may start are the first of it, as vLLM lets nobody pass either.
         """
         self.forecast.step = step
-        most = min(room, _WAVE, self._asks(step))
         waiting = iter(waiting)
-        head = next(waiting, None) if most > 0 else None
-        if head is None and not self._may_stall():
+        head = next(waiting, None) if room > 0 else None
+        most = 0 if head is None else max(0, min(room, _WAVE, self._asks(head, step)))
+        if not most and not self._may_stall():
             return [], []
-        state = State(self.account.snapshot(), self.account.reserved, max(0, most))
-        allowed = [] if head is None else self._may_start(islice(chain((head,), waiting), most), step, state)
+        state = State(self.account.snapshot(), self.account.reserved, most)
+        allowed = self._may_start(chain((head,), waiting), most, step, state) if most else []
         if not self._may_stall(state):
             return allowed, []
         return self._granted(allowed, state)
 
-    def _asks(self, step: int) -> int:
+    def _asks(self, head: Any, step: int) -> int:
         """How many are asked at most. Within a block's worth of steps nothing changes that a forecast could
-        see, but who leaves."""
+        see, but who leaves. A new head has never been asked: the one before has given up, or it is urgent."""
+        if head.request_id != self._head:
+            return _WAVE
         since, size = step - self._refused[1], self.limits.layout.block_size
         if since >= size or (since >= size // 4 and self.account.departed > self._departed_then):
             return _WAVE
@@ -163,11 +166,12 @@ class VllmAdmission:
         """A step has taken so many blocks of the pool, all groups."""
         self._slack -= blocks
 
-    def _may_start(self, waiting: Iterable[Any], step: int, state: State) -> list[Any]:
+    def _may_start(self, waiting: Iterable[Any], most: int, step: int, state: State) -> list[Any]:
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
         for request in waiting:
-            if budget <= 0:
+            self._head = request.request_id
+            if len(allowed) == most or budget <= 0:
                 break
             hit = self.account.find(request)
             if short := self._decide(request, hit, state):

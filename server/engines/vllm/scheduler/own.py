@@ -20,6 +20,15 @@ def config_of(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named["vllm_config"] if "vllm_config" in named else args[0]
 
 
+def warn() -> None:
+    """That vLLM's own rules hold."""
+    logger.warning(
+        "Tonnage knows vLLM %s, this is %s: vLLM schedules and evicts on its own, there is no admission",
+        ", ".join(KNOWN_VERSIONS),
+        vllm.__version__,
+    )
+
+
 class OwnScheduler(AsyncScheduler):
     """Makes vLLM's own scheduler, with a warning. Options are refused as ever."""
 
@@ -27,10 +36,6 @@ class OwnScheduler(AsyncScheduler):
         config = config_of(args, named)
         read_policy(config.additional_config)
         read_eviction(config.additional_config)
-        logger.warning(
-            "Tonnage knows vLLM %s, this is %s: vLLM schedules and evicts on its own, there is no admission",
-            ", ".join(KNOWN_VERSIONS),
-            vllm.__version__,
-        )
+        warn()
         made = AsyncScheduler if config.scheduler_config.async_scheduling else Scheduler
         return made(*args, **named)

@@ -63,8 +63,7 @@ class Admitting(Scheduler):
                 policy.mode,
                 self._account.groups.limits.usable_blocks,
             )
-        # Where vLLM is told to leave our stat logger out, nobody would take it out of vLLM's statistics again.
-        if "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(","):
+        if _is_heard(self.vllm_config):
             with self._telling():
                 self._report = Report(self)
 
@@ -324,6 +323,14 @@ def _holds_blocks(request: Request) -> bool:
         RequestStatus.WAITING_FOR_REMOTE_KVS,
         RequestStatus.WAITING_FOR_STREAMING_REQ,
     )
+
+
+def _is_heard(config: Any) -> bool:
+    """Whether somebody takes the report out of vLLM's statistics again: `tonnage serve --backend vllm`, or our
+    stat logger where vLLM is not told to leave it out."""
+    if config.parallel_config.worker_extension_cls.startswith("tonnage."):
+        return True
+    return "tonnage" in os.environ.get("VLLM_PLUGINS", "tonnage").split(",")
 
 
 def _by_itself(request: Request) -> bool:

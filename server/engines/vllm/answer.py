@@ -1,0 +1,90 @@
+"""vLLM's outputs of one request as our chunks. Written against vLLM 0.32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
+from tonnage.server.engines.errors import EngineDead, NeverFits
+from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.vllm.params import prompt_logprobs, token_logprobs
+from tonnage.server.engines.vllm.passed import COMPLETE, Passed
+from tonnage.server.engines.vllm.told import NEVER
+
+
+class Answer:
+    """``waited``: seconds that the request was here before vLLM got it. ``cached``: its prompt tokens from the
+    prefix cache, None before the first output."""
+
+    def __init__(self, request: GenerationRequest, passed: Passed | None, waited: float) -> None:
+        self.cached: int | None = None
+        self._request, self._grammar, self._waited = request, passed is not None, waited
+        self._stops = set(request.params.stop_token_ids)
+        # Greedy sequences of one prompt are all the same: one is computed and told n times.
+        self._copies = request.n if request.params.temperature == 0 else 1
+
+    def chunks(self, output: Any) -> Iterator[Chunk]:
+        """Of vLLM's RequestOutput. Raises NeverFits where our scheduler says so."""
+        request, params = self._request, self._request.params
+        prompt: tuple[TokenLogprobs | None, ...] = ()
+        if self.cached is None:
+            self.cached = output.num_cached_tokens or 0
+            prompt = prompt_logprobs(request.prompt_token_ids, output.prompt_logprobs, params.prompt_logprobs)
+        for sequence in output.outputs:
+            tokens = tuple(sequence.token_ids)
+            finish, wrong = _finish(sequence)
+            if wrong is not None:
+                if wrong.startswith(NEVER):
+                    raise NeverFits(wrong, field="prompt")
+                tokens = ()
+            if sequence.finish_reason == "stop" and tokens and tokens[-1] in self._stops:
+                tokens = tokens[:-1]
+            if not tokens and not finish and not prompt:
+                continue
+            for copy in range(self._copies):
+                yield Chunk(
+                    request.request_id,
+                    sequence.index + copy,
+                    tokens,
+                    finish,
+                    self.cached,
+                    logprobs=token_logprobs(tokens, sequence.logprobs, params.logprobs),
+                    prompt_logprobs=prompt,
+                    queued_seconds=self._queued(output.metrics),
+                    error=wrong,
+                    refused=wrong is not None and self._grammar,
+                )
+
+    def vector(self, output: Any, queued: float | None) -> Chunk:
+        """Of vLLM's PoolingRequestOutput. ``queued``: seconds it waited inside vLLM. Raises EngineDead."""
+        if output.error is not None:
+            raise EngineDead(f"vLLM failed on this request: {output.error.message[:300]}")
+        self.cached = output.num_cached_tokens or 0
+        return Chunk(
+            self._request.request_id,
+            0,
+            (),
+            "length",
+            self.cached,
+            embedding=tuple(output.outputs.data.tolist()),
+            queued_seconds=None if queued is None else self._waited + queued,
+        )
+
+    def _queued(self, metrics: Any) -> float | None:
+        """Seconds from its arrival until it was first scheduled."""
+        if metrics is None or not metrics.scheduled_ts:
+            return None
+        return self._waited + max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
+
+
+def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
+    """Why vLLM's CompletionOutput ended, if it did, and what is wrong with it."""
+    finish, said = sequence.finish_reason, sequence.stop_reason
+    if finish != "error":
+        return finish, None
+    if said == COMPLETE:
+        return "stop", None
+    return finish, said if isinstance(
+        said, str
+    ) else "vLLM ended it with an error"  # .grammars', the scheduler's

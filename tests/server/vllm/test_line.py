@@ -1,0 +1,171 @@
+"""Who comes first in vLLM's line, and what is not let into it: our places in its real scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from vllm_steps import World, config, request, scheduler
+
+from tonnage.cache.admission import AdmissionRequest, Limits
+from tonnage.planner.model.layout import KVGroup, KVLayout
+from tonnage.server.engines.errors import NeverFits
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.vllm.line import Line
+from tonnage.server.engines.vllm.scheduler import TonnageScheduler
+from tonnage.server.engines.vllm.told import NEVER
+
+LAYOUT = KVLayout(
+    groups=(KVGroup("full", (0, 1)),),
+    block_size=16,
+    layer_slots=2,
+    kv_heads=2,
+    head_size=8,
+    dtype="bfloat16",
+    dtype_bytes=2,
+)
+LIMITS = Limits(LAYOUT, usable_blocks=10, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(prompt: int, max_tokens: int, n: int = 1) -> GenerationRequest:
+    return GenerationRequest("r", (5,) * prompt, SamplingParams(max_tokens=max_tokens), n=n)
+
+
+class Served:
+    """A pool of 10 blocks behind a line: a request that has come is asked in each step."""
+
+    def __init__(self, blocks: int = 10, sequences: int = 8) -> None:
+        self.clock = Clock()
+        self.line = Line(replace(LIMITS, usable_blocks=blocks), self.clock)
+        made = config(blocks + 1, mode="guaranteed", policy="priority", sequences=sequences, batched=64)
+        self.world = World(scheduler(TonnageScheduler, made))
+
+    def enter(self, name: str, prompt: int, max_tokens: int, priority: int = 0) -> None:
+        self.clock.now += 0.01
+        self.world.add(
+            request(name, prompt, max_tokens, priority=self.line.place(priority), arrival=self.clock.now),
+            max_tokens,
+        )
+
+    @property
+    def running(self) -> set[str]:
+        return {running.request_id for running in self.world.scheduler.running}
+
+    def steps(self, count: int = 8) -> set[str]:
+        """Who runs then."""
+        for _ in range(count):
+            self.world.step()
+        return self.running
+
+
+def test_first_come_first_served() -> None:
+    served = Served()
+    served.enter("a", 64, 32)  # 6 blocks
+    assert served.steps() == {"a"}
+    served.enter("big", 64, 64)  # 8
+    served.enter("small", 8, 8)  # 1: would fit, but came later
+    assert served.steps() == {"a"}
+    served.world.abort("a")
+    assert served.steps(4) == {"big", "small"}
+    served.world.run()
+    assert served.world.produced["big"] == 64
+
+
+def test_who_gives_up_waiting_lets_the_next_in() -> None:
+    served = Served()
+    served.enter("a", 64, 64)
+    served.steps()
+    served.enter("big", 64, 64)
+    served.enter("small", 8, 8)
+    assert served.steps() == {"a"}
+    served.world.abort("big")
+    assert served.steps(4) == {"a", "small"}
+    served.world.run()
+    assert set(served.world.ended) == {"a", "small"}
+
+
+def test_sequences_are_limited_too() -> None:
+    served = Served(blocks=100, sequences=2)
+    for name in "abc":
+        served.enter(name, 8, 40)
+    assert served.steps() == {"a", "b"}
+    served.world.abort("a")
+    assert served.steps() == {"b", "c"}
+
+
+def test_the_urgent_first() -> None:
+    served = Served()
+    served.enter("runs", 64, 64)
+    served.steps()
+    for name, priority in (("late", 2), ("usual", 0), ("urgent", -3)):
+        served.enter(name, 64, 64, priority)
+    order = []
+    while served.world.scheduler.has_unfinished_requests():
+        order += [new.req_id for new in served.world.step().scheduled_new_reqs]
+    assert order == ["urgent", "usual", "late"]
+
+
+def test_nobody_waits_for_ever_behind_higher_priorities() -> None:
+    """One of priority 0 behind arrivals of -10, one a second and each to its end."""
+    served = Served()
+    served.enter("0", 64, 64, -10)  # 8 of 10 blocks: one runs at a time
+    served.steps(4)
+    served.enter("patient", 64, 64)
+    ends = 0
+    while served.running != {"patient"}:
+        assert ends < 200
+        served.clock.now += 1.0 - 0.01
+        served.enter(f"{ends + 1}", 64, 64, -10)
+        served.steps(2)
+        served.world.abort(f"{ends}")
+        served.steps(2)
+        ends += 1
+    # Ten steps of priority are worth a hundred seconds: who came later than that stands behind it.
+    assert ends in range(98, 104)
+
+
+def test_never_comes_with_numbers_that_hold() -> None:
+    line = Line(LIMITS)
+    with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
+        line.check(asked(100, 16, 2), embeds=False)  # 2 x 8 blocks
+    line.check(asked(64, 16, 2), embeds=False)  # what it said would fit does
+    with pytest.raises(NeverFits):
+        line.check(asked(65, 16, 2), embeds=False)
+    assert line.refused == (("never", "blocks", 2),)
+    assert line.refused_blocks == (("never", "blocks", 6 + 2),)
+    with pytest.raises(NeverFits, match="max_model_len is 400"):
+        line.check(asked(390, 16), embeds=False)
+    with pytest.raises(NeverFits, match="max_num_seqs is 8"):
+        line.check(asked(1, 1, 9), embeds=False)
+
+
+def test_forks_share_nothing() -> None:
+    line = Line(LIMITS)
+    assert line.never(AdmissionRequest(64, 16, n=2)) is None
+    never = line.never(AdmissionRequest(64, 16, n=3))
+    assert never is not None
+    assert never.needed_blocks == 3 * 5
+
+
+def test_nothing_follows_the_prompt_of_an_embedding() -> None:
+    line = Line(LIMITS)
+    line.check(asked(160, 100), embeds=True)
+    with pytest.raises(NeverFits):
+        line.check(asked(161, 100), embeds=True)
+    with pytest.raises(NeverFits):
+        line.check(asked(160, 100), embeds=False)
+
+
+def test_the_scheduler_refuses_in_words_that_are_understood() -> None:
+    """Where its figures exceed those of the plan: its answer becomes a NeverFits."""
+    served = Served()
+    served.enter("large", 16 * 11, 10)
+    served.world.run()
+    assert str(served.world.ended["large"].stop_reason).startswith(NEVER)
