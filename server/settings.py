@@ -117,10 +117,10 @@ class Settings(_Planned):
     )
 
     kv_events_config: Annotated[KVEventsConfig | None, NoDecode, BeforeValidator(_events)] = Field(
-        None, description="publish KV events over ZeroMQ: JSON with vLLM's fields, enable_kv_cache_events (hf)"
+        None, description="publish KV events over ZeroMQ: JSON with vLLM's fields, enable_kv_cache_events"
     )
     shared_system_prompt: Words = Field(
-        (), description="text files, comma-separated: system prompts whose blocks all tenants share (hf)"
+        (), description="text files, comma-separated: system prompts whose blocks all tenants share"
     )
 
     # As vLLM counts it: unfinished requests, waiting and running, n sequences count n. vLLM's default is

@@ -11,7 +11,6 @@
 ``passing``     when the head of the queue begins: who may pass it
 ``policy``      guaranteed, predictive, greedy, no_evict: the rules of each
 ``controller``  policy, ledger and forecast together: what a manager asks (not imported here: it is compiled)
-``sum_rule``    admit while the sum of the reservations fits, for engines that count their own blocks
 =============== ==================================================================================
 """
 
@@ -25,7 +24,6 @@ from tonnage.cache.admission.reservation import (
     split_reservation,
 )
 from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
-from tonnage.cache.admission.sum_rule import decide
 from tonnage.cache.admission.types import (
     AdmissionRequest,
     Admit,
@@ -33,7 +31,6 @@ from tonnage.cache.admission.types import (
     Limits,
     Never,
     NeverReason,
-    ReservedTotals,
     Wait,
     WaitReason,
 )
@@ -49,11 +46,9 @@ __all__ = [
     "Never",
     "NeverReason",
     "Policy",
-    "ReservedTotals",
     "Wait",
     "WaitReason",
     "committed_peak",
-    "decide",
     "grant",
     "group_reservation",
     "is_safe",

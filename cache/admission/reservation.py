@@ -16,6 +16,15 @@ For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
 - chunked group of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
   those of the step; the sliding bound with ``W = C``.
 - state group: one block for each sequence (a fork copies it before its first step).
+
+**Where the sum of all reservations fits, no allocation inside one can fail.** Call *held* the number of
+distinct blocks in the block tables of a request's sequences; its reservation bounds it at every moment of
+every schedule. Blocks in use are the union over requests, so ``used <= sum(held) <= sum(reserved) <=
+usable``. Whoever is about to allocate holds strictly less than its reservation, so ``used < usable`` at that
+moment and a block is free or cached and unreferenced, hence evictable. Nothing here speaks of an order:
+prefill chunks of any size, decodes and stalls may interleave as they like. A prefix hit earns no credit: the
+other owner of a block may leave, and it then lives on this reservation alone. (TensorRT-LLM's
+GUARANTEED_NO_EVICT and mini-sglang admit so, as ``no_evict`` does; it leaves most of the pool unused.)
 """
 
 from __future__ import annotations

@@ -90,14 +90,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class ReservedTotals:
-    """What the sum rule reads of an engine: blocks reserved, and sequences (forks still to come included)."""
-
-    reserved_blocks: int = 0
-    running: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Admit:
     """Run it. ``blocks`` is the reservation."""
 

@@ -152,15 +152,22 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             hint="take --backend vllm, or --runner generate for text",
         )
     for field in ("kv_events_config", "shared_system_prompt"):
-        if settings.backend != "hf" and getattr(settings, field):
+        if not getattr(settings, field):
+            continue
+        if settings.backend == "fake":
+            raise DeploymentError("the fake backend does not have it", field=field, hint="take --backend hf")
+        if not plan.kv_cache.layout.groups:
             raise DeploymentError(
-                f"the {settings.backend} backend does not have it", field=field, hint="take --backend hf"
+                f"{plan.model.architecture} is an encoder: it keeps no KV blocks", field=field
             )
     if settings.backend == "vllm":
         loras = lora_modules(settings.lora_modules, settings.model_name, asked.max_lora_rank)
         paths = {module.name: str(module.path) for module in loras}
         quantization = _made_by_vllm(settings.model, asked.quantization)
-        return VLLMEngine(plan, policy=policy, loras=paths, embeds=embeds, quantization=quantization)
+        return VLLMEngine(
+            plan, policy=policy, sharing=_sharing(settings, plan), loras=paths, embeds=embeds,
+            quantization=quantization,
+        )  # fmt: skip
     if settings.backend == "fake":
         from tonnage.server.engines.fake import FakeEngine  # numba and the block manager, in this process
 

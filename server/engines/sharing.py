@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 
@@ -26,6 +27,17 @@ class Sharing:
 
     events: KVEventsConfig | None = None
     prefixes: tuple[tuple[int, ...], ...] = ()
+
+
+def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
+    """Whole blocks of the longest of ``prefixes`` that ``prompt`` begins with; 0: of none."""
+    most = 0
+    for prefix in prefixes:
+        blocks = len(prefix) // block_size
+        tokens = blocks * block_size
+        if most < blocks and tuple(prompt[:tokens]) == tuple(prefix[:tokens]):
+            most = blocks
+    return most
 
 
 def events_config(value: str) -> KVEventsConfig | None:

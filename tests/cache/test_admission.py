@@ -17,14 +17,14 @@ from tonnage.cache.admission import (
     Limits,
     Never,
     NeverReason,
-    ReservedTotals,
     Wait,
     WaitReason,
-    decide,
     group_reservation,
     largest_prompt,
+    refusal,
     reserved_blocks,
 )
+from tonnage.cache.admission.controller import Admission
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.model.layout import KVGroup, KVLayout
@@ -88,17 +88,25 @@ def test_the_sliding_bound_is_the_maximum_over_all_steps(
     assert group_reservation(group, AdmissionRequest(prompt, more), limits) == most
 
 
+def beside(*running: AdmissionRequest) -> Admission:
+    """Admission by the sum of all reservations, in the pool of LIMITS where these run."""
+    manager = manager_of(805, 64, FULL, seqs=8)
+    for request in running:
+        manager.reservations.reserve(request, b"")
+    return manager.admission
+
+
 def test_now_later_and_never_are_told_apart() -> None:
     first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
-    assert decide(first, ReservedTotals(), LIMITS) == Admit(300)
-    assert decide(second, ReservedTotals(300, 1), LIMITS) == Wait(
-        WaitReason.BLOCKS, blocks_short=300 + 600 - 805
+    assert beside().decide_early(first) == Admit(300)
+    assert beside(first).decide_early(second) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)
+    assert beside(AdmissionRequest(205 * 16 - 1, 1)).decide_early(second) == Admit(600)
+    assert beside(AdmissionRequest(206 * 16 - 1, 1)).decide_early(second) == Wait(
+        WaitReason.BLOCKS, blocks_short=1
     )
-    assert decide(second, ReservedTotals(205, 1), LIMITS) == Admit(600)
-    assert decide(second, ReservedTotals(206, 1), LIMITS) == Wait(WaitReason.BLOCKS, blocks_short=1)
-    busy = decide(replace(first, n=2), ReservedTotals(0, 7), LIMITS)
+    busy = beside(AdmissionRequest(1, 1, n=7)).decide_early(replace(first, n=2))
     assert busy == Wait(WaitReason.SEQUENCES, blocks_short=0, sequences_short=1)
-    never = decide(AdmissionRequest(12_000, 1000), ReservedTotals(), LIMITS)
+    never = refusal(AdmissionRequest(12_000, 1000), LIMITS)
     assert isinstance(never, Never)
     assert never.reason is NeverReason.BLOCKS
     assert (never.needed_blocks, never.usable_blocks) == (813, 805)
@@ -108,14 +116,14 @@ def test_now_later_and_never_are_told_apart() -> None:
 
 
 def test_never_names_what_is_exceeded() -> None:
-    long = decide(AdmissionRequest(16_000, 385), ReservedTotals(), LIMITS)
+    long = refusal(AdmissionRequest(16_000, 385), LIMITS)
     assert isinstance(long, Never)
     assert (long.reason, long.needed_tokens, long.max_model_len) == (NeverReason.MAX_MODEL_LEN, 16_385, 16_384)
-    many = decide(AdmissionRequest(10, 10, n=9), ReservedTotals(), LIMITS)
+    many = refusal(AdmissionRequest(10, 10, n=9), LIMITS)
     assert isinstance(many, Never)
     assert many.reason is NeverReason.SEQUENCES
     assert "n = 9" in str(many)
-    endless = decide(AdmissionRequest(10, 16_384), ReservedTotals(), LIMITS)
+    endless = refusal(AdmissionRequest(10, 16_384), LIMITS)
     assert isinstance(endless, Never)
     assert endless.largest_prompt_tokens == 0
     assert "lower max_tokens" in str(endless)
@@ -138,7 +146,7 @@ def test_the_largest_prompt_is_the_largest(
     fitting = [
         prompt
         for prompt in range(1, max_model_len + 1)
-        if isinstance(decide(AdmissionRequest(prompt, max_tokens, n), ReservedTotals(), limits), Admit)
+        if refusal(AdmissionRequest(prompt, max_tokens, n), limits) is None
     ]
     assert largest_prompt(AdmissionRequest(1, max_tokens, n), limits) == max(fitting, default=0)
 

@@ -18,6 +18,8 @@ PROMPTS = [
 ]
 ADAPTED = PROMPTS[::2]  # those that the adapters are asked
 MAX_TOKENS = 24
+# More than a block of 128 tokens: the server's shared system prompt.
+SYSTEM = "You answer questions about the harbour: ships, cranes, tides and the price of a berth. " * 10
 # SmolLM2-135M: hidden size 576, 30 layers, 3 KV heads of 64.
 SHAPES = {"q_proj": (576, 576), "v_proj": (192, 576)}
 

@@ -104,6 +104,7 @@ def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | N
 def request(
     name: str, prompt: Sequence[int] | int, max_tokens: int, *, priority: int = 0, arrival: float = 0.0,
     stop: list[str] | None = None, adapter: int = 0, regex: str | None = None,
+    salt: str | None = None,
 ) -> Request:  # fmt: skip
     """``adapter``: number of one, 0: none. ``regex``: a grammar, which somebody has to compile."""
     tokens = [hash((name, at)) % 50_000 for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
@@ -112,6 +113,7 @@ def request(
     sampling.update_from_generation_config({}, EOS)
     return Request(
         name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(),
+        cache_salt=salt,
         lora_request=LoRARequest(str(adapter), adapter, f"/adapters/{adapter}") if adapter else None,
     )  # fmt: skip
 

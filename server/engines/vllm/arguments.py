@@ -9,6 +9,7 @@ from typing import Any
 from tonnage.cache.admission import Policy
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.plans import Plan
+from tonnage.server.engines.sharing import Sharing
 
 # Key of vLLM's additional config under which `BackendScheduler` finds what it is to do beside admission.
 BACKEND = "tonnage_backend"
@@ -72,9 +73,9 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
     }
 
 
-def scheduling_arguments(plan: Plan, policy: Policy, *, grammars: bool) -> dict[str, Any]:
+def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, grammars: bool) -> dict[str, Any]:
     """The keywords that put our scheduler into vLLM's engine core, with ``grammars`` bounded ones too. None for
-    an encoder: it keeps no block, vLLM's own will do."""
+    an encoder: it keeps no block, vLLM's own will do. ``kv_events_config`` is not vLLM's object yet."""
     if not plan.kv_cache.layout.groups:
         return {}
     admission = {"admission_mode": str(policy.mode), "watermark": policy.watermark}
@@ -82,7 +83,8 @@ def scheduling_arguments(plan: Plan, policy: Policy, *, grammars: bool) -> dict[
         "scheduler_cls": "tonnage.server.engines.vllm.scheduler.ours.BackendScheduler",
         "additional_config": {
             "tonnage": {key: value for key, value in admission.items() if value is not None},
-            BACKEND: {"grammars": grammars},
+            BACKEND: {"grammars": grammars, "prefixes": [list(prefix) for prefix in sharing.prefixes]},
         },
+        "kv_events_config": sharing.events,
         "scheduling_policy": "priority",  # by the place in line that each request is given
     }

@@ -29,6 +29,7 @@ from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
 from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.answer import Answer
@@ -58,6 +59,7 @@ class VLLMEngine(Engine):
         plan: Plan,
         *,
         policy: Policy | None = None,
+        sharing: Sharing | None = None,
         enforce_eager: bool | None = None,
         loras: Mapping[str, str] | None = None,
         embeds: bool = False,
@@ -74,7 +76,7 @@ class VLLMEngine(Engine):
             self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each
-        self._policy = policy or Policy()
+        self._policy, self._sharing = policy or Policy(), sharing or Sharing()
         self._line = Line(limits_of(plan))
         self._cores = Cores(
             plan.kv_cache.num_blocks,
@@ -122,7 +124,7 @@ class VLLMEngine(Engine):
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
         arguments["runner"] = "pooling" if self._embeds else "generate"
         grammars = "grammar" in self._capabilities.honours and not self._embeds
-        arguments |= scheduling_arguments(self._plan, self._policy, grammars=grammars)
+        arguments |= scheduling_arguments(self._plan, self._policy, self._sharing, grammars=grammars)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._sampler.start()
@@ -238,8 +240,7 @@ class VLLMEngine(Engine):
                         chunks = [*answer.chunks(output)]
                         self._generation_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)
                     if first:
-                        self._prefix_hit_tokens += answer.cached or 0
-                        self._shared_hit_tokens += 0 if request.cache_salt else answer.cached or 0
+                        self._count_hit(request, answer.cached or 0)
                     for chunk in chunks:
                         yield chunk
         except EngineDeadError as error:
@@ -252,6 +253,14 @@ class VLLMEngine(Engine):
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error
         finally:
             self._cores.queued.pop(request.request_id, None)
+
+    def _count_hit(self, request: GenerationRequest, cached: int) -> None:
+        self._prefix_hit_tokens += cached
+        if request.cache_salt:
+            size = self._plan.kv_cache.layout.block_size
+            shared = whole_blocks(request.prompt_token_ids, self._sharing.prefixes, size)
+            cached = min(cached, shared * size)
+        self._shared_hit_tokens += cached
 
     def _refuse(self) -> None:
         if self._ready and self._dead is None and self._llm.errored:
@@ -289,6 +298,10 @@ class VLLMEngine(Engine):
         if self._ready and index is None:  # vLLM ends one of several sequences only by itself
             await self._llm.abort(request_id)
 
+    @property
+    def ready(self) -> bool:
+        return self._ready and self._dead is None and not self._llm.errored
+
     def stats(self) -> EngineStats:
         memory = MeasuredMemory(
             weights=self._weights,
@@ -301,7 +314,7 @@ class VLLMEngine(Engine):
         told = self._cores.stats(memory, idle=not self._unfinished)
         return replace(
             told,
-            ready=self._ready and self._dead is None and not self._llm.errored,
+            ready=self.ready,
             admissions=merged((told.admissions, self._line.refused)),
             refused_blocks=merged((told.refused_blocks, self._line.refused_blocks)),
             prompt_tokens=self._prompt_tokens,

@@ -4,6 +4,7 @@ before."""
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError
@@ -16,6 +17,7 @@ def load(arguments: dict[str, Any], cores: Cores) -> Any:
     vLLM is not installed, and whatever vLLM raises."""
     try:
         with no_collections():
+            from vllm.config.kv_events import KVEventsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.renderers import hf as renderers
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -53,6 +55,8 @@ def load(arguments: dict[str, Any], cores: Cores) -> Any:
     # vLLM copies its tokenizer for threads that render prompts (120 MiB each with a vocabulary of 262,144).
     # Here prompts are tokens, and only the event loop asks it.
     vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
+    if (events := arguments.get("kv_events_config")) is not None:
+        arguments = arguments | {"kv_events_config": KVEventsConfig(**asdict(events))}
     before = os.environ.copy()
     try:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,19 @@ import pytest
 from honoured import FLAGS, TEMPLATE
 from plain_vllm import LET_IT_START, plain_vllm
 from serving import PATIENCE, ask_bare_vllm, serving
-from vllm_demo import ADAPTED, LENGTH, MAX_TOKENS, POOL, PROMPTS, RANK, SEQUENCES, SLOTS, Bare, make_adapter
+from vllm_demo import (
+    ADAPTED,
+    LENGTH,
+    MAX_TOKENS,
+    POOL,
+    PROMPTS,
+    RANK,
+    SEQUENCES,
+    SLOTS,
+    SYSTEM,
+    Bare,
+    make_adapter,
+)
 
 from tonnage.server.demo.model import ensure_demo
 
@@ -52,17 +65,29 @@ def bare(adapters: dict[str, Path]) -> Bare:
 
 
 @pytest.fixture(scope="package")
-def server(adapters: dict[str, Path], bare: Bare, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def kv_events(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the server publishes its KV events, of the topic kv."""
+    return f"ipc://{tmp_path_factory.mktemp('kv')}/events"
+
+
+@pytest.fixture(scope="package")
+def server(
+    adapters: dict[str, Path], bare: Bare, kv_events: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """URL of a real server; after the bare one, so that two do not compete for the cores.
 
     Killed at the end: vLLM 0.32 leaves its engine core and that core's memory behind, we do not.
     """
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
+    system = template.with_name("system.txt")
+    system.write_text(SYSTEM)
+    events = {"enable_kv_cache_events": True, "endpoint": kv_events, "topic": "kv"}
     flags = [
         *("--chat-template", str(template), *FLAGS),
         *("--kv-cache-memory-bytes", str(POOL), "--max-model-len", str(LENGTH)),
         *("--max-num-seqs", str(SEQUENCES), "--enable-lora", "--max-loras", str(SLOTS)),
+        *("--kv-events-config", json.dumps(events), "--shared-system-prompt", str(system)),
         *("--max-lora-rank", str(RANK), "--lora-modules"),
         ",".join(f"{name}={path}" for name, path in adapters.items()),
     ]

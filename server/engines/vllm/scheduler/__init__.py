@@ -11,6 +11,7 @@
 ``versions``    what vLLM calls by another name in 0.30 to 0.33
 ``own``         vLLM's own scheduler, where its version is another one
 ``ours``        the same behind ``tonnage serve --backend vllm``, with bounded grammars
+``sharing``     system prompts whose blocks every cache salt shares
 =============== ==================================================================================
 """
 

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tonnage.server.engines.vllm.arguments import BACKEND
 from tonnage.server.engines.vllm.scheduler.own import config_of, warn
+from tonnage.server.engines.vllm.scheduler.sharing import Sharing
 from tonnage.server.engines.vllm.scheduler.versions import rules_of
 
 
@@ -20,7 +21,10 @@ class BackendScheduler(AsyncScheduler):
     def __new__(cls, *args: Any, **named: Any) -> Any:
         config = config_of(args, named)
         parts = _admission(asynchronous=config.scheduler_config.async_scheduling)
-        if config.additional_config.get(BACKEND, {}).get("grammars"):
+        wanted = config.additional_config[BACKEND]
+        if wanted["prefixes"]:
+            parts = (Sharing, *parts)
+        if wanted["grammars"]:
             from tonnage.server.engines.vllm.grammars import Bounded  # llguidance, which is optional
 
             parts = (Bounded, *parts)

@@ -1,0 +1,57 @@
+"""``--shared-system-prompt`` inside vLLM: the blocks of some prefixes are the same under every cache salt.
+
+vLLM puts a request's salt into the hash of its first block, and the chain carries it on. Here a prompt that
+begins with a shared prefix gets its salt right behind the prefix's whole blocks, as in
+`tonnage.cache.prefix.index`. vLLM 0.30 to 0.33: v1/core/kv_cache_utils.py (get_request_block_hasher),
+v1/request.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tonnage.server.engines.sharing import whole_blocks
+from tonnage.server.engines.vllm.arguments import BACKEND
+
+
+class Sharing(Scheduler):
+    """What is added to vLLM's scheduler, whichever it is."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        asked: Any = self.vllm_config.additional_config
+        self._prefixes: Sequence[Sequence[int]] = asked[BACKEND]["prefixes"]
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's; nobody has looked at the request's hashes yet."""
+        if request.cache_salt and request._block_hasher is not None:
+            shared = whole_blocks(request.prompt_token_ids or (), self._prefixes, self.hash_block_size)
+            if shared:
+                salt_behind(request, shared)
+        super().add_request(request)
+
+
+def salt_behind(request: Any, shared: int) -> None:
+    """Hash the first ``shared`` blocks without the request's salt, and what follows them with it."""
+    plain, salt = request._block_hasher, request.cache_salt.encode("utf-8", "surrogatepass")
+
+    def hashes(request: Any) -> list[Any]:
+        known = request.block_hashes
+        if len(known) != shared:
+            return list(plain(request))
+        last = known[-1]
+        known[-1] = sha256(last + salt).digest()  # the parent of what follows
+        try:
+            return list(plain(request))
+        finally:
+            known[-1] = last
+
+    request.cache_salt = None
+    request.block_hashes.clear()
+    request.block_hashes.extend(plain(request)[:shared])
+    request._block_hasher = hashes
+    request.update_block_hashes()
