@@ -205,11 +205,31 @@ def test_what_the_log_does_not_say(llama, tmp_path, capsys):
     assert "--max-num-seqs" not in assumed
 
 
+def test_another_checkpoint_is_noticed(llama, tmp_path, capsys):
+    """Weights alone, of a model in 4 bits: compared without a GPU, and said to be others."""
+    short = tmp_path / "short.log"
+    short.write_text(
+        "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 5.5976 GiB and 3.5 seconds\n"
+    )
+    (log,) = told(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
+    assert [*log["terms"]] == ["weights_bytes"]
+    assert any("0.37 times" in note for note in log["notes"])
+    assert any("the log prints no pool" in note for note in log["notes"])
+    short.write_text(
+        "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 14.9889 GiB and 3.5 seconds\n"
+    )
+    (log,) = told(capsys, short, "--model", llama, "--engine-version", "0.19.0")["logs"]
+    assert log["terms"]["weights_bytes"]["verdict"] == "agrees"  # to a few KiB in 15 GiB
+
+
 def test_a_start_that_failed(llama, capsys):
     failed = next(LOGS.glob("*FAILED*"))
     (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["failure"] == "AssertionError: DP adjusted local rank 1 is out of bounds."
     assert log["verdict"].startswith("the start failed")
+    assert "by the plan these flags start: it failed for another reason" in log["notes"]
+    (log,) = told(capsys, failed, "--model", llama, "--gpu", "h100-80g", "--num-gpus", "1")["logs"]
+    assert f"by the plan it stops with: {log['failure']}" in log["notes"]
 
 
 def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
