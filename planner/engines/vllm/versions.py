@@ -135,7 +135,7 @@ _WORDS: dict[str, str] = {
     "expert_buffer": "experts of all layers share a buffer",
     "expert_chunk": "experts take a step in pieces of another size",
     "fused_all_reduce": "all-reduce is fused with the norm after it, in a workspace",
-    "fused_alone": "the fused all-reduce works with pipeline and data parallelism too",
+    "fused_alone": "whether all-reduce is fused with pipeline and data parallelism too",
     "torch_2_8": "PyTorch 2.8",
     "token_line": "the tokens it prints are those of requests of max_model_len, not of one group's blocks: "
     "hybrids and sliding windows print other numbers for the same pool",
