@@ -7,6 +7,7 @@ import functools
 import numpy as np
 
 from tonnage.cache.admission import Policy
+from tonnage.cache.admission.loops import compile_loops
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.model.layout import KVLayout
 
@@ -17,6 +18,7 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
 
     The compiled code knows the types of its arrays, not their lengths, so that it serves a pool of any size.
     """
+    compile_loops()
     size = layout.block_size
     manager = KVCacheManager(
         layout,

@@ -8,6 +8,7 @@
 ``safety``      the law of guaranteed mode: states in which everybody can still finish
 ``peak``        the most blocks the running requests will hold over time, for given remaining lengths
 ``forecast``    output lengths still to come, learned from those that have ended
+``loops``       the loops of peak and forecast over the running requests (not imported here: it is compiled)
 ``passing``     when the head of the queue begins: who may pass it
 ``policy``      guaranteed, predictive, greedy, no_evict: the rules of each
 ``controller``  policy, ledger and forecast together: what a manager asks (not imported here: it is compiled)

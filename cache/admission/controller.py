@@ -30,7 +30,7 @@ class Admission:
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
         self.policy, self.reservations = policy, reservations
         self.limits, self.core = reservations.limits, reservations.core
-        self.forecast = LengthForecast(policy.quantile)
+        self.forecast = LengthForecast(policy.quantile, policy.cautious)
         self._margin = policy.margin(self.limits)
         self._rows = columns(self.core.rows)
         self._full = np.flatnonzero(columns(self.core.groups).kind == FULL).tolist()

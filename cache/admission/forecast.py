@@ -47,14 +47,18 @@ class LengthForecast:
 
     ``quantile`` in (0, 1]: 0.5 is the median of the outputs longer than the sequence's own; 1 answers
     max_tokens. Raises CacheConfigError outside. Memory: at most 65 histograms of 300 bins.
+
+    ``cautious``: of n sequences the share of outputs that may be longer, 1 - ``quantile``, is less by its
+    ``1 / sqrt(n)``. What is forecast of many is their sum, whose surprises grow with the root of their number
+    only; one alone counts with max_tokens.
     """
 
-    def __init__(self, quantile: float) -> None:
+    def __init__(self, quantile: float, cautious: bool = False) -> None:
         if not 0 < quantile <= 1:
             raise CacheConfigError(
                 f"{quantile} is not in (0, 1]", field="length_quantile", hint="0.5 is the median"
             )
-        self.quantile = quantile
+        self.quantile, self.cautious = quantile, cautious
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
@@ -80,44 +84,42 @@ class LengthForecast:
         if self.quantile == 1 or not len(most):
             return most
         done: Int64Array = np.asarray(output, dtype=np.int64)
-        at = np.searchsorted(EDGES, done)  # bin of what is produced; 0 for nothing yet
         known = {key for key in set(keys or ()) if key and self._known(key)}
+        share = 1 - self.quantile
+        if self.cautious:
+            share *= 1 - len(most) ** -0.5
         if keys is None or not known:
-            return self._left_of("", done, most, done, at)
+            return self._left_of("", share, done, most, done)
         result = np.empty_like(most)
         used = [key if key in known else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
             peers = mine if key else np.ones_like(mine)  # the curve of all is of all
-            result[mine] = self._left_of(key, done[mine], most[mine], done[peers], at[peers])
+            result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result
 
     def _known(self, key: str) -> bool:
         return key in self._ended and float(self._ended[key].sum()) >= _FEW
 
     def _left_of(
-        self,
-        key: str,
-        done: Int64Array,
-        most: Int64Array,
-        peers: Int64Array,
-        peers_at: Int64Array,
+        self, key: str, share: float, done: Int64Array, most: Int64Array, peers: Int64Array
     ) -> Int64Array:
-        survival = self._survival(key, peers, peers_at, int((done + most).max()))
-        now = np.interp(done, _FROM_ZERO, survival)
-        wanted = (1 - self.quantile) * now
-        length = np.ceil(np.interp(-wanted, -survival, _FROM_ZERO)).astype(np.int64)
-        length = np.where(wanted < survival[-1], done + most, length)
-        result: Int64Array = np.clip(length - done, 1, np.maximum(most, 1))
-        return result
+        from tonnage.cache.admission.loops import lengths_left
 
-    def _survival(self, key: str, peers: Int64Array, peers_at: Int64Array, longest: int) -> FloatArray:
-        """float64 [bins + 1]: share of outputs longer than 0 and each bin's edge; evenly falling between."""
+        survival = self._survival(key, peers, done + most)
+        left = np.empty_like(done)
+        lengths_left(_FROM_ZERO, survival, share, done, most, left)
+        return left
+
+    def _survival(self, key: str, peers: Int64Array, longest: Int64Array) -> FloatArray:
+        """float64 [bins + 1]: share of outputs longer than 0 and each bin's edge; evenly falling between.
+        ``peers``: what the running have produced; ``longest``: outputs of the greatest length allowed."""
         ended = self._ended[key]
-        running = np.bincount(np.minimum(peers_at[peers > 0], len(EDGES) - 1), minlength=len(EDGES))
+        bins = np.searchsorted(EDGES, peers[peers > 0])  # of what is produced; who has nothing is in none
+        running = np.bincount(np.minimum(bins, len(EDGES) - 1), minlength=len(EDGES))
         at_risk = (ended + running)[::-1].cumsum()[::-1]
         # One output of the greatest length allowed, ended by nothing: what is believed before anything is seen.
-        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + longest)
+        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int(longest.max()))
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW
         hazard = np.where(few, (ended + _FEW * overall) / (at_risk + _FEW), ended / np.maximum(at_risk, 1))

@@ -58,41 +58,36 @@ def growth_of(
     ``chunk``: prompt tokens computed in a step by all together, first come first served. ``groups``: full
     groups. Blocks that requests share are left out here; they are ``used - sum(private)``, counted once.
     """
-    shared = (snapshot.held - snapshot.private).astype(np.int64)
-    prompt = snapshot.prompt.astype(np.int64)
-    fixed = prompt // block_size - shared // groups
-    tail = prompt % block_size + snapshot.output
-    end = output_left.astype(np.int64)
-    left = snapshot.prompt_left
-    if left.any():
-        end = end + np.where(left > 0, -(-np.cumsum(left, dtype=np.int64) // chunk), 0)
-    return Growth(fixed, tail, snapshot.sequences.astype(np.int64), end)
+    from tonnage.cache.admission.loops import grow
+
+    held, private = np.asarray(snapshot.held, np.int32), np.asarray(snapshot.private, np.int32)
+    prompt, prompt_left = np.asarray(snapshot.prompt, np.int32), np.asarray(snapshot.prompt_left, np.int32)
+    output, left = np.asarray(snapshot.output, np.int32), np.asarray(output_left, np.int64)
+    out = np.empty((3, len(snapshot)), np.int64)
+    grow(held, private, prompt, prompt_left, output, left, block_size, chunk, groups, out)
+    return Growth(out[0], out[1], snapshot.sequences.astype(np.int64), out[2])
+
+
+def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
+    """Blocks of ``groups`` full groups that the prompts still take."""
+    from tonnage.cache.admission.loops import missing_blocks
+
+    prompt, held = np.asarray(snapshot.prompt, np.int32), np.asarray(snapshot.held, np.int32)
+    return missing_blocks(prompt, held, block_size, groups)
 
 
 def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
     """Most blocks (of one full group) held at any step >= ``since``; 0 without requests.
 
-    O(requests * 16): the number of requests for which a remainder overflows into one more block is read from a
-    running histogram of remainders.
+    O(requests * 16): for how many requests the remainders take one more block is read from running counts.
     """
     if not len(growth.end):
         return 0
-    latest_first = np.argsort(-growth.end)
-    end = growth.end[latest_first]
-    count = int(np.count_nonzero(end >= since))
-    if count == 0:
-        return 0
-    chosen, end = latest_first[:count], end[:count]
-    tail, sequences = growth.tail[chosen], growth.sequences[chosen]
+    from tonnage.cache.admission.loops import most_held
+
     scale = max(1, block_size // _CLASSES)
-    classes = block_size // scale
-    # ceil((tail + end) / size) = whole + turns + 1 + [remainder + rest > size], with 1 <= remainder <= size
-    whole = (tail - 1) // block_size
-    remainder = -(-(tail - whole * block_size) // scale)
-    turns, rest = end // block_size, -(-(end % block_size) // scale)
-    histogram = np.zeros((count, classes + 2), dtype=np.int64)
-    histogram[np.arange(count), remainder] = sequences
-    above = np.cumsum(histogram, axis=0)[:, ::-1].cumsum(axis=1)[:, ::-1]  # [place, r]: remainders >= r
-    held = np.cumsum(growth.fixed[chosen] + sequences * whole) + above[:, 0] * (turns + 1)
-    held += above[np.arange(count), classes - rest + 1]
-    return int(held.max())
+    counts = np.zeros(block_size // scale + 1, np.int64)
+    return most_held(
+        np.argsort(-growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
+        block_size, scale, since, counts,
+    )  # fmt: skip

@@ -21,10 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
 from tonnage.cache.admission.passing import Head, with_head
-from tonnage.cache.admission.peak import growth_of, peak_of
+from tonnage.cache.admission.peak import growth_of, peak_of, prompts_missing
 from tonnage.cache.admission.safety import IntArray, committed_peak
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import Limits
@@ -74,6 +72,12 @@ class Policy:
         return 0.4 if self.mode is AdmissionMode.PREDICTIVE else 1.0
 
     @property
+    def cautious(self) -> bool:
+        """Whether the quantile is meant for many requests, and fewer are forecast by a higher one
+        (`tonnage.cache.admission.forecast`): unless the user named it."""
+        return self.length_quantile is None and self.mode is AdmissionMode.PREDICTIVE
+
+    @property
     def reserve(self) -> float:
         """Share of the usable blocks that a new request must leave."""
         if self.watermark is not None:
@@ -111,8 +115,7 @@ def blocks_taken(
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     # Prompts admitted before it take theirs first; what a chunk of this step has taken is held already.
-    prompts = -(-state.prompt.astype(np.int64) // block_size) * groups
-    yield state.windowed + state.used + int(np.maximum(prompts - state.held, 0).sum())
+    yield state.windowed + state.used + prompts_missing(state, block_size, groups)
     if not policy.forecasts:
         return
     growth = growth_of(state, output_left, block_size, limits.max_num_batched_tokens, groups)

@@ -155,7 +155,7 @@ def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     tried.add(request("r0", 50, 30), 25)
     tried.step()
     assert told_by(tried.scheduler).broken == 0
-    tried.scheduler._account._rows[:, RESERVED] = 1  # it holds four
+    tried.scheduler._account._kept[RESERVED] = 1  # it holds four
     assert told_by(tried.scheduler).broken == 2
     assert told_by(tried.scheduler).broken == 4
 

@@ -51,7 +51,8 @@ def account_holds(made: Any) -> None:
     if made.admission is None or made.admission.policy.mode is AdmissionMode.GREEDY:
         return
     account = made._account
-    assert sorted(account._slots) == sorted(r.request_id for r in made.running)
+    assert len(account) == len(made.running)
+    assert account._order.tolist() == [account._slots[r.request_id] for r in made.running]
     snapshot = account.snapshot()
     tables = made.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     owners: Counter[int] = Counter()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# Columns of what is kept for a request; blocks count full groups only, but WINDOWED.
+# What is kept for a request, a row of all slots each; blocks count full groups only, but WINDOWED.
 PROMPT, MAX_TOKENS, RESERVED, WINDOWED, SHARED, PREFILL_END = range(6)
+_COMPUTED = attrgetter("num_computed_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class Account:
         self._slots: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
-        self._rows = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
+        self._kept = np.zeros((6, groups.limits.max_num_seqs), np.int32)
+        self._order = np.zeros(0, np.intp)  # slots in order of entry, which is that of ``scheduler.running``
         # Blocks of the first full group: whose prompt's each is (he may have left), and which are nobody's own,
         # by what they hold: a block that was given back and is taken for other tokens is somebody's own again.
         self._owner: dict[int, str] = {}
@@ -80,8 +83,9 @@ class Account:
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
-            self.reserved -= int(self._rows[slot, RESERVED] + self._rows[slot, WINDOWED])
+            self.reserved -= int(self._kept[RESERVED, slot] + self._kept[WINDOWED, slot])
             self._unused.append(slot)
+            self._order = self._order[self._order != slot]
             self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
@@ -93,10 +97,9 @@ class Account:
 
     def snapshot(self) -> RunningSnapshot:
         """The running requests, in vLLM's order; O(running)."""
-        requests = self.scheduler.running
-        rows = self._rows[[self._slots[request.request_id] for request in requests]]
-        computed = np.array([request.num_computed_tokens for request in requests], np.int32)
-        return snapshot_of(rows, computed, self.groups, self._used())
+        running = self.scheduler.running
+        computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
+        return snapshot_of(self._kept.take(self._order, axis=1), computed, self.groups, self._used())
 
     def waste(self) -> int:
         """Token slots of full groups' blocks that hold no token; a shared block counts for each. O(running)."""
@@ -109,7 +112,7 @@ class Account:
         more than is reserved for it. O(running)."""
         broken = reserved = 0
         for request in self.scheduler.running:
-            row = self._rows[self._slots[request.request_id]]
+            row = self._kept[:, self._slots[request.request_id]]
             held = len(self._tables.get(request.request_id, ())) * self.groups.count
             broken += held > row[RESERVED]
             reserved += int(row[RESERVED] + row[WINDOWED])
@@ -169,9 +172,10 @@ class Account:
         full, windowed = self.reservation(request)
         shared = self._share(id, hit // groups.limits.layout.block_size) * groups.count
         slot = self._slots[id] = self._unused.pop()
-        self._rows[slot] = (
+        self._kept[:, slot] = (
             request.num_prompt_tokens, request.max_tokens, full, windowed, shared, request.num_tokens
         )  # fmt: skip
+        self._order = np.append(self._order, slot)
         if groups.others:
             self._hits[id] = hit
         self.reserved += full + windowed
@@ -184,7 +188,7 @@ class Account:
             if index < found and block.ref_cnt > 1:
                 owner = self._owner_of(index, block, id)
                 if owner is not None:
-                    self._rows[self._slots[owner], SHARED] += self.groups.count
+                    self._kept[SHARED, self._slots[owner]] += self.groups.count
                 self._shared[block.block_id] = block.block_hash
                 shared += 1
             else:
@@ -204,22 +208,23 @@ class Account:
         return used
 
 
-def snapshot_of(rows: Int32Array, computed: Int32Array, groups: Groups, used: int) -> RunningSnapshot:
-    """The state admission reads, from what is kept (`Account`) and how far each is computed."""
-    size, count = groups.limits.layout.block_size, groups.count
-    prompt = rows[:, PROMPT] + groups.lookahead
-    held = np.minimum(-(-(computed + groups.lookahead) // size) * count, rows[:, RESERVED])
-    output = np.maximum(computed, rows[:, PREFILL_END]) - rows[:, PROMPT]
+def snapshot_of(kept: Int32Array, computed: Int32Array, groups: Groups, used: int) -> RunningSnapshot:
+    """The state admission reads, from what is kept (`Account`), int32 [6, running], and how far each is
+    computed, int32 [running]."""
+    size, lookahead = groups.limits.layout.block_size, groups.lookahead
+    prompt, max_tokens, reserved, windowed, shared, prefill_end = kept
+    held = np.minimum((computed + (lookahead + size - 1)) // size * groups.count, reserved)
+    output = np.maximum(computed, prefill_end) - prompt
     return RunningSnapshot(
         usable=groups.limits.usable_blocks,
         used=used,
-        windowed=int(rows[:, WINDOWED].sum()),
+        windowed=int(windowed.sum()) if groups.others else 0,
         held=held,
-        private=np.maximum(held - rows[:, SHARED], 0),
-        reserved=rows[:, RESERVED],
-        prompt=prompt,
-        prompt_left=np.maximum(rows[:, PREFILL_END] - computed, 0),
+        private=np.maximum(held - shared, 0),
+        reserved=reserved,
+        prompt=prompt + lookahead,
+        prompt_left=np.maximum(prefill_end - computed, 0),
         output=output,
-        output_left=np.maximum(rows[:, MAX_TOKENS] - output, 1),
+        output_left=np.maximum(max_tokens - output, 1),
         sequences=np.ones_like(held),
     )  # fmt: skip

@@ -12,9 +12,11 @@ import numpy as np
 
 from tonnage.cache.admission import AdmissionMode, Policy, committed_peak, grant, is_safe
 from tonnage.cache.admission.forecast import FloatArray, LengthForecast
+from tonnage.cache.admission.loops import compile_loops
 from tonnage.cache.admission.policy import blocks_short, blocks_taken
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array, Int64Array
+from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
@@ -27,8 +29,8 @@ class SteadyForecast(LengthForecast):
     """Looks anew at who runs and who has ended every ``every`` steps only: within a block's worth of steps
     nothing changes that admission could see. ``step``: the present one."""
 
-    def __init__(self, quantile: float, every: int) -> None:
-        super().__init__(quantile)
+    def __init__(self, policy: Policy, every: int) -> None:
+        super().__init__(policy.quantile, policy.cautious)
         self.step, self._every, self._until = 0, every, 0
         self._curve: FloatArray | None = None
 
@@ -75,7 +77,8 @@ class VllmAdmission:
         self.policy, self.account = policy, account
         self.groups: Groups = account.groups
         self.limits = account.groups.limits
-        self.forecast = SteadyForecast(policy.quantile, self.limits.layout.block_size)
+        self.forecast = SteadyForecast(policy, self.limits.layout.block_size)
+        compile_loops()  # before a request pays for it
         self._margin = policy.margin(self.limits)
         self._by_sum = policy.mode is AdmissionMode.NO_EVICT or not self.groups.count
         # After a refusal, as many are asked as leave; once somebody has left and a quarter of a block's worth
@@ -85,7 +88,8 @@ class VllmAdmission:
         self._short = 0  # blocks it was short of
         self._departed = 0  # who had left then, and who has been asked since
         self._departed_then = 0
-        self._slack = 0  # blocks that may still be taken before anybody has to sit out a step
+        # Guaranteed: blocks that may still be taken before anybody has to sit out a step.
+        self._slack = 0
 
     # -- what never fits -------------------------------------------------------------------------------------
 
@@ -239,26 +243,36 @@ class VllmAdmission:
         if reserved <= self.limits.usable_blocks and not outsiders:
             self._slack = 0  # not counted meanwhile
             return False
-        if outsiders or self.groups.others or (state is not None and state.fresh):
+        if outsiders or self.groups.others:
             return True
-        return self._slack < self._most_taken()
+        if self.policy.mode is AdmissionMode.GUARANTEED:
+            return (state is not None and bool(state.fresh)) or self._slack < self._most_taken(state)
+        available = self.account.pool.get_num_free_blocks() if state is None else state.snapshot.available
+        return bool(available < self._most_taken(state))
 
-    def _most_taken(self) -> int:
-        """Blocks that the running requests can take in one step, or more."""
+    def _most_taken(self, state: State | None) -> int:
+        """Blocks of full groups that all can take in one step, or more."""
         scheduler, size = self.account.scheduler, self.limits.layout.block_size
-        blocks = len(scheduler.running) * -(-(1 + self.groups.lookahead) // size)
-        if scheduler._inflight_prefills:
-            blocks += -(-self.limits.max_num_batched_tokens // size)
-        return blocks * self.groups.count
+        if state is None:
+            count, prompts = len(scheduler.running), self.limits.max_num_batched_tokens
+            if not scheduler._inflight_prefills:
+                prompts = 0
+        else:
+            count, prompts = len(state.snapshot), int(state.snapshot.prompt_left.sum())
+        prompts = min(prompts, self.limits.max_num_batched_tokens)
+        each = 1 + ceil_div(self.groups.lookahead, size)
+        return (count * each + ceil_div(prompts, size)) * self.groups.count
 
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
         """Of ``allowed``, the last of ``state``, those whose first chunk has its blocks; and who has to sit
         this step out so that nobody is preempted. No one when that cannot be promised, or when none could go
         on: then vLLM's own rule holds."""
         running, snapshot = self.account.scheduler.running, state.snapshot
-        wanted = self._wanted(state)
         if self.policy.mode is AdmissionMode.GUARANTEED:
             self._slack = snapshot.capacity - committed_peak(snapshot)
+            if self._most_taken(state) <= self._slack and not self._outsiders():
+                return allowed, []
+            wanted = self._wanted(state)
             if int(wanted.sum()) <= self._slack:
                 return allowed, []
             entries = np.arange(len(wanted))
@@ -271,7 +285,7 @@ class VllmAdmission:
                     return allowed, []
                 granted = grant(snapshot, entries, wanted, leaving=leaving)
         else:
-            self._slack = snapshot.available
+            wanted = self._wanted(state)
             granted = np.where(np.cumsum(wanted) <= snapshot.available, wanted, 0)
             granted[len(running) :] = wanted[len(running) :]  # vLLM starts nobody without room
         short = np.flatnonzero(granted < wanted).tolist()

@@ -48,8 +48,15 @@ class Report:
         self._decisions["never", "blocks"] += 1
         self._missing["never", "blocks"] += missing
 
+    def stepping(self) -> None:
+        """A step begins."""
+        scheduler = self._scheduler
+        holding = getattr(scheduler, "kv_holding_waiting", ())
+        self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
+
     def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
         """A step is scheduled. Who is the first to wait is counted once; those behind him are not asked."""
+        self._evictions.stepping(False)
         started, resumed = len(output.scheduled_new_reqs), len(output.scheduled_cached_reqs.resumed_req_ids)
         if started:
             self._decisions["admit", "fits"] += started

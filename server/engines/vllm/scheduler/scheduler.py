@@ -96,6 +96,9 @@ class Admitting(Scheduler):
                 self._account.sync()
                 allowed, stalled = self._plan()
                 free = self._account.pool.get_num_free_blocks()
+        if self._report is not None:
+            with self._telling():
+                self._report.stepping()
         with self._only(allowed, stalled):
             output = super().schedule(*args, **named)
         if not greedy and self.admission is not None:

@@ -1,0 +1,133 @@
+"""What admission runs for every running request at every decision, compiled.
+
+Import it where it is called: it brings numba, which whoever only reads a policy (the API process) never needs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tonnage.cache.compiled import compiled
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@compiled
+def lengths_left(
+    edges: FloatArray, survival: FloatArray, share: float, done: Int64Array, most: Int64Array, left: Int64Array
+) -> None:
+    """``left`` int64 [sequences], of 1 to ``most``: tokens until only ``share`` of the outputs that are longer
+    than ``done`` still run.
+
+    ``survival`` [edges]: share of all outputs longer than each of ``edges``; both are joined by straight lines.
+    """
+    last = edges.size - 1
+    for at in range(done.size):
+        low, high = 0, last  # the last edge up to ``done``
+        while low < high:
+            middle = (low + high + 1) // 2
+            if edges[middle] <= done[at]:
+                low = middle
+            else:
+                high = middle - 1
+        now = survival[low]
+        if low < last:
+            now += (survival[low + 1] - now) / (edges[low + 1] - edges[low]) * (done[at] - edges[low])
+        wanted = share * now
+        length = most[at]
+        if wanted >= survival[last]:
+            high = last  # the last edge that at least so many outlive
+            while low < high:
+                middle = (low + high + 1) // 2
+                if survival[middle] >= wanted:
+                    low = middle
+                else:
+                    high = middle - 1
+            end = edges[low]
+            if low < last:
+                step = (edges[low + 1] - end) / (survival[low] - survival[low + 1])
+                end += step * (survival[low] - wanted)
+            length = min(length, np.int64(np.ceil(end)) - done[at])
+        left[at] = max(1, length)
+
+
+@compiled
+def missing_blocks(prompt: Int32Array, held: Int32Array, block_size: int, groups: int) -> int:
+    """Blocks of all ``groups`` that the prompts still take, whatever is forecast."""
+    missing = 0
+    for at in range(prompt.size):
+        missing += max(0, (prompt[at] + block_size - 1) // block_size * groups - held[at])
+    return missing
+
+
+@compiled
+def grow(
+    held: Int32Array,
+    private: Int32Array,
+    prompt: Int32Array,
+    prompt_left: Int32Array,
+    output: Int32Array,
+    output_left: Int64Array,
+    block_size: int,
+    chunk: int,
+    groups: int,
+    out: Int64Array,
+) -> None:
+    """``out`` int64 [3, requests]: ``fixed``, ``tail`` and ``end`` of a `Growth`, as
+    `tonnage.cache.admission.peak.growth_of` says."""
+    prompts = 0
+    for at in range(held.size):
+        out[0, at] = prompt[at] // block_size - (held[at] - private[at]) // groups
+        out[1, at] = prompt[at] % block_size + output[at]
+        out[2, at] = output_left[at]
+        prompts += prompt_left[at]
+        if prompt_left[at] > 0:
+            out[2, at] += -(-prompts // chunk)
+
+
+@compiled
+def most_held(
+    latest_first: Int64Array,
+    fixed: Int64Array,
+    tail: Int64Array,
+    sequences: Int64Array,
+    end: Int64Array,
+    block_size: int,
+    scale: int,
+    since: int,
+    counts: Int64Array,
+) -> int:
+    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, by place in ``latest_first``.
+
+    ``counts`` int64 [block_size // scale + 1], zero before: sequences by spare slots of their last block, both
+    these and what is held against them counted in ``scale`` slots.
+    """
+    most = held = number = 0
+    for place in range(latest_first.size):
+        at = latest_first[place]
+        if end[at] < since:
+            break
+        # ceil((tail + end) / size) = blocks + turns + [spare < rest]: what ``tail`` fills, with spare slots in
+        # its last block; what ``end`` more tokens fill; one more where the rest of them exceeds the spare ones.
+        blocks = -(-tail[at] // block_size)
+        counts[(blocks * block_size - tail[at]) // scale] += sequences[at]
+        number += sequences[at]
+        held += fixed[at] + sequences[at] * blocks
+        over = 0
+        for spare in range(-(-(end[at] % block_size) // scale)):
+            over += counts[spare]
+        total = held + number * (end[at] // block_size) + over
+        most = total if place == 0 else max(most, total)
+    return most
+
+
+def compile_loops() -> None:
+    """Compile them, or read them from disk: a few seconds, or some hundredths of one."""
+    one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
+    missing_blocks(narrow, narrow, 16, 1)
+    grow(narrow, narrow, narrow, narrow, narrow, one, 16, 1, 1, np.zeros((3, 1), np.int64))
+    lengths_left(line, 1 - line, 0.5, one, one, np.empty_like(one))
+    most_held(np.zeros(1, np.int64), one, one, one, one, 16, 1, 0, np.zeros(17, np.int64))

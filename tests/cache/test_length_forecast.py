@@ -1,0 +1,42 @@
+"""Learned lengths: quantiles of what is still to come, and more of it where few run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.cache.admission.forecast import LengthForecast
+
+
+def taught(quantile: float, cautious: bool = False) -> LengthForecast:
+    """It has seen 2,000 outputs, evenly from 1 to 200 tokens."""
+    forecast = LengthForecast(quantile, cautious)
+    for number in range(2000):
+        forecast.ended(1 + number % 200)
+    return forecast
+
+
+@pytest.mark.parametrize("done", [0, 50, 120])
+def test_the_median_of_what_is_longer(done: int) -> None:
+    left = taught(0.5).left(np.full(100, done), np.full(100, 1000))
+    assert left == pytest.approx((200 - done) / 2, rel=0.08)
+    assert (taught(0.5).left(np.full(100, done), np.full(100, 7)) == 7).all(), "max_tokens bounds it"
+
+
+def test_the_fewer_run_the_more_is_forecast() -> None:
+    def of(count: int) -> int:
+        return int(taught(0.4, cautious=True).left(np.zeros(count), np.full(count, 1000)).max())
+
+    assert of(1) == 1000, "one alone counts with max_tokens"
+    assert of(1) > of(4) > of(25) > of(100) > of(400)
+    assert of(25) == pytest.approx(200 * 0.52, rel=0.08)
+    assert of(400) == pytest.approx(200 * 0.43, rel=0.08)
+
+
+def test_a_quantile_that_was_named_is_taken_as_it_is() -> None:
+    assert Policy(AdmissionMode.PREDICTIVE).cautious
+    assert not Policy(AdmissionMode.PREDICTIVE, length_quantile=0.4).cautious
+    assert not Policy(AdmissionMode.GUARANTEED).cautious
+    plain = taught(0.4)
+    assert plain.left(np.zeros(1), np.full(1, 1000)) == plain.left(np.zeros(400), np.full(400, 1000))[0]
