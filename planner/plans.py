@@ -74,8 +74,8 @@ class Deployment:
         choices=("auto", *DTYPE_BYTES), metavar="DTYPE", engine="vllm",
     )  # fmt: skip
     runner: str = flag(
-        "auto", "pooling: embeddings of a model that could generate (default: what the model is for)",
-        group=_MODEL, choices=("auto", "generate", "pooling"), engine="vllm",
+        "auto", "pooling: embeddings of a model that could generate, by vllm (default: what the model is for)",
+        group=_MODEL, choices=("auto", "generate", "pooling"),
     )  # fmt: skip
     max_model_len: int | None = flag(
         None, "longest prompt and completion together, in tokens (default: the model's own)", group=_MODEL

@@ -57,7 +57,7 @@ PLANNED = (
     "device", "gpu", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
     "enable_prefix_caching", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-    "enable_expert_parallel", "enable_lora", "max_loras", "max_lora_rank", "enforce_eager",
+    "enable_expert_parallel", "runner", "enable_lora", "max_loras", "max_lora_rank", "enforce_eager",
 )  # fmt: skip
 
 
@@ -98,10 +98,6 @@ class Settings(_Planned):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     backend: Literal["auto", "hf", "vllm", "fake"] = Field(
         "hf", description="engine; auto: vllm where it runs the model, else hf; fake runs no model"
-    )
-
-    runner: Literal["auto", "generate", "pooling"] = Field(
-        "auto", description="pooling: embeddings (vllm); auto: by the model's sentence-transformers files"
     )
     lora_modules: Words = Field(
         (), description="name=folder, comma-separated: adapters in PEFT's format, asked for by model: name"

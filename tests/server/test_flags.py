@@ -157,7 +157,7 @@ def test_what_is_served_is_what_was_planned() -> None:
         if not given:
             chosen["kv_cache_dtype"] = "auto"  # vLLM's name for the model's own
         for name in PLANNED:
-            if name not in ("device", "gpu", "device_memory", "quantization"):
+            if name not in ("device", "gpu", "device_memory", "quantization", "runner"):
                 assert arguments[name] == chosen[name], name
         assert {name: chosen[name] for name in given} == given
 
