@@ -139,12 +139,12 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field="enable_lora",
             hint="take --backend vllm",
         )
-    if settings.runner == "generate" and not plan.kv_cache.layout.groups:
+    if asked.runner == "generate" and not plan.kv_cache.layout.groups:
         raise DeploymentError(
             f"{plan.model.architecture} is an encoder: it generates no text", field="runner",
             hint="leave it out, or --runner pooling for embeddings",
         )  # fmt: skip
-    embeds = settings.runner == "pooling" or (settings.runner == "auto" and _is_embedding_model(plan))
+    embeds = asked.runner == "pooling" or (asked.runner == "auto" and _is_embedding_model(plan))
     if settings.backend != "vllm" and embeds:
         raise DeploymentError(
             f"the {settings.backend} backend gives no embeddings",
