@@ -51,7 +51,7 @@ class Report:
     def stepping(self) -> None:
         """A step begins."""
         scheduler = self._scheduler
-        holding = getattr(scheduler, "kv_holding_waiting", ())
+        holding = getattr(scheduler, scheduler._rules.holders)
         self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
 
     def stepped(self, output: Any, admission: VllmAdmission | None) -> None:
