@@ -77,3 +77,15 @@ def serving(
             child.kill()
     assert alive == [], "processes outlived the server"
     assert killed or process.returncode == 0
+
+
+def listens(process: psutil.Process, url: str) -> bool:
+    """Whether it is the process that answers on ``url``."""
+    port = int(url.rsplit(":", 1)[1])
+    try:
+        return any(
+            connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+            for connection in process.net_connections("tcp")
+        )
+    except psutil.Error:  # it has ended
+        return False

@@ -16,7 +16,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from serving import PATIENCE
+from serving import PATIENCE, listens
 from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 
 from tonnage.planner.errors import DeploymentError
@@ -318,13 +318,5 @@ def is_child_of(process: psutil.Process, server: str) -> bool:
     """Whether it descends from the process that listens on the address ``server``."""
     try:
         return any(listens(parent, server) for parent in process.parents())
-    except psutil.Error:
+    except psutil.NoSuchProcess:
         return False
-
-
-def listens(process: psutil.Process, server: str) -> bool:
-    port = int(server.rsplit(":", 1)[1])
-    return any(
-        connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
-        for connection in process.net_connections("tcp")
-    )
