@@ -88,7 +88,9 @@ def _compose_env(plan: Plan) -> str:
         "BATCHED_TOKENS": plan.deployment.max_num_batched_tokens,
         "GPUS": _settings(plan)["tensor_parallel_size"],
     }
-    return _comment(plan) + "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)
+    hint = "# beside deploy/compose.yaml: -f deploy/compose.gpu.yaml\n" if gpus(plan) else ""
+    settings = "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)
+    return _comment(plan) + hint + settings
 
 
 def _k8s_resources(plan: Plan) -> str:

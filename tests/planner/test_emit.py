@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,10 @@ def test_tensor_parallel_reaches_the_engine() -> None:
         engine="vllm", device="cuda", device_memory=80 * 2**30, max_model_len=2048, tensor_parallel_size=3
     )
     three = make_plan("demo", flags)
-    assert "\nGPUS=3\n" in emit(three, "compose-env")
+    env = emit(three, "compose-env")
+    assert "\nGPUS=3\n" in env
+    (file,) = re.findall(r"-f (\S+gpu\S+)", env)
+    assert (ROOT / file).exists()
     values = yaml.safe_load(emit(three, "helm-values"))
     assert (values["settings"]["tensor_parallel_size"], values["resources"]["gpus"]) == (3, 3)
 

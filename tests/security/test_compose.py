@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from compose import filled
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 FILES = {name: DEPLOY / name for name in ("compose.yaml", "vllm/compose.yaml")}
@@ -45,6 +46,17 @@ def test_a_service_is_confined_and_can_write_what_it_must(file: str, name: str) 
     assert writable | {mount.partition(":")[0] for mount in service.get("tmpfs", ())} == WRITES[name]
     for port in service["ports"]:
         assert port.startswith("127.0.0.1:")
+
+
+def test_on_gpus_a_service_gets_them_and_nothing_else_changes() -> None:
+    """What compose.gpu.yaml lays over the server."""
+    over = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
+    assert over.keys() == {"tonnage"}
+    assert over["tonnage"].keys() == {"build", "mem_limit", "deploy"}
+    assert over["tonnage"]["build"] == {"target": "cuda"}
+    (device,) = over["tonnage"]["deploy"]["resources"]["reservations"]["devices"]
+    assert filled(device["count"], {"GPUS": "3"}) == "3"
+    assert filled(over["tonnage"]["mem_limit"], {}) == "0"  # a plan for GPUs says nothing of the host's memory
 
 
 def test_every_volume_is_declared() -> None:

@@ -15,11 +15,12 @@ import logging
 import os
 import shutil
 import tempfile
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 from tonnage.planner.engines.log import LogFigures
-from tonnage.planner.engines.vllm.log import read_line
+from tonnage.planner.engines.vllm.log import read_line, settle
 
 # Names the folder to the processes that vLLM starts, which inherit it.
 FOLDER = "TONNAGE_VLLM_FIGURES"
@@ -54,8 +55,6 @@ def read() -> WorkerMemory:
     folder = os.environ.get(FOLDER)
     for file in Path(folder).glob("*.json") if folder else ():
         figures = json.loads(file.read_text())
-        if "weights_bytes" in figures and "consumed_bytes" in figures:
-            figures["framework_bytes"] = figures["consumed_bytes"] - figures["weights_bytes"]
         for name, value in figures.items():
             found[name] = max(value, found.get(name, 0.0))
 
@@ -63,7 +62,7 @@ def read() -> WorkerMemory:
         return max(0, int(found[name])) if name in found else None
 
     return WorkerMemory(
-        size("weights_bytes"), size("framework_bytes"), size("activation_bytes"), size("cuda_graph_bytes")
+        size("weights_bytes"), size("non_torch_bytes"), size("activation_bytes"), size("cuda_graph_bytes")
     )
 
 
@@ -88,8 +87,10 @@ class _Listener(logging.Handler):
             before = dict(self._figures.figures)
             read_line(text, self._figures)
             if self._figures.figures != before:
+                settled = deepcopy(self._figures)  # what follows is taken from what was said, once
+                settle(settled)
                 beside = self._file.with_suffix(".new")
-                beside.write_text(json.dumps(self._figures.figures))
+                beside.write_text(json.dumps(settled.figures))
                 beside.replace(self._file)  # who reads sees all of it or nothing
         except Exception:  # a line of a log, or a full disk, is no reason to fail
             self.handleError(record)

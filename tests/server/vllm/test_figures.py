@@ -67,6 +67,17 @@ def test_a_gpu_worker(folder: Path) -> None:
     }  # fmt: skip
 
 
+def test_what_the_graphs_are_to_take_counts_once(folder: Path) -> None:
+    """From 0.27 on the printed peak has the estimate of the graphs, which are a component of their own."""
+    log = logging.getLogger("vllm.v1.worker.gpu_worker")
+    log.info(WEIGHTS, "14.96", 3.25)
+    log.info("Estimated CUDA graph memory: %.2f GiB total", 0.41)
+    log.info(USAGE)
+    assert read() == WorkerMemory(
+        int(14.96 * GiB), int(15.61 * GiB - 14.96 * GiB), int(1.25 * GiB - 0.41 * GiB), int(0.37 * GiB)
+    )
+
+
 def test_the_largest_of_several_workers(folder: Path) -> None:
     logging.getLogger("vllm").info(WEIGHTS, "2.00", 1.0)
     (folder / "another.json").write_text('{"weights_bytes": 7e9}')
