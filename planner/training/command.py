@@ -25,6 +25,7 @@ examples:
   tonnage train ./Llama-3.1-8B --gpu a100-80g --tricks
   tonnage train ./Llama-3.1-8B --sweep micro-batch=1,2,4,8 --sweep checkpointing=none,full --json
   tonnage train ./Llama-3.1-8B --strategy zero3 --gpus 8 --emit deepspeed > deepspeed.json
+  tonnage train ./Llama-3.1-8B --gpus 8 --emit deepspeed-estimate
 """
 
 
@@ -46,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
     add_flags(p, Deployment, ("gpu",))
     p.add_argument("--find", metavar="micro-batch|sequence-length", help="the largest that fits")
     p.add_argument("--tricks", action="store_true", help="rank what would make it fit")
-    p.add_argument("--emit", metavar="deepspeed|accelerate|trainer|peft", help="print that configuration")
+    p.add_argument(
+        "--emit", metavar="deepspeed|accelerate|trainer|peft|deepspeed-estimate",
+        help="print that configuration, or what DeepSpeed's own estimators say of the model",
+    )  # fmt: skip
     p.add_argument(
         "--sweep", metavar="FLAG=A,B", action="append", help="every combination (repeatable; modules A+B)"
     )
@@ -104,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.emit:
         from tonnage.planner.training.emit import emit
 
-        print(emit(args.emit, plan, planner.model.architecture.model_type))
+        print(emit(args.emit, plan, planner.model.architecture))
         return FITS
     rows: tuple[Trick, ...] = ()
     if args.tricks:

@@ -1,5 +1,5 @@
 """Ready configuration for the tools that train: DeepSpeed JSON, Accelerate YAML (DDP, FSDP, DeepSpeed), the
-arguments of transformers' Trainer and PEFT's config. Key names are those of DeepSpeed 0.19, Accelerate 1.15,
+arguments of transformers' Trainer and PEFT's config; and what DeepSpeed's own estimators say. Key names are those of DeepSpeed 0.19, Accelerate 1.15,
 transformers 5.19 and PEFT 0.21."""
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ import json
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.training import deepspeed as deepspeed_estimates
 from tonnage.planner.training.methods import default_targets
 from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.step import kernel_of
 
-KINDS = ("deepspeed", "accelerate", "trainer", "peft")
+KINDS = ("deepspeed", "accelerate", "trainer", "peft", "deepspeed-estimate")
 
 _OPTIM = {
     "adamw": ("adamw_torch", "adamw_torch_fused"), "adamw-8bit": ("adamw_bnb_8bit",) * 2,
@@ -22,7 +24,7 @@ _OPTIM = {
 }  # fmt: skip
 
 
-def emit(kind: str, plan: TrainingPlan, model_type: str) -> str:
+def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
     """The configuration as text. Raises DeploymentError where the setup has none of that kind."""
     if kind == "deepspeed":
         return json.dumps(deepspeed(plan.setup), indent=2)
@@ -31,7 +33,9 @@ def emit(kind: str, plan: TrainingPlan, model_type: str) -> str:
     if kind == "trainer":
         return json.dumps(trainer(plan.setup), indent=2)
     if kind == "peft":
-        return json.dumps(peft(plan.setup, model_type), indent=2)
+        return json.dumps(peft(plan.setup, architecture.model_type), indent=2)
+    if kind == "deepspeed-estimate":
+        return deepspeed_estimates.tables(architecture, plan.setup.gpus, plan.setup.nodes)
     raise DeploymentError(f"{kind!r} is not one of {', '.join(KINDS)}", field="--emit")
 
 

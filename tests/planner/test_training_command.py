@@ -181,7 +181,7 @@ def test_html_is_complete_and_escaped(planner, tmp_path, folder):
 def test_deepspeed_json(planner):
     setup = TrainingSetup(strategy="zero3", gpus=8, micro_batch=2, gradient_accumulation=4,
                           offload_optimizer="cpu", offload_param="nvme", hpz_partition_size=8)  # fmt: skip
-    found = json.loads(emit.emit("deepspeed", planner.plan(setup), "llama"))
+    found = json.loads(emit.emit("deepspeed", planner.plan(setup), planner.model.architecture))
     assert found["train_batch_size"] == 2 * 4 * 8
     assert found["bf16"] == {"enabled": True}
     zero = found["zero_optimization"]
@@ -199,7 +199,7 @@ def test_accelerate_reads_its_yaml(planner, tmp_path, strategy, version):
     )
     setup = TrainingSetup(strategy=strategy, gpus=8, fsdp_version=version)
     path = tmp_path / "accelerate.yaml"
-    path.write_text(emit.emit("accelerate", planner.plan(setup), "llama"))
+    path.write_text(emit.emit("accelerate", planner.plan(setup), planner.model.architecture))
     found = accelerate.load_config_from_file(str(path))
     kind = {"d": "MULTI_GPU", "z": "DEEPSPEED", "f": "FSDP"}[strategy[0]]
     assert found.distributed_type == kind
@@ -216,7 +216,7 @@ def test_accelerate_reads_the_fp8_backend_that_was_planned(planner, tmp_path, st
     )
     plan = planner.plan(TrainingSetup(precision="fp8", strategy=strategy, gpus=8))
     path = tmp_path / "accelerate.yaml"
-    path.write_text(emit.emit("accelerate", plan, "llama"))
+    path.write_text(emit.emit("accelerate", plan, planner.model.architecture))
     found = accelerate.load_config_from_file(str(path))
     assert (found.mixed_precision, found.fp8_config) == ("fp8", {"backend": backend})
 
@@ -240,7 +240,7 @@ def test_what_fits_only_without_its_interval_says_so(folder, capsys):
 def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
     """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""
     transformers = pytest.importorskip("transformers", reason="TrainingArguments is its")
-    found = json.loads(emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), "llama"))
+    found = json.loads(emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), planner.model.architecture))
     assert found.pop("bf16") is True
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **found)
     assert arguments.per_device_train_batch_size == 3
@@ -249,7 +249,7 @@ def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
 @pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
 def test_peft_takes_its_config(planner, method):
     peft = pytest.importorskip("peft", reason="the configs are PEFT's")
-    found = json.loads(emit.emit("peft", planner.plan(TrainingSetup(method=method)), "llama"))
+    found = json.loads(emit.emit("peft", planner.plan(TrainingSetup(method=method)), planner.model.architecture))
     quantization = found.pop("quantization_config", None)
     assert (quantization is not None) == (method == "qlora")
     kind = found.pop("peft_type")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import deepspeed_estimators as ours
 import pytest
+from training_models import training_model
 
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training import deepspeed as ours
 from tonnage.planner.training import emit
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
@@ -39,6 +40,18 @@ def test_stored_answers_of_deepspeed():
     assert len(STORED["rows"]) == 32
     for row in STORED["rows"]:
         assert answer(row) == row["answer"], row
+
+
+@pytest.mark.parametrize("says", STORED["tables"], ids=lambda row: f"{row['row']}-{row['nodes']}x{row['gpus']}")
+def test_tables_of_deepspeed(says):
+    """What its ``_all_live`` functions print for real tiny models, and its ``_all_cold`` for large counts."""
+    theirs = says["says"].replace("OffloadDeviceEnum.cpu", "cpu ")  # an enum's name, from Python 3.11 on
+    if says["row"] is None:
+        assert ours.tables_of(says["parameters"], says["largest_layer"], says["gpus"], says["nodes"]) == theirs.strip("\n")
+        return
+    architecture = training_model(says["row"]).architecture
+    assert ours.counts(architecture) == (says["parameters"], says["largest_layer"])
+    assert ours.tables(architecture, says["gpus"], says["nodes"]) == theirs.strip("\n")
 
 
 def test_deepspeeds_functions():
@@ -72,5 +85,5 @@ def test_deepspeed_takes_the_configuration(config_of, strategy, offload):
     planner = Planner(model_from("llama", build_architecture(config)))
     setup = TrainingSetup(strategy=strategy, gpus=8, offload_optimizer=offload,
                           offload_param=offload if strategy == "zero3" else "none")  # fmt: skip
-    found = json.loads(emit.emit("deepspeed", planner.plan(setup), "llama"))
+    found = json.loads(emit.emit("deepspeed", planner.plan(setup), planner.model.architecture))
     assert int(classes.DeepSpeedZeroConfig(**found["zero_optimization"]).stage) == int(strategy[-1])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import deepspeed_estimators as deepspeed
 import pytest
 
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.training import deepspeed
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.communication import communication_of, zero3_inter_node_bits
 from tonnage.planner.training.methods import Held, Trained
