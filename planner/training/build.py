@@ -11,6 +11,7 @@ from tonnage.planner.training.activations import (
     activations_of,
 )
 from tonnage.planner.training.communication import NO_COMMUNICATION, communication_of
+from tonnage.planner.training.device import attention_of, check_device, device_notes
 from tonnage.planner.training.methods import LINEARS, Trained, train_under
 from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.optimizers import OPTIMIZER
@@ -38,7 +39,13 @@ _STATES = attrgetter(
 
 
 _ACTIVATIONS = attrgetter(
-    "convention", "gradient_dtype", "strategy", "attention", "materialized_mask", "packing"
+    "convention",
+    "gradient_dtype",
+    "strategy",
+    "attention",
+    "compute_capability",
+    "materialized_mask",
+    "packing",
 )
 
 
@@ -81,7 +88,7 @@ class Planner:
             return cached
         targets = self.trained(setup).targets
         key = (
-            self.model.attention(setup.attention),
+            self.model.attention(attention_of(setup)),
             setup.method,
             setup.rank,
             targets,
@@ -90,7 +97,7 @@ class Planner:
         )
         found = activations_of(
             recipe, self.model.masked(self.length(setup)), convention_of(setup), frozen_bytes(setup), key,
-            explicit_mask=setup.materialized_mask or (setup.packing and setup.attention == "sdpa"),
+            explicit_mask=setup.materialized_mask or (setup.packing and attention_of(setup) == "sdpa"),
             single=single, estimated=self.model.estimated,
         )  # fmt: skip
         self._activations[known] = found
@@ -130,6 +137,7 @@ class Planner:
         """The whole answer for one setup; ``brief`` leaves communication and notes out, for sweeps. Raises
         DeploymentError or UnsupportedArchitecture."""
         check_setup(setup)
+        check_device(setup)
         check_segments(self.model.architecture, setup)
         stages = {0, setup.pipeline_parallel - 1}
         plans = [self._stage(setup, stage, brief) for stage in sorted(stages)]
@@ -214,7 +222,7 @@ def _frozen(setup: TrainingSetup) -> str:
 def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool) -> list[Line]:
     if peak is None:
         return []
-    at = f"b = {setup.micro_batch}, s = {length:,}, {setup.attention}, checkpointing {setup.checkpointing}"
+    at = f"b = {setup.micro_batch}, s = {length:,}, {attention_of(setup)}, checkpointing {setup.checkpointing}"
     source = "saved tensors of the forward pass (planner/training/activations.py)"
     kept = peak.activations
     low, high = (int(kept * ESTIMATE_LOW), int(kept * ESTIMATE_HIGH)) if estimated else (kept, kept)
@@ -315,14 +323,16 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
             f"activations of {name} are estimated from its shapes, {ESTIMATE_LOW} to {ESTIMATE_HIGH} times the "
             "figure"
         )
-    attention = planner.model.attention(setup.attention)
-    if attention != setup.attention:
+    asked = attention_of(setup)
+    attention = planner.model.attention(asked)
+    if attention != asked:
         out.append(
-            f"{planner.model.architecture.class_name} has no {setup.attention} attention in transformers: "
+            f"{planner.model.architecture.class_name} has no {asked} attention in transformers: "
             f"planned with {attention}"
         )
     if planner.model.architecture.experts and "all-linear" in (setup.target_modules or ()):
         out.append("PEFT adapts routers, and the experts of some mixtures, too under all-linear: not counted")
+    out += device_notes(setup)
     if setup.precision in ("fp16", "fp16-mixed"):
         out.append("fp16: loss scaling is on; bf16 needs none where the GPU has it (compute capability 8.0)")
     if setup.precision == "fp16":
@@ -344,8 +354,8 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
         more = sum(6 * h.elements * h.count for h in rows)
         if more:
             out.append(f"HF Trainer keeps 32-bit states for nn.Embedding: {gib(more)} more")
-    if setup.checkpointing == "selective" and setup.attention != "eager":
-        out.append(f"selective checkpointing recomputes attention scores; {setup.attention} keeps none")
+    if setup.checkpointing == "selective" and asked != "eager":
+        out.append(f"selective checkpointing recomputes attention scores; {asked} keeps none")
     if (
         setup.strategy in ("ddp", "fsdp-no-shard")
         and setup.shard_ranks > 1

@@ -68,7 +68,10 @@ def setup_from(args: argparse.Namespace) -> TrainingSetup:
             raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
         from tonnage.planner.devices.catalogue import find_gpu
 
-        values["device_memory"] = find_gpu(args.gpu).memory_bytes
+        gpu = find_gpu(args.gpu)
+        values["device_memory"] = gpu.memory_bytes
+        if gpu.capability is not None:
+            values.setdefault("compute_capability", "{}.{}".format(*gpu.capability))
     return TrainingSetup(**values)
 
 

@@ -61,7 +61,7 @@ def counts(architecture: Architecture) -> tuple[int, int]:
 
 
 def tables(architecture: Architecture, gpus: int, nodes: int) -> str:
-    """What ``estimate_zero2_model_states_mem_needs_all_live`` and ``estimate_zero3_...`` print, GB their GiB."""
+    """What ``estimate_zero2_model_states_mem_needs_all_live`` and ``estimate_zero3_...`` print (GB: GiB)."""
     return tables_of(*counts(architecture), gpus, nodes)
 
 

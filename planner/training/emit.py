@@ -1,6 +1,6 @@
 """Ready configuration for the tools that train: DeepSpeed JSON, Accelerate YAML (DDP, FSDP, DeepSpeed), the
-arguments of transformers' Trainer and PEFT's config; and what DeepSpeed's own estimators say. Key names are those of DeepSpeed 0.19, Accelerate 1.15,
-transformers 5.19 and PEFT 0.21."""
+arguments of transformers' Trainer and PEFT's config; and what DeepSpeed's own estimators say. Key
+names are those of DeepSpeed 0.19, Accelerate 1.15, transformers 5.19 and PEFT 0.21."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tonnage.planner.records import asdict
+from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan
 from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
@@ -56,6 +57,7 @@ def _setup(plan: TrainingPlan) -> dict[str, Any]:
     out = asdict(plan.setup)
     out["sequence_length"] = plan.length
     out["convention"] = plan.convention.name
+    out["attention"] = attention_of(plan.setup)
     out["optimizer_kernel"] = kernel_of(plan.setup)
     return out
 

@@ -16,6 +16,13 @@ _METHOD, _BATCH, _RANKS = "method", "batch and activations", "GPUs and how the m
 _MEMORY = "memory and network"
 
 
+def _capability(text: str, field: str) -> str:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise DeploymentError(f"{text[:40]!r} is no compute capability", field=field, hint="for example 8.0")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
     """All flags of ``tonnage train``. Sizes are bytes, bandwidths bytes per second and direction; None: the
@@ -79,7 +86,9 @@ class TrainingSetup:
         None, "segments of full checkpointing (default: one a layer)", group=_BATCH, most=_MOST
     )
     offload_activations: bool = flag(False, "kept activations on the CPU", group=_BATCH)
-    attention: str = flag("flash", "", group=_BATCH, choices=("flash", "sdpa", "eager"))
+    attention: str | None = flag(
+        None, "default: flash where it runs, else sdpa", group=_BATCH, choices=("flash", "sdpa", "eager")
+    )
     loss: str = flag(
         "full", "full logits, or chunks as Liger's kernel", group=_BATCH, choices=("full", "fused")
     )
@@ -124,6 +133,9 @@ class TrainingSetup:
     bucket_elements: int = flag(500_000_000, "DeepSpeed reduce_bucket_size", group=_RANKS, most=1 << 38)
 
     device_memory: int | None = flag(None, "of one GPU", group=_MEMORY, unit="bytes")
+    compute_capability: str | None = flag(
+        None, "of the GPU, which --gpu knows", group=_MEMORY, metavar="X.Y", read=_capability
+    )
     cpu_memory: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
     nvme: int | None = flag(None, "of one node", group=_MEMORY, unit="bytes")
     intra_node: int | None = flag(

@@ -8,6 +8,7 @@ from typing import Any
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.training.build import Planner
+from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.speed import work_of
@@ -48,9 +49,9 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
         root = isqrt(layers)
         out.append((f"checkpointing in {root} segments", {"checkpointing": "full", "checkpoint_segments": root},
                     "about sqrt(layers) segments"))  # fmt: skip
-    if setup.checkpointing == "none" and setup.attention == "eager":
+    if setup.checkpointing == "none" and attention_of(setup) == "eager":
         out.append(("selective checkpointing", {"checkpointing": "selective"}, "recomputes attention scores"))
-    if setup.attention != "flash" and setup.precision != "fp32":
+    if attention_of(setup) != "flash" and setup.precision != "fp32":
         out.append(("FlashAttention", {"attention": "flash"}, "no score matrix in memory; fewer HBM passes"))
     if setup.loss == "full":
         out.append(("fused linear cross-entropy", {"loss": "fused"}, "logits in chunks (Liger kernel)"))

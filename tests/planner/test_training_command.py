@@ -76,6 +76,8 @@ def test_does_not_fit_is_exit_1_and_says_why(folder, capsys):
         (["--find", "everything", "--gpu", "a100-80g"], ["--find", "everything"]),
         (["--emit", "deepspeed"], ["--emit", "zero3"]),
         (["--emit", "peft"], ["--emit", "lora"]),
+        (["--attention", "flash", "--gpu", "t4"], ["--attention", "Ampere", "7.5"]),
+        (["--compute-capability", "ampere"], ["--compute-capability", "8.0"]),
         (["--frobnicate"], ["--frobnicate"]),
         (["--gpu", "a100-80g", "--device-memory", "80GiB"], ["--gpu", "--device-memory"]),
         (["--html", "/nowhere/at/all.html"], ["--html", "/nowhere"]),
@@ -87,6 +89,15 @@ def test_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert all(word in captured.err for word in words)
+
+
+def test_deepspeeds_estimates_are_printed(folder, capsys):
+    """The tables of 0.19.8 for 8,030,261,248 parameters (tests/data/training/deepspeed_estimates.json)."""
+    assert run([folder, "--gpus", "8", "--nodes", "2", "--emit", "deepspeed-estimate"]) == 0
+    out = capsys.readouterr().out
+    assert "SW: Model with 8030M total params, 525M largest layer params." in out
+    assert "  717.96GB |  14.96GB | offload_optimizer=cpu " in out
+    assert "   23.48GB |  10.37GB | offload_param=none, offload_optimizer=none, zero_init=1" in out
 
 
 def test_the_command_starts_without_anything_heavy(folder):
@@ -240,7 +251,9 @@ def test_what_fits_only_without_its_interval_says_so(folder, capsys):
 def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
     """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""
     transformers = pytest.importorskip("transformers", reason="TrainingArguments is its")
-    found = json.loads(emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), planner.model.architecture))
+    found = json.loads(
+        emit.emit("trainer", planner.plan(TrainingSetup(micro_batch=3, **extra)), planner.model.architecture)
+    )
     assert found.pop("bf16") is True
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **found)
     assert arguments.per_device_train_batch_size == 3
@@ -249,7 +262,9 @@ def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
 @pytest.mark.parametrize("method", ["lora", "qlora", "ia3"])
 def test_peft_takes_its_config(planner, method):
     peft = pytest.importorskip("peft", reason="the configs are PEFT's")
-    found = json.loads(emit.emit("peft", planner.plan(TrainingSetup(method=method)), planner.model.architecture))
+    found = json.loads(
+        emit.emit("peft", planner.plan(TrainingSetup(method=method)), planner.model.architecture)
+    )
     quantization = found.pop("quantization_config", None)
     assert (quantization is not None) == (method == "qlora")
     kind = found.pop("peft_type")

@@ -46,12 +46,10 @@ def test_stored_answers_of_deepspeed():
 def test_tables_of_deepspeed(says):
     """What its ``_all_live`` functions print for real tiny models, and its ``_all_cold`` for large counts."""
     theirs = says["says"].replace("OffloadDeviceEnum.cpu", "cpu ")  # an enum's name, from Python 3.11 on
-    if says["row"] is None:
-        assert ours.tables_of(says["parameters"], says["largest_layer"], says["gpus"], says["nodes"]) == theirs.strip("\n")
-        return
-    architecture = training_model(says["row"]).architecture
-    assert ours.counts(architecture) == (says["parameters"], says["largest_layer"])
-    assert ours.tables(architecture, says["gpus"], says["nodes"]) == theirs.strip("\n")
+    counted = says["parameters"], says["largest_layer"]
+    if says["row"] is not None:
+        assert ours.counts(training_model(says["row"]).architecture) == counted
+    assert ours.tables_of(*counted, says["gpus"], says["nodes"]) == theirs.strip("\n")
 
 
 def test_deepspeeds_functions():

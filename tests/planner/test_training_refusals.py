@@ -46,6 +46,9 @@ def planner(config_of):
         ({"offload_optimizer": "cpu"}, "--offload-optimizer", ["ZeRO", "ddp"]),
         ({"strategy": "fsdp", "gpus": 8, "offload_param": "cpu"}, "--offload-param", ["together"]),
         ({"method": "freeze", "trainable_layers": 33}, "--trainable-layers", ["33", "32 layers"]),
+        ({"attention": "flash", "precision": "fp32"}, "--attention", ["FlashAttention", "fp32", "sdpa"]),
+        ({"attention": "flash", "compute_capability": "7.5"}, "--attention", ["8.0", "7.5", "sdpa"]),
+        ({"precision": "fp8", "compute_capability": "8.0"}, "--precision", ["8.9", "8.0", "bf16-mixed"]),
         ({"method": "prompt"}, "--method", ["'prompt'", "qlora"]),
         ({"optimizer": "adam9"}, "--optimizer", ["'adam9'", "adafactor"]),
         ({"convention": "zero", "precision": "fp32"}, "--convention", ["fp32", "master"]),
@@ -106,3 +109,16 @@ def test_qlora_says_its_limits(planner):
     assert "stage 3 cannot split it" in notes
     assert "30 % slower" in notes
     assert "prepare_model_for_kbit_training" in notes
+
+
+def test_without_flash_attention_sdpa_is_planned(planner):
+    """Nobody asked for FlashAttention: float32 and a T4 get what runs there, and an A100 FlashAttention."""
+    for changes, attention in (
+        ({"precision": "fp32"}, "sdpa"), ({"compute_capability": "7.5"}, "sdpa"),
+        ({"compute_capability": "8.0"}, "flash"), ({}, "flash"),
+    ):  # fmt: skip
+        plan = planner.plan(TrainingSetup(micro_batch=32, **changes))
+        found = next(line for line in plan.lines if line.name == "activations")
+        assert attention in found.formula
+    plan = planner.plan(TrainingSetup(compute_capability="7.5"))
+    assert any("emulated" in note for note in plan.notes)

@@ -1,0 +1,56 @@
+"""What the GPU's compute capability decides: which attention and which precision run."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.training.setup import TrainingSetup
+
+# flash-attn 2.8, csrc/flash_attn/flash_api.cpp: "FlashAttention only supports Ampere GPUs or newer", "only
+# support fp16 and bf16 data type". Transformer Engine 2, pytorch/fp8.py check_fp8_support: 8.9 or higher.
+FLASH, FP8, BF16 = (8, 0), (8, 9), (8, 0)
+
+
+def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
+    """(major, minor), None where the GPU is not known."""
+    if setup.compute_capability is None:
+        return None
+    major, _, minor = setup.compute_capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def attention_of(setup: TrainingSetup) -> str:
+    """The attention asked for, else FlashAttention where it runs and SDPA elsewhere."""
+    if setup.attention is not None:
+        return setup.attention
+    capability = capability_of(setup)
+    return "sdpa" if setup.precision == "fp32" or (capability or FLASH) < FLASH else "flash"
+
+
+def check_device(setup: TrainingSetup) -> None:
+    """Refuse what the GPU has no kernel for. Raises DeploymentError naming the flag."""
+    capability = capability_of(setup)
+    if setup.attention == "flash" and setup.precision == "fp32":
+        raise DeploymentError(
+            "FlashAttention computes in fp16 and bf16 only, and --precision is fp32", field="--attention",
+            hint="--attention sdpa, whose memory-efficient kernel takes fp32, or --precision bf16-mixed",
+        )  # fmt: skip
+    if capability is None:
+        return
+    has = f"the GPU has {capability[0]}.{capability[1]}"
+    if setup.attention == "flash" and capability < FLASH:
+        raise DeploymentError(
+            f"FlashAttention needs compute capability 8.0 (Ampere), {has}", field="--attention",
+            hint="--attention sdpa, whose memory-efficient kernel keeps as little",
+        )  # fmt: skip
+    if setup.precision == "fp8" and capability < FP8:
+        raise DeploymentError(
+            f"fp8 needs compute capability 8.9 (Ada, Hopper), {has}", field="--precision", hint="bf16-mixed"
+        )
+
+
+def device_notes(setup: TrainingSetup) -> list[str]:
+    capability = capability_of(setup)
+    if capability is None or capability >= BF16 or not setup.precision.startswith("bf16"):
+        return []
+    has = setup.compute_capability
+    return [f"bf16 is emulated below compute capability 8.0, and the GPU has {has}: fp16 is faster"]
