@@ -105,6 +105,14 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
         {"plan": {"id": "p", "usedBytes": 3 << 30}, "resources": {"memoryBytes": 2 << 30}},
         "is less than the 3221225472 bytes that plan p uses",
     ),
+    (
+        {
+            "plan": {"id": "p", "gpus": 1, "hostBytes": 3 << 30},
+            "resources": {"memoryBytes": 2 << 30, "gpus": 1},
+        },
+        "is less than the 3221225472 bytes of the host that plan p holds",
+    ),
+    ({"sharedMemoryBytes": 3 << 30}, "sharedMemoryBytes: 3221225472 is more than"),
     ({"plan": {"id": "p", "gpus": 2}, "resources": {"gpus": 1}}, "but plan p needs 2"),
     ({"plan": {"id": "p", "kvPoolBytes": 1 << 30}}, "but plan p sizes the pool at 1073741824"),
     ({"settings": {"device_memory": 8 << 30}}, "but the container gets 2147483648"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.records import dataclass, field
-from tonnage.planner.units import GiB, parse_count, parse_size
+from tonnage.planner.units import GiB, MiB, parse_count, parse_size
 
 if TYPE_CHECKING:
     import argparse
@@ -26,7 +26,8 @@ MAX_BYTES = 1 << 60  # one EiB
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,),
 }  # fmt: skip
-_METAVARS = {"bytes": "SIZE", "GiB": "GIB", "share": "SHARE"}
+_UNITS = {"GiB": GiB, "MiB": MiB}  # options in them of fields in bytes
+_METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE"}
 
 
 def flag(
@@ -47,14 +48,14 @@ def flag(
 ) -> Any:
     """Declares a field of a record as a flag.
 
-    ``unit``: bytes, GiB (an option in GiB of a field in bytes) or share, in (0, 1]; other integers are counts
-    from ``least`` to ``most``. ``needs``: the flag without which it means nothing. ``engine``: the only one
-    that has it. ``option``: where it is not the field's name. ``hint``: what would be right. ``read``: (text,
-    field) -> value, where no unit says how.
+    ``unit``: bytes, GiB or MiB (an option in them of a field in bytes) or share, in (0, 1]; other integers are
+    counts from ``least`` to ``most``. ``needs``: the flag without which it means nothing. ``engine``: the only
+    one that has it. ``option``: where it is not the field's name. ``hint``: what would be right. ``read``:
+    (text, field) -> value, where no unit says how.
     """
     rest = {
         "help": help, "group": group, "unit": unit, "metavar": metavar, "choices": choices, "least": least,
-        "most": MAX_BYTES if unit in ("bytes", "GiB") else most, "needs": needs, "engine": engine,
+        "most": MAX_BYTES if unit in ("bytes", *_UNITS) else most, "needs": needs, "engine": engine,
         "option": option, "hint": hint, "reader": read,
     }  # fmt: skip
     return field(default=default, metadata=rest)
@@ -95,10 +96,10 @@ class Flag:
             value = parse_count(text, field, least=self.least)
         elif self.kind in ("int", "float"):
             value = _number(text, field)
-            if self.unit == "GiB":
-                if not 0 <= value < self.most // GiB:
-                    raise DeploymentError(f"{text!r} is not a size in GiB", field=field)
-                value = int(value * GiB)
+            if self.unit in _UNITS:
+                if not 0 <= value < self.most // _UNITS[self.unit]:
+                    raise DeploymentError(f"{text!r} is not a size in {self.unit}", field=field)
+                value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
         elif self.kind == "bool":

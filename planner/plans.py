@@ -9,7 +9,7 @@ from tonnage.planner.flags import flag
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.records import dataclass, field
-from tonnage.planner.units import gib
+from tonnage.planner.units import GiB, MiB, gib
 
 SCHEMA_VERSION = 1
 
@@ -106,6 +106,29 @@ class Deployment:
     cpu_offload_bytes: int = flag(
         0, "GiB of weights per GPU kept in the host's memory (default: none)", group=_EXTRAS, unit="GiB",
         least=0, option="--cpu-offload-gb",
+    )  # fmt: skip
+    load_format: str = flag(
+        "auto", "how the weights' files are read", group=_MODEL,
+        choices=("auto", "safetensors", "pt", "dummy"), engine="vllm",
+    )  # fmt: skip
+    safetensors_load_strategy: str = flag(
+        "lazy", "what of a file is in memory while it is read", group=_MODEL,
+        choices=("lazy", "eager", "prefetch"), engine="vllm",
+    )  # fmt: skip
+    mm_processor_cache_bytes: int = flag(
+        4 * GiB, "GiB of the host's memory for processed pictures and sound (default: 4)", group=_EXTRAS,
+        unit="GiB", least=0, option="--mm-processor-cache-gb", engine="vllm",
+    )  # fmt: skip
+    kv_offloading_bytes: int = flag(
+        0, "GiB of the host's memory that keep blocks of all GPUs (default: none)", group=_EXTRAS, unit="GiB",
+        least=0, option="--kv-offloading-size", engine="vllm",
+    )  # fmt: skip
+    enable_sleep_mode: bool = flag(
+        False, "may sleep, its weights in the host's memory", group=_EXTRAS, engine="vllm"
+    )
+    cache_ram_bytes: int = flag(
+        8192 * MiB, "MiB of the host's memory that keep prompts (default: 8192)", group=_EXTRAS, unit="MiB",
+        least=0, option="--cache-ram", engine="llama.cpp",
     )  # fmt: skip
     enable_lora: bool = flag(False, "hold LoRA slots", group=_EXTRAS)
     max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
@@ -235,6 +258,55 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPart:
+    """Memory of the host, not of a GPU: ``value`` bytes, between ``low`` and ``high``, ``when`` it is held
+    (``loading``: until the weights are on the GPUs; ``serving``: from then on). ``shared``: in /dev/shm."""
+
+    name: str
+    value: int
+    low: int
+    high: int
+    formula: str
+    source: str
+    when: Literal["always", "loading", "serving"] = "always"
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What one replica holds beside its GPUs, all of its processes on one machine. ``page_cache_bytes``: what
+    reading the model puts into the page cache, which a container is charged with and the kernel takes back
+    when something else needs it: no part of the sums. ``unknown``: why there is no figure; then no sum means
+    anything."""
+
+    parts: tuple[HostPart, ...] = ()
+    page_cache_bytes: int = 0
+    unknown: str = ""
+
+    @property
+    def value(self) -> int:
+        return self._most([(part.when, part.value) for part in self.parts])
+
+    @property
+    def low(self) -> int:
+        return self._most([(part.when, part.low) for part in self.parts])
+
+    @property
+    def high(self) -> int:
+        return self._most([(part.when, part.high) for part in self.parts])
+
+    @property
+    def shared_bytes(self) -> int:
+        """What /dev/shm has to have room for."""
+        return sum(part.high for part in self.parts if part.shared)
+
+    def _most(self, held: list[tuple[str, int]]) -> int:
+        """What is there while loading is gone before requests come: the larger of the two counts."""
+        sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
+        return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """What stops a start. ``why``: and what would not, empty where it is that something does not fit;
     ``sentence``: the engine's own."""
@@ -273,6 +345,7 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
     stops_with: str | None = None  # what the engine says, when it does not start
     engine_name: str = ""  # as people call it: with its version, where it has one
+    host: HostMemory | None = None  # beside the GPUs; None on a CPU, where the plan itself is of the host
 
     @property
     def rank(self) -> RankPlan:
@@ -350,6 +423,18 @@ class Plan:
                 lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
         return lines
 
+    def host_lines(self) -> list[str]:
+        """What is held beside the GPUs."""
+        host = self.host
+        if host is None:
+            return []
+        if host.unknown:
+            return [f"Host memory: not known: {host.unknown}"]
+        line = f"Host memory: about {gib(host.value)}, {gib(host.low)} to {gib(host.high)}"
+        if host.shared_bytes:
+            line += f"; /dev/shm {gib(host.shared_bytes)}"
+        return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can take back"]
+
     def verdict_lines(self) -> list[str]:
         """Whether it fits, or why not and what would; notes."""
         lines = ["Fits."] if self.fits else [f"Does not fit: {reason}" for reason in self.reasons]
@@ -370,7 +455,7 @@ class Plan:
         from tonnage.planner.markup import memory_section  # for pages and notebooks alone
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
-        lines = (*self.capacity_lines(), *self.verdict_lines())
+        lines = (*self.capacity_lines(), *self.host_lines(), *self.verdict_lines())
         return memory_section(*self.headline(), rows, self.rank.total_bytes, lines)
 
     def _repr_html_(self) -> str:

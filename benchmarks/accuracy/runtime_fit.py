@@ -95,9 +95,9 @@ class Row:
 
     def outside_unified(self) -> int | None:
         """What is left of the budget on a machine whose host and device share memory."""
-        from tonnage.planner.engines.vllm.framework import is_unified
+        from tonnage.planner.devices.catalogue import shares_memory
 
-        if not is_unified(self.chosen.flags) or not self.carries_bar or self.graph_estimate is None:
+        if not shares_memory(self.chosen.flags.gpu) or not self.carries_bar or self.graph_estimate is None:
             return None
         from tonnage.planner.engines.vllm.activation import peak
 

@@ -114,6 +114,17 @@ def capability_of(name: str | None) -> tuple[int, int] | None:
     return found.capability if found else None
 
 
+# Orin, Thor, GB10 and their kind: what is free on the GPU is what is free on the host (vLLM's
+# MemorySnapshot.measure takes psutil's available memory there, utils/mem_utils.py, 0.32).
+_UNIFIED = ((8, 7), (11, 0), (12, 1))
+
+
+def shares_memory(name: str | None) -> bool:
+    """Whether a GPU of the catalogue has no memory of its own, but the host's."""
+    found = _by_name().get(_plain(name)) if name else None
+    return found is not None and (found.vendor == "apple" or found.capability in _UNIFIED)
+
+
 @cache
 def _by_name() -> dict[str, Gpu]:
     return {_plain(name): gpu for gpu in catalogue() for name in (gpu.name, *gpu.aliases)}

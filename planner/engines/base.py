@@ -18,11 +18,12 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedAr
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, EngineName, Failure, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, EngineName, Failure, HostMemory, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 if TYPE_CHECKING:
     from tonnage.planner.engines.log import LogFigures
+    from tonnage.planner.engines.runtime.host import Hosted
 
 
 class Engine(ABC):
@@ -259,6 +260,12 @@ class Engine(ABC):
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
         """The flags of the plan, once the pool is known."""
         return flags
+
+    # -- the machine's memory, beside its GPUs
+
+    def host_memory(self, hosted: Hosted) -> HostMemory:
+        """What all processes of one replica on GPUs hold of the host's memory."""
+        return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
     # -- versions
 

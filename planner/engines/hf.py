@@ -5,7 +5,7 @@ Layers are grouped as in vLLM (:mod:`.grouping`), so that a plan for either engi
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.grouping import LayerPages, group_pages
@@ -15,8 +15,11 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
 from tonnage.planner.records import replace
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.runtime.host import Hosted
 
 
 class HF(Engine):
@@ -51,6 +54,11 @@ class HF(Engine):
         from tonnage.planner.engines.runtime import hf
 
         return hf.activation_bytes(architecture, chosen)
+
+    def host_memory(self, hosted: Hosted) -> HostMemory:
+        from tonnage.planner.engines.runtime import hf
+
+        return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
         """Whatever transformers builds."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from math import prod
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
@@ -21,11 +21,15 @@ from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, Resolved
-from tonnage.planner.records import dataclass
+from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
+from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB, MiB, ceil_div
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.runtime.host import Hosted
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {
@@ -119,6 +123,17 @@ class LlamaCpp(Engine):
         """n_ctx cells for each sequence, allocated whatever else is free."""
         return chosen.max_model_len * chosen.max_num_seqs
 
+    def host_memory(self, hosted: Hosted) -> HostMemory:
+        from tonnage.planner.engines.runtime import llama_cpp
+
+        flags, chosen = hosted.chosen.flags, hosted.chosen
+        cells = chosen.max_model_len
+        kept = [layer for layer in hosted.architecture.cache_layers if layer.kind != "full"]
+        partial = replace(hosted.architecture, cache_layers=tuple(kept))
+        fixed = size_cache(partial, cells, flags.kv_cache_dtype, ubatch=chosen.max_num_batched_tokens).bytes
+        sliding = any(layer.kind in ("sliding", "state") for layer in kept)
+        return llama_cpp.host_memory(hosted, fixed if sliding else 0)
+
     def read_log_line(self, line: str, out: LogFigures) -> None:
         text = squeezed(line)
         if not (
@@ -152,6 +167,8 @@ class LlamaCpp(Engine):
         shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # n_ctx is of all sequences
         line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
+        if flags.cache_ram_bytes != flags_of(Deployment)["cache_ram_bytes"].default:
+            line += ["--cache-ram", str(flags.cache_ram_bytes // MiB)]
         return (shlex.join(line),)
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:

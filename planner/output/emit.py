@@ -28,10 +28,24 @@ def emit(plan: Plan, form: str) -> str:
     return FORMS[form](plan)
 
 
-def memory_limit_bytes(plan: Plan) -> int:
-    """Memory for a container on a CPU: the plan at its upper end and MEMORY_MARGIN, in whole MiB."""
-    _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
-    return ceil(max(high, plan.rank.used_bytes) * (1 + MEMORY_MARGIN) / MiB) * MiB
+def memory_limit_bytes(plan: Plan) -> int | None:
+    """Memory for a container: on a CPU the plan, on GPUs the host's memory, at its upper end and MEMORY_MARGIN,
+    in whole MiB. None: not known."""
+    if plan.host is None:
+        _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
+        high = max(high, plan.rank.used_bytes)
+    elif plan.host.unknown:
+        return None
+    else:
+        high = plan.host.high
+    return ceil(high * (1 + MEMORY_MARGIN) / MiB) * MiB
+
+
+def shared_memory_bytes(plan: Plan) -> int | None:
+    """Size of /dev/shm, in whole MiB; None: the 64 MiB that every container has are enough, or it is not known.
+    Several ranks have at least a GiB there, whatever the engine."""
+    held = 0 if plan.host is None else ceil(plan.host.shared_bytes / MiB) * MiB
+    return max(held, GiB if gpus(plan) > 1 else 0) or None
 
 
 def gpus(plan: Plan) -> int:
@@ -68,10 +82,11 @@ def _own_quantization(plan: Plan) -> str | None:
 
 def _comment(plan: Plan) -> str:
     cache = plan.kv_cache
-    return (
+    text = (
         f"# {plan.model.id}, plan {plan.plan_id}: {cache.num_blocks:,} KV blocks of {cache.layout.block_size} "
         f"tokens, {cache.max_concurrency:.2f} sequences of {plan.deployment.max_model_len} tokens\n"
     )
+    return text + "".join(f"# {line}\n" for line in plan.host_lines())
 
 
 def _compose_env(plan: Plan) -> str:
@@ -79,7 +94,8 @@ def _compose_env(plan: Plan) -> str:
         "MODEL": plan.model.id,
         "BACKEND": plan.deployment.engine,
         "TARGET": "cuda" if gpus(plan) else "cpu",
-        "MEMORY_LIMIT": memory_limit_bytes(plan) if not gpus(plan) else None,
+        "MEMORY_LIMIT": memory_limit_bytes(plan),
+        "SHM_SIZE": shared_memory_bytes(plan),
         "POOL": plan.rank.kv_pool_bytes,
         "MEMORY": _settings(plan)["device_memory"],
         "UTILIZATION": _settings(plan)["gpu_memory_utilization"],
@@ -94,15 +110,20 @@ def _compose_env(plan: Plan) -> str:
 
 
 def _k8s_resources(plan: Plan) -> str:
-    return _comment(plan) + "resources:\n" + _resources(plan, "  ")
+    text, shared = _comment(plan), shared_memory_bytes(plan)
+    if shared:
+        volume = f"{{medium: Memory, sizeLimit: {shared // MiB}Mi}}"
+        text += f"# /dev/shm: an emptyDir {volume}; it counts for limits.memory\n"
+    return text + "resources:\n" + _resources(plan, "  ")
 
 
 def _resources(plan: Plan, indent: str) -> str:
-    if gpus(plan):
-        return f"{indent}limits:\n{indent}  nvidia.com/gpu: {gpus(plan)}\n"
-    size = memory_limit_bytes(plan) // MiB
     # request = limit: what is planned is needed, so the scheduler must set it aside
-    return f"{indent}requests:\n{indent}  memory: {size}Mi\n{indent}limits:\n{indent}  memory: {size}Mi\n"
+    limit = memory_limit_bytes(plan)
+    memory = "" if limit is None else f"{indent}  memory: {limit // MiB}Mi\n"
+    devices = f"{indent}  nvidia.com/gpu: {gpus(plan)}\n" if gpus(plan) else ""
+    requests = f"{indent}requests:\n{memory}" if memory else ""
+    return f"{requests}{indent}limits:\n{memory}{devices}"
 
 
 def _helm_values(plan: Plan) -> str:
@@ -116,18 +137,22 @@ def _helm_values(plan: Plan) -> str:
         f"  kvPoolBytes: {plan.rank.kv_pool_bytes}",
         f"  maxConcurrency: {plan.kv_cache.max_concurrency:.2f}",
         f"  gpus: {gpus(plan)}",
-        "settings:",
     ]
+    if plan.host is not None and not plan.host.unknown:
+        lines.append(f"  hostBytes: {plan.host.value}")
+    lines.append("settings:")
     for name, value in _settings(plan).items():
         if value is not None:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
+    limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
+    lines.append("resources:")
+    # 0: no limit; the host's memory is not known
+    lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
-        lines += ["resources:", f"  gpus: {gpus(plan)}"]
-        if gpus(plan) > 1:
-            # NCCL and the workers' queues live in /dev/shm, of which a container gets 64 MiB unasked
-            lines += [f"sharedMemoryBytes: {GiB}"]
-    else:
-        lines += ["resources:", f"  memoryBytes: {memory_limit_bytes(plan)}"]
+        lines.append(f"  gpus: {gpus(plan)}")
+    if shared:
+        # NCCL, the workers' queues and a KV tier live in /dev/shm, of which a container gets 64 MiB unasked
+        lines.append(f"sharedMemoryBytes: {shared}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.plans import Plan, RankPlan
+from tonnage.planner.plans import HostMemory, Plan, RankPlan
 from tonnage.planner.records import asdict
 
 
@@ -52,9 +52,25 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "stops_with": plan.stops_with,
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
+        "host": None if plan.host is None else _host(plan.host),
         "notes": list(plan.notes),
         "advice": list(plan.advice),
     }
+
+
+def _host(host: HostMemory) -> dict[str, Any]:
+    """Of one replica; all None but ``unknown`` where it is not known."""
+    if host.unknown:
+        return {"memory_bytes": None, "interval": None, "unknown": host.unknown}
+    return {
+        "memory_bytes": host.value,
+        "interval": [host.low, host.high],
+        "shared_memory_bytes": host.shared_bytes,
+        "page_cache_bytes": host.page_cache_bytes,
+        "parts": {part.name: {"bytes": part.value, "interval": [part.low, part.high], "when": part.when,
+                              "shared": part.shared} for part in host.parts},
+        "unknown": None,
+    }  # fmt: skip
 
 
 def _rank(rank: RankPlan) -> dict[str, int]:

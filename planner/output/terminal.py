@@ -24,7 +24,7 @@ def plain_lines(plan: Plan, explain: bool) -> list[str]:
     lines = [*plan.headline(), ""]
     for name, size, note in plan.memory_rows():
         lines.append(f"{name:<14}{size:>20,} bytes {gib(size):>14}  {note}".rstrip())
-    lines += ["", *plan.capacity_lines(), *plan.verdict_lines()]
+    lines += ["", *plan.capacity_lines(), *plan.host_lines(), *plan.verdict_lines()]
     if explain:
         lines += ["", "How each figure came about (bytes unless said):"]
         for term in plan.terms:
@@ -53,7 +53,7 @@ def _print_rich(plan: Plan, explain: bool, file: TextIO) -> None:
         colour = "red" if size < 0 else "green" if name == "free" else "cyan"
         table.add_row(name, gib(size), f"{size:,}", f"[{colour}]{'█' * cells}[/]", note)
     console.print(table)
-    for line in plan.capacity_lines():
+    for line in (*plan.capacity_lines(), *plan.host_lines()):
         console.print(escape(line))
     for line in plan.verdict_lines():
         console.print(f"[{'green' if plan.fits else 'red'}]{escape(line)}[/]")

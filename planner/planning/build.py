@@ -19,6 +19,7 @@ from tonnage.planner.model.dtypes import config_dtype
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.deployment import complete, version_notes, version_of
 from tonnage.planner.planning.fit import judge
+from tonnage.planner.planning.host import host_memory, host_terms
 from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
 from tonnage.planner.planning.terms import (
     environment_notes,
@@ -62,13 +63,18 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         *worst.weights.added_terms(),
         *kv_terms(pool, held.num_blocks, chosen, (size.bounds[0].num_blocks, size.bounds[1].num_blocks)),
     )
+    ranks = _every_rank(size.stages, flags)
+    host = host_memory(source, auto_dtype(source), architecture, chosen, size.stages, ranks, pool, held)
+    if host is not None:
+        terms = (*terms, *host_terms(host))
     return Plan(
         engine_name=engine_of(flags.engine).shown_name(flags),
         plan_id=_plan_id(source, flags),
         revision=0,
         model=_model_info(source, architecture, flags),
         deployment=flags,
-        ranks=_every_rank(size.stages, flags),
+        ranks=ranks,
+        host=host,
         worst_rank=size.place * flags.tensor_parallel_size,
         kv_cache=KVCachePlan(
             layout=pool.layout,

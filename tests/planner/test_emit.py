@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.output.emit import FORMS, emit, memory_limit_bytes
+from tonnage.planner.output.emit import FORMS, emit, memory_limit_bytes, shared_memory_bytes
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 
@@ -72,10 +72,20 @@ def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
         "resources": {"requests": {"memory": limit}, "limits": {"memory": limit}}
     }
     gpu = make_plan("demo", Deployment(device="cuda", device_memory=80 * 2**30, max_model_len=2048))
-    assert yaml.safe_load(emit(gpu, "k8s-resources")) == {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    memory = memory_limit_bytes(gpu)
+    assert memory is not None
+    assert memory % MIB == 0 <= memory - 1.03 * gpu.host.high < MIB
+    assert yaml.safe_load(emit(gpu, "k8s-resources")) == {
+        "resources": {
+            "requests": {"memory": f"{memory // MIB}Mi"},
+            "limits": {"memory": f"{memory // MIB}Mi", "nvidia.com/gpu": 1},
+        }
+    }
     values = yaml.safe_load(emit(gpu, "helm-values"))
-    assert values["resources"] == {"gpus": 1}
+    assert values["resources"] == {"gpus": 1, "memoryBytes": memory}
+    assert "sharedMemoryBytes" not in values
     assert values["plan"]["gpus"] == 1
+    assert values["plan"]["hostBytes"] == gpu.host.value < memory
 
 
 def test_tensor_parallel_reaches_the_engine() -> None:
@@ -87,7 +97,17 @@ def test_tensor_parallel_reaches_the_engine() -> None:
     assert "\nGPUS=3\n" in env
     (file,) = re.findall(r"-f (\S+gpu\S+)", env)
     assert (ROOT / file).exists()
+    variables = dict(line.split("=", 1) for line in env.splitlines() if not line.startswith("#"))
+    texts = "".join((ROOT / "deploy" / name).read_text() for name in ("compose.yaml", "compose.gpu.yaml"))
+    assert all(f"${{{name}:-" in texts for name in variables), variables
+    assert int(variables["MEMORY_LIMIT"]) == memory_limit_bytes(three)
     values = yaml.safe_load(emit(three, "helm-values"))
+    jsonschema.validate(
+        yaml.safe_load((CHART / "values.yaml").read_text()) | values,
+        json.loads((CHART / "values.schema.json").read_text()),
+    )
+    assert values["sharedMemoryBytes"] == int(variables["SHM_SIZE"]) == shared_memory_bytes(three) >= 1 << 30
+    assert values["sharedMemoryBytes"] < values["resources"]["memoryBytes"] == memory_limit_bytes(three)
     assert (values["settings"]["tensor_parallel_size"], values["resources"]["gpus"]) == (3, 3)
 
 

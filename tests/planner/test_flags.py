@@ -39,7 +39,7 @@ def test_every_field_is_a_flag(record):
 def test_what_is_written_is_read(flag):
     """Of each flag one value as text, and what is no value of it."""
     text, value = {
-        "bytes": ("1KiB", 1024), "GiB": ("0.5", 1 << 29), "share": ("0.25", 0.25),
+        "bytes": ("1KiB", 1024), "GiB": ("0.5", 1 << 29), "MiB": ("0.5", 1 << 19), "share": ("0.25", 0.25),
     }.get(flag.unit, ("x", "x"))  # fmt: skip
     wrong = ["0", "-1", "nan", "", "1e400"] if flag.unit else []
     if flag.reader is not None:
@@ -53,8 +53,8 @@ def test_what_is_written_is_read(flag):
     elif flag.kind == "int" and not flag.unit:
         text, value = str(flag.most), flag.most
         wrong = [str(flag.least - 1), str(flag.most + 1), "1.5", "one", ""]
-    if flag.unit == "GiB":
-        wrong.remove("0")  # nothing is offloaded
+    if flag.unit in ("GiB", "MiB"):
+        wrong.remove("0")  # nothing is offloaded or kept
     assert flag.read(text) == value
     assert flag.read(flag.read(text) if flag.kind == "str" else text) == value
     for bad in wrong:

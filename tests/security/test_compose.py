@@ -52,11 +52,14 @@ def test_on_gpus_a_service_gets_them_and_nothing_else_changes() -> None:
     """What compose.gpu.yaml lays over the server."""
     over = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert over.keys() == {"tonnage"}
-    assert over["tonnage"].keys() == {"build", "mem_limit", "deploy"}
+    assert over["tonnage"].keys() == {"build", "mem_limit", "shm_size", "deploy"}
     assert over["tonnage"]["build"] == {"target": "cuda"}
     (device,) = over["tonnage"]["deploy"]["resources"]["reservations"]["devices"]
     assert filled(device["count"], {"GPUS": "3"}) == "3"
-    assert filled(over["tonnage"]["mem_limit"], {}) == "0"  # a plan for GPUs says nothing of the host's memory
+    # without a plan nothing is known of the host's memory
+    assert filled(over["tonnage"]["mem_limit"], {}) == "0"
+    assert filled(over["tonnage"]["mem_limit"], {"MEMORY_LIMIT": "8589934592"}) == "8589934592"
+    assert filled(over["tonnage"]["shm_size"], {}) == "64m"
 
 
 def test_every_volume_is_declared() -> None:

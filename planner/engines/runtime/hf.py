@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
-from tonnage.planner.plans import Resolved
+from tonnage.planner.plans import HostMemory, HostPart, Resolved
 from tonnage.planner.units import MiB
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.runtime.host import Hosted
 
 # hf engine on cpu. Measured on Linux x86_64, Python 3.11, torch 2.13.0+cpu, transformers 5.19, numba 0.65
 # (RssAnon of each process under the load of benchmarks/memory_limit.py, pool 512 MiB): engine process, weights
@@ -50,6 +55,20 @@ def framework_bytes(vocab_size: int) -> Estimate:
         f"API process {API_PROCESS_BYTES:,} + {API_TOKEN_BYTES} each + engine process {HF_CHILD_BYTES:,}",
         "RssAnon after imports, torch 2.13 cpu, llguidance 1.7",
     )
+
+
+# Threads that transformers reads weights with (GLOBAL_WORKERS in core_model_loading.py, 5.19).
+_READERS = 4
+
+
+def host_memory(hosted: Hosted) -> HostMemory:
+    """Of the hf engine on a GPU: its processes as on a CPU, and CUDA."""
+    from tonnage.planner.engines.runtime import host  # a plan for a CPU has none
+
+    held = framework_bytes(hosted.architecture.vocab_size)
+    processes = HostPart("processes", held.value, held.low, held.high, held.formula, held.source)
+    parts = (processes, host.cuda(len(hosted.ranks)), *host.reading(hosted, _READERS))
+    return HostMemory(parts, host.page_cache(hosted))
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:

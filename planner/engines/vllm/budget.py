@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.runtime.gpu import SOURCE, coefficients, has_towers
 from tonnage.planner.engines.vllm import activation, framework, graphs
@@ -66,7 +66,7 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 def _is_apart(chosen: Resolved) -> bool:
     """Another vendor's GPU, or one that shares its memory with the host: reports of one source each."""
     gpu = chosen.flags.gpu
-    return framework.is_unified(chosen.flags) or (gpu is not None and capability_of(gpu) is None)
+    return shares_memory(gpu) or (gpu is not None and capability_of(gpu) is None)
 
 
 def is_seen(architecture: Architecture, chosen: Resolved) -> bool:

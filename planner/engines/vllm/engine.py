@@ -23,13 +23,14 @@ from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Failure, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, Failure, HostMemory, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib
 
 if TYPE_CHECKING:
     from tonnage.planner.engines.log import LogFigures
+    from tonnage.planner.engines.runtime.host import Hosted
 
 # Its API server (engine/arg_utils.py, get_batch_defaults): device memory from which so many sequences and
 # tokens are the default. A100s keep the small ones.
@@ -188,6 +189,11 @@ class VLLM(Engine):
         from tonnage.planner.engines.vllm import budget
 
         return budget.terms(architecture, chosen, fitted)
+
+    def host_memory(self, hosted: Hosted) -> HostMemory:
+        from tonnage.planner.engines.vllm import host
+
+        return host.host_memory(hosted)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log

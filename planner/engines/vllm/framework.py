@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import log2
 
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.vllm.activation import on_second_runner
 from tonnage.planner.engines.vllm.versions import rules
@@ -35,7 +35,6 @@ _FUSED_MIB = {
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
 SMALL = 32 * GiB  # fewer multiprocessors hold less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
-_UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
 def _rest(chosen: Resolved, fitted: Coefficients) -> int:
     flags, known = chosen.flags, rules(chosen.version)
     hopper = is_hopper(flags)
-    if is_unified(flags):
+    if shares_memory(flags.gpu):
         return fitted.non_torch_unified
     if flags.tensor_parallel_size > 1:
         if not hopper:
@@ -100,12 +99,6 @@ def is_hopper(flags: Deployment) -> bool:
     """Data centre GPUs from Hopper on, and those nothing is known of that are as large."""
     found = capability_of(flags.gpu)
     return flags.gpu is None or (found is not None and (9, 0) <= found < (12, 0))
-
-
-def is_unified(flags: Deployment) -> bool:
-    """GPUs whose free memory is the host's: there the processes' own memory counts too (MemorySnapshot.measure
-    takes psutil's available memory on Orin, Thor and GB10)."""
-    return capability_of(flags.gpu) in _UNIFIED
 
 
 def fused_all_reduce(architecture: Architecture, chosen: Resolved) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 
 from tonnage.planner.engines.serve_line import SHARED, changed, common_flags, tonnage_serve
-from tonnage.planner.plans import Plan
+from tonnage.planner.flags import flags_of
+from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.units import GiB
 
 
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
@@ -21,7 +23,10 @@ def loaded_as(scheme: str) -> str:
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
-_OWN = ("decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner")
+_OWN = (
+    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner", "load_format",
+    "safetensors_load_strategy", "enable_sleep_mode",
+)  # fmt: skip
 
 
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
@@ -30,7 +35,11 @@ def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
     if flags.cpu_offload_bytes:
-        line += ["--cpu-offload-gb", f"{flags.cpu_offload_bytes / (1 << 30):g}"]
+        line += ["--cpu-offload-gb", f"{flags.cpu_offload_bytes / GiB:g}"]
+    if flags.kv_offloading_bytes:
+        line += ["--kv-offloading-size", f"{flags.kv_offloading_bytes / GiB:g}"]
+    if flags.mm_processor_cache_bytes != flags_of(Deployment)["mm_processor_cache_bytes"].default:
+        line += ["--mm-processor-cache-gb", f"{flags.mm_processor_cache_bytes / GiB:g}"]
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]
         line += ["--max-lora-rank", str(flags.max_lora_rank)]

@@ -24,6 +24,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail (printf "resources.memoryBytes: %d is less than the %d bytes that plan %s uses" $memory $used $v.plan.id) -}}
 {{- end -}}
 {{- end -}}
+{{- $host := int64 $v.plan.hostBytes -}}
+{{- if and $host $memory (lt $memory $host) -}}
+{{- fail (printf "resources.memoryBytes: %d is less than the %d bytes of the host that plan %s holds beside its GPUs" $memory $host $v.plan.id) -}}
+{{- end -}}
+{{- $shared := int64 $v.sharedMemoryBytes -}}
+{{- if and $memory (gt $shared $memory) -}}
+{{- fail (printf "sharedMemoryBytes: %d is more than the container's memory, %d (resources.memoryBytes): /dev/shm counts for it" $shared $memory) -}}
+{{- end -}}
 {{- if and $v.plan.id (ne (int $v.resources.gpus) (int $v.plan.gpus)) -}}
 {{- fail (printf "resources.gpus: %d, but plan %s needs %d (tensor x pipeline parallel)" (int $v.resources.gpus) $v.plan.id (int $v.plan.gpus)) -}}
 {{- end -}}

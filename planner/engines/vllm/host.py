@@ -1,0 +1,241 @@
+"""vLLM on GPUs: the host's memory of its processes, by cause. Files named are those of vLLM 0.32; 0.30, 0.31
+and 0.33 were read too.
+
+The processes: an API server; the engine core, which is the only worker too where there is one rank
+(config/parallel.py, "uni"); else a worker for each rank (v1/executor/multiproc_executor.py).
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
+from tonnage.planner.engines.runtime.gpu import has_towers
+from tonnage.planner.engines.runtime.host import Hosted, page_cache, pinned, reading
+from tonnage.planner.engines.vllm import cpu
+from tonnage.planner.engines.vllm.activation import on_second_runner
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.plans import HostMemory, HostPart
+from tonnage.planner.units import GiB, MiB, ceil_div, gib
+
+_READ = (0, 30, 0)  # from here on the sources were at hand
+# Anonymous memory of a GPU worker: imports, CUDA, NCCL, compiled kernels. Assumed, from reports of
+# vllm-project/vllm: 2.99 GiB while loading (#57469, anon-rss), 3 GB of RSS with the libraries' files (#48436),
+# 4 GB of a whole pod (#3035).
+_WORKER, _WORKER_LOW, _WORKER_HIGH = 5 * GiB // 2, GiB, 5 * GiB
+# What importing a torch with CUDA may add to the other processes; assumed.
+_CUDA_IMPORTS = GiB // 2
+_PICTURES = GiB  # being decoded and resized by the API process at a time; assumed
+# VLLM_XGRAMMAR_CACHE_MB in envs.py
+_GRAMMARS = 512 * MiB
+# Of the engine core's block pool, by block: objects and, once hashed, the prefix index (RssAnon of
+# v1/core/block_pool.py with 400,000 blocks: 136 and 146 bytes).
+_BLOCK, _HASHED_BLOCK = 136, 282
+# A token id of a waiting or running request: an int of 28 bytes in a list of 8 (CPython 3.11), in the API
+# process and in the engine core, which keeps a list of prompt and output together beside it.
+_TOKEN = 2 * (28 + 8) + 8
+
+# Rings in /dev/shm (distributed/device_communicators/shm_broadcast.py): ten chunks of
+# VLLM_MQ_MAX_CHUNK_BYTES_MB to all workers, ten of 24 MiB from each, six of 4 MiB within a tensor-parallel
+# group (parallel_state.py); check_shm_free_space wants the room of each when it is made, pages come with use.
+_CHUNKS, _TO_WORKERS, _FROM_WORKER = 10, 16 * MiB, 24 * MiB
+_GROUP_CHUNKS, _GROUP_CHUNK = 6, 4 * MiB
+# Buffers of NCCL where ranks have no direct way to each other: each as large as those of a trace
+# (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8), assumed at most one to and one from in each of 32 channels.
+_NCCL_BUFFER, _NCCL_BUFFERS = 9641984, 64
+
+# V0 allocated --swap-space for each GPU, 4 GiB unless asked otherwise (config.py of 0.7 and
+# worker/cache_engine.py).
+_SWAP = 4 * GiB
+_V1 = (0, 8, 0)
+_PAGE = 4096  # a chunk of the CPU tier is whole pages (v1/kv_offload/cpu/shared_offload_region.py)
+
+
+def host_memory(hosted: Hosted) -> HostMemory:
+    parts = (
+        *_processes(hosted), *_pinned(hosted), *reading(hosted), *_queues(hosted), *_pictures(hosted),
+        *_grammars(hosted), *_offloaded(hosted), *_tier(hosted),
+    )  # fmt: skip
+    return HostMemory(parts, page_cache(hosted))
+
+
+def _processes(hosted: Hosted) -> list[HostPart]:
+    ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
+    low, high = cpu.VLLM_INTERVAL
+    api = cpu.api_bytes(vocabulary)
+    imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0  # one rank: within the worker's
+    core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
+    blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
+    more = _PICTURES if has_towers(hosted.architecture) else 0
+    measured = "RssAnon of vLLM 0.32.0, measured on a CPU"
+    return [
+        HostPart(
+            "API process", api, int(api * low), int(api * high) + _CUDA_IMPORTS + API_LIMIT_BYTES + more,
+            f"{cpu.VLLM_API_BYTES:,} + vocabulary {vocabulary:,} x {cpu.VLLM_API_TOKEN_BYTES:,}; above it "
+            f"bodies at once {API_LIMIT_BYTES:,}" + (f", pictures {more:,}" if more else ""), measured,
+        ),
+        HostPart(
+            "engine core", core, int(core * low), int(core * high) + (_CUDA_IMPORTS if imports else 0),
+            f"{imports:,} + vocabulary {vocabulary:,} x {cpu.VLLM_CORE_TOKEN_BYTES:,}", measured,
+        ),
+        HostPart(
+            "workers", ranks * _WORKER, ranks * _WORKER_LOW, ranks * _WORKER_HIGH,
+            f"{ranks} x {_WORKER:,}: imports, CUDA, NCCL, compiled kernels",
+            "assumed, from reports (vllm-project/vllm#57469, 48436, 3035)",
+        ),
+        HostPart(
+            "blocks and requests", blocks * _HASHED_BLOCK + tokens // 2, blocks * _BLOCK,
+            blocks * _HASHED_BLOCK + 2 * tokens,
+            f"{blocks:,} blocks x {_HASHED_BLOCK} + half of {hosted.tokens:,} tokens x {_TOKEN}",
+            "v1/core/block_pool.py, measured; sizes of CPython's lists", "serving",
+        ),
+    ]  # fmt: skip
+
+
+def _pinned(hosted: Hosted) -> list[HostPart]:
+    """Of each worker, for all sequences that may run: vLLM's second model runner pins every token id of each
+    (v1/worker/gpu/states.py) and of models with M-RoPE every position (mm/rope.py); the first has its rows of
+    token ids not pinned, so that pages come with use (v1/worker/gpu_input_batch.py), block tables and
+    embeddings of a step pinned."""
+    chosen, architecture, ranks = hosted.chosen, hosted.architecture, len(hosted.ranks)
+    cells = chosen.max_num_seqs * chosen.max_model_len
+    rows = f"{chosen.max_num_seqs:,} sequences x {chosen.max_model_len:,} tokens"
+    if on_second_runner(architecture, rules(chosen.version)):
+        axes = 3 if architecture.rotary is not None and architecture.rotary.mrope else 0
+        exact = cells * 4 * (1 + axes)
+        value = pinned(cells * 4) + pinned(cells * 4 * axes)
+        formula = f"{ranks} x {rows} x 4" + (f" x (1 + {axes} axes)" if axes else "")
+        formula += ", each pinned: rounded up to a power of two"
+        source = "v1/worker/gpu/states.py, mm/rope.py; --max-num-seqs, --max-model-len"
+        return [HostPart("token ids", ranks * value, ranks * exact, ranks * value, formula, source)]
+    tables = chosen.max_num_seqs * ceil_div(chosen.max_model_len, hosted.layout.block_size) * 4
+    tables *= max(1, len(hosted.layout.groups))
+    step = chosen.max_num_batched_tokens * architecture.hidden_size * DTYPE_BYTES[chosen.flags.dtype]
+    exact, value = tables + step, pinned(tables) + pinned(step)
+    used = min(5 * hosted.tokens, 5 * cells)
+    source = "v1/worker/gpu_input_batch.py, gpu_model_runner.py; --max-num-seqs, --max-model-len"
+    return [
+        HostPart(
+            "token ids", ranks * (value + used), ranks * exact, ranks * (value + 5 * cells),
+            f"{ranks} x (block tables {tables:,} and embeddings {step:,}, pinned + {rows} x 5, as they are "
+            "used)",
+            source,
+        )
+    ]  # fmt: skip
+
+
+def _queues(hosted: Hosted) -> list[HostPart]:
+    ranks, flags = len(hosted.ranks), hosted.chosen.flags
+    if ranks == 1:
+        return []
+    rings = (_TO_WORKERS + 1 + ranks) * _CHUNKS + ranks * (_FROM_WORKER + 2) * _CHUNKS
+    if flags.tensor_parallel_size > 1:
+        each = (_GROUP_CHUNK + flags.tensor_parallel_size) * _GROUP_CHUNKS
+        rings += flags.pipeline_parallel_size * each
+    nccl = ranks * _NCCL_BUFFERS * _NCCL_BUFFER
+    return [
+        HostPart(
+            "message queues", 0, 0, rings,
+            f"rings of {rings:,} bytes, whose pages come with use: one to {ranks} workers, one from each, one "
+            "in each tensor-parallel group", "distributed/device_communicators/shm_broadcast.py", shared=True,
+        ),
+        HostPart(
+            "NCCL", 0, 0, nccl,
+            f"{ranks} ranks x up to {_NCCL_BUFFERS} buffers of {_NCCL_BUFFER:,}; none where every GPU reaches "
+            "every other",
+            "assumed, from a trace (tonyd2wild/DeepSeek-V4.1-Flash-vLLM-DGX-Spark#8)", shared=True,
+        ),
+    ]  # fmt: skip
+
+
+def _pictures(hosted: Hosted) -> list[HostPart]:
+    """Items are kept by the engine core, or, with several API servers or replicas, by the API processes; the
+    other side has their hashes (multimodal/cache/factories.py). The documentation counts both, which older
+    versions may have kept."""
+    size = hosted.chosen.flags.mm_processor_cache_bytes
+    if not size or not has_towers(hosted.architecture):
+        return []
+    both = 1 if hosted.chosen.version >= _READ else 2
+    return [
+        HostPart(
+            "processed pictures", size, 0, both * size, f"cache of {size:,}, once it is full",
+            "--mm-processor-cache-gb; multimodal/cache/factories.py", "serving",
+        )
+    ]  # fmt: skip
+
+
+def _grammars(hosted: Hosted) -> list[HostPart]:
+    if hosted.architecture.kind == "encoder":
+        return []
+    return [
+        HostPart("grammars", 0, 0, _GRAMMARS, f"compiled for answers, at most {_GRAMMARS:,}",
+                 "VLLM_XGRAMMAR_CACHE_MB (envs.py)", "serving")
+    ]  # fmt: skip
+
+
+def _offloaded(hosted: Hosted) -> list[HostPart]:
+    """--cpu-offload-gb pins each weight (model_executor/offloader/uva.py); a sleeping engine each allocation
+    (device_allocator/cumem.py)."""
+    found, flags = [], hosted.chosen.flags
+    away = sum(rank.offloaded_bytes for rank in hosted.ranks)
+    if away:
+        found.append(
+            HostPart(
+                "offloaded weights", away * 3 // 2, away, 2 * away,
+                f"{gib(away)} of all ranks, each tensor pinned: rounded up to a power of two",
+                "--cpu-offload-gb; 1.9 times in vllm-project/vllm#56410, 1.78 measured for experts",
+            )
+        )  # fmt: skip
+    if flags.enable_sleep_mode:
+        weights = sum(rank.weights_bytes for rank in hosted.ranks)
+        found.append(
+            HostPart(
+                "weights while asleep", weights, 0, 2 * weights,
+                f"{gib(weights)} of all ranks at level 1, pinned",
+                "--enable-sleep-mode; device_allocator/cumem.py", "serving",
+            )
+        )  # fmt: skip
+    if hosted.chosen.version < _V1:
+        ranks = len(hosted.ranks)
+        found.append(
+            HostPart(
+                "swap space", ranks * _SWAP, 0, ranks * _SWAP, f"{ranks} x {_SWAP:,}, pinned",
+                "--swap-space of V0 (config.py of 0.7)",
+            )
+        )  # fmt: skip
+    return found
+
+
+def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
+    """(bytes of a chunk, chunks, copies) of --kv-offloading-size: a block of every rank side by side, padded to
+    whole pages; latents once where every rank has the same (v1/kv_offload/cpu/spec.py, replicated_layout of
+    kv_connector/v1/offloading/config.py)."""
+    flags, ranks = hosted.chosen.flags, len(hosted.ranks)
+    latent = all(group.kind == "mla" for group in hosted.layout.groups)
+    once = latent and ranks == flags.tensor_parallel_size > 1 and flags.decode_context_parallel_size == 1
+    copies = 1 if once else ranks
+    block = hosted.block_bytes // ranks * copies
+    chunk = ceil_div(block, _PAGE) * _PAGE
+    return chunk, flags.kv_offloading_bytes // chunk, copies
+
+
+def _tier(hosted: Hosted) -> list[HostPart]:
+    asked, layout = hosted.chosen.flags.kv_offloading_bytes, hosted.layout
+    if not asked or not layout.groups:
+        return []
+    amd = (hosted.chosen.flags.gpu or "").startswith("mi")
+    if hosted.chosen.version < _READ or amd:  # pinned tensors (v1/kv_offload/cpu/spec.py _uses_shared_region)
+        return [
+            HostPart("KV tier", asked * 3 // 2, asked, 2 * asked, f"{asked:,}, pinned tensors rounded up",
+                     "--kv-offloading-size; 1.92 times in vllm-project/vllm#53042")
+        ]  # fmt: skip
+    chunk, chunks, copies = tier_bytes(hosted)
+    held = chunk * chunks
+    said = f"{chunks:,} blocks x {chunk:,} ({copies} {'copy' if copies == 1 else 'copies'}, whole pages)"
+    if len(layout.groups) == 1:
+        said += f": {chunks * layout.block_size:,} tokens"
+    else:
+        said += f", each for one of {len(layout.groups)} groups"
+    source = "--kv-offloading-size; v1/kv_offload/cpu/spec.py"
+    # stages of unlike layers have unlike blocks: no more than was asked for
+    high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
+    return [HostPart("KV tier", held, held, high, said, source, "serving", shared=True)]

@@ -1,0 +1,67 @@
+"""The host's memory of a plan for GPUs: what the engine's rules need to know, and their parts as terms."""
+
+from __future__ import annotations
+
+from tonnage.planner.devices.catalogue import shares_memory
+from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.runtime.host import Hosted, largest_tensor
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.planning.stages import Stage
+from tonnage.planner.plans import HostMemory, RankPlan, Resolved, Term
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.units import gib
+
+
+def host_memory(
+    source: ModelSource, dtype: str, architecture: Architecture, chosen: Resolved, stages: list[Stage],
+    ranks: tuple[RankPlan, ...], pool: PoolSpec, held: PoolCapacity,
+) -> HostMemory | None:  # fmt: skip
+    """None on a CPU. ``dtype``: of the checkpoint."""
+    flags = chosen.flags
+    if flags.device == "cpu":
+        return None
+    if shares_memory(flags.gpu):
+        return HostMemory(unknown=f"{flags.gpu} has no memory of its own, the plan's is the host's too")
+    total, largest = _files(source, architecture, dtype)
+    usual, most = _file_sizes(source.config.get("transformers_version"))
+    hosted = Hosted(
+        architecture, chosen, pool.layout, ranks, total, min(total, usual), min(total, most), largest,
+        block_bytes=max(stage.block_bytes for stage in stages) * len(ranks),
+        num_blocks=held.num_blocks,
+        tokens=held.tokens,
+    )  # fmt: skip
+    return engine_of(flags.engine).host_memory(hosted)
+
+
+def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:
+    """Bytes of the checkpoint's tensors, and of the largest: by its headers, else by its config."""
+    if source.tensors is not None:
+        sizes = [tensor.nbytes for tensor in source.tensors]
+        return sum(sizes), max(sizes, default=0)
+    largest = largest_tensor(architecture.tensors, ELEMENT_BYTES[dtype])
+    stored = read_quantization(source.config, None)
+    return sum(stored.bytes_in_file(tensor, dtype) for tensor in architecture.tensors), largest
+
+
+def _file_sizes(version: object) -> tuple[int, int]:
+    """Usual and largest bytes of a checkpoint's file: max_shard_size of save_pretrained is 10 GB, 5 GB from
+    transformers 4.35 on, 50 GB from 5 on."""
+    later = isinstance(version, str) and not version.startswith(("0.", "1.", "2.", "3.", "4."))
+    return 5 * 10**9, (50 if later else 10) * 10**9
+
+
+def host_terms(host: HostMemory) -> list[Term]:
+    """Terms beside those of a rank: they are of all ranks together."""
+    return [
+        Term(
+            f"host.{part.name.lower().replace(' ', '_')}", part.value,
+            f"{part.formula}; {gib(part.low)} to {gib(part.high)}"
+            + ("" if part.when == "always" else f", while {part.when}")
+            + (", in /dev/shm" if part.shared else ""),
+            part.source,
+        )
+        for part in host.parts
+    ]  # fmt: skip

