@@ -23,6 +23,7 @@ examples:
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
   tonnage plan ./Qwen3-32B --sweep --html sweep.html
+  tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
   tonnage plan ./Qwen3-32B --gpu h100-80g --compare 0.19.0 0.32.0
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --emit helm-values > plan.yaml
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --replicas auto --rate 20 --trace azure.csv
@@ -69,6 +70,10 @@ def _output_flags(p: _Group) -> None:
     p.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="what the upgrade from version A to B changes, and why"
     )
+    p.add_argument(
+        "--request", action="append", metavar="P+O",
+        help="how many requests of P prompt and O output tokens run at once, for example 2000+300 (repeatable)",
+    )  # fmt: skip
     p.add_argument("--explain", action="store_true", help="print every term with its formula and source")
     p.add_argument("--serve-line", action="store_true", help="print only the commands that serve this plan")
     out = p.add_mutually_exclusive_group()
@@ -110,7 +115,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         refuse(
             "sweep", "prints all combinations, --target-concurrency the cheapest that hold so many", "give one"
         )
-    for name in ("explain", "serve_line", "emit"):
+    for name in ("explain", "serve_line", "emit", "request"):
         if many and getattr(args, name):
             refuse(name, f"is about one plan, --{many.replace('_', '-')} about many", "leave one out")
 
@@ -143,9 +148,13 @@ def _answer(args: argparse.Namespace) -> int:
         wanted = None if target is None else parse_count(target, "--target-concurrency")
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
     from tonnage.planner.api import plan_or_advise
+    from tonnage.planner.planning.requests import parse_request, with_requests
 
     asked = given(args, Deployment)
+    lengths = [parse_request(text) for text in args.request or ()]
     plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
+    if lengths:
+        plan = with_requests(plan, lengths)
     if args.html:
         from tonnage.planner.markup import write_page
 

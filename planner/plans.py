@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flag
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
+from tonnage.planner.model.requests import RequestCapacity, RequestLaw, capacity_line, hold, law_lines
 from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import GiB, MiB, gib
 
@@ -245,6 +247,8 @@ class KVCachePlan:
     max_concurrency: float
     bytes_per_sequence: int  # one sequence of max_model_len tokens
     longest: int | None = None  # most tokens of one sequence the usable blocks hold, at most max_model_len
+    law: RequestLaw | None = None  # what a request takes by its lengths
+    no_law: str = ""  # why that is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,11 +350,33 @@ class Plan:
     stops_with: str | None = None  # what the engine says, when it does not start
     engine_name: str = ""  # as people call it: with its version, where it has one
     host: HostMemory | None = None  # beside the GPUs; None on a CPU, where the plan itself is of the host
+    requests: tuple[RequestCapacity, ...] = ()  # of the lengths asked for
 
     @property
     def rank(self) -> RankPlan:
         """The rank that decides."""
         return self.ranks[self.worst_rank]
+
+    def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
+        """How many requests of these lengths the pool holds at once, none preempted and none sharing a prefix.
+
+        Raises DeploymentError for one longer than max_model_len, UnsupportedArchitecture where it is not known
+        what a request takes.
+        """
+        cache, asked = self.kv_cache, f"{prompt_tokens}+{output_tokens}"
+        if cache.law is None:
+            raise UnsupportedArchitecture(cache.no_law, field="--request")
+        if prompt_tokens < 1 or output_tokens < 1:
+            raise DeploymentError(f"{asked}: both are at least one token", field="--request")
+        if prompt_tokens + output_tokens > (limit := self.deployment.max_model_len or 0):
+            raise DeploymentError(
+                f"{asked} is {prompt_tokens + output_tokens:,} tokens, above max_model_len {limit:,}",
+                field="--request", hint="a larger --max-model-len, if the model has it",
+            )  # fmt: skip
+        empty = cache.num_blocks - cache.usable_blocks
+        low, high = self.intervals.get("num_blocks", (cache.num_blocks, cache.num_blocks))
+        usable = cache.usable_blocks, int(low) - empty, int(high) - empty
+        return hold(cache.law, prompt_tokens, output_tokens, usable, self.deployment.max_num_seqs or 1)
 
     def headline(self) -> tuple[str, str]:
         """Two lines: the model, and how it is served."""
@@ -421,7 +447,9 @@ class Plan:
             for i, group in enumerate(layout.groups):
                 window = f", window {group.window:,}" if group.window else ""
                 lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
-        return lines
+        if cache.law is not None and (self.requests or cache.law.bends):
+            lines += law_lines(cache.law, cache.usable_blocks, flags.max_num_seqs or 1)
+        return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
         """What is held beside the GPUs."""

@@ -17,6 +17,7 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, EngineName, Failure, HostMemory, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
@@ -256,6 +257,17 @@ class Engine(ABC):
         per_sequence = pool.sequence_blocks(chosen.max_model_len)
         tokens = usable * chosen.max_model_len // per_sequence
         return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
+
+    def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        """What a request of given lengths takes of the pool. Raises UnsupportedArchitecture where it is not
+        known."""
+        if not pool.demands:
+            raise UnsupportedArchitecture("an encoder keeps nothing between steps", field="model_type")
+        groups = tuple(GroupLaw("all", demand.block_size) for demand in pool.demands)
+        hits = pool.layout.block_size if chosen.flags.enable_prefix_caching else None
+        return RequestLaw(
+            groups, pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, hits, f"{self.title}'s pool"
+        )
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
         """The flags of the plan, once the pool is known."""

@@ -15,8 +15,10 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
+from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
 from tonnage.planner.records import replace
+from tonnage.planner.units import ceil_div
 
 if TYPE_CHECKING:
     from tonnage.planner.engines.runtime.host import Hosted
@@ -75,6 +77,25 @@ class HF(Engine):
         if chosen.flags.device == "cpu":
             blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
         return blocks
+
+    def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        """What admission sets aside: prompt and answer whole, a sliding group no more than it can ever hold
+        (cache/admission/reservation.py). In guaranteed mode more are admitted, and stall where these would not.
+        """
+        if not pool.demands:
+            return super().request_law(architecture, chosen, pool)
+        size = chosen.block_size
+        groups = tuple(
+            GroupLaw("all", size)
+            if demand.most is None
+            else GroupLaw("window", size, group.window or 1, cap=ceil_div(demand.most + size - 1, size))
+            for group, demand in zip(pool.layout.groups, pool.demands, strict=True)
+        )
+        caching = chosen.flags.enable_prefix_caching and any(group.kind == "all" for group in groups)
+        return RequestLaw(
+            groups, pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, size if caching else None,
+            "reservations of the hf engine's admission", reserves=True,
+        )  # fmt: skip
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         from tonnage.planner.engines.serve_line import tonnage_serve

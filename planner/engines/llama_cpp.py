@@ -23,6 +23,7 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
 from tonnage.planner.records import dataclass, replace
@@ -118,6 +119,13 @@ class LlamaCpp(Engine):
             unified=sequences == 1,
         )  # fmt: skip
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
+
+    def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        """A slot of its own for each sequence, as long as the context."""
+        slot = GroupLaw("fixed", 1, blocks=chosen.max_model_len)
+        return RequestLaw(
+            (slot,), pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, 1, "llama.cpp's slots"
+        )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """n_ctx cells for each sequence, allocated whatever else is free."""

@@ -26,6 +26,7 @@ from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
@@ -158,6 +159,13 @@ class SGLang(Engine):
         """Its max_total_num_tokens: every slot of every page."""
         held = super().capacity(pool, chosen, num_blocks)
         return replace(held, tokens=num_blocks * chosen.block_size)
+
+    def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        if any(layer.kind == "sliding" for layer in architecture.cache_layers):
+            raise UnsupportedArchitecture(
+                "what a request takes of SGLang's pool of sliding layers is not known", field="sliding_window"
+            )
+        return super().request_law(architecture, chosen, pool)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tonnage.planner.model.requests import RequestCapacity, RequestLaw
 from tonnage.planner.plans import HostMemory, Plan, RankPlan
 from tonnage.planner.records import asdict
 
@@ -47,7 +48,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
                 }
                 for group in layout.groups
             ],
+            "per_request": _law(cache.law),
         },
+        "requests": [_request(request) for request in plan.requests],
         "fits": plan.fits,
         "reasons": list(plan.reasons),
         "stops_with": plan.stops_with,
@@ -71,6 +74,36 @@ def _host(host: HostMemory) -> dict[str, Any]:
                               "shared": part.shared} for part in host.parts},
         "unknown": None,
     }  # fmt: skip
+
+
+def _law(law: RequestLaw | None) -> dict[str, Any] | None:
+    """What a request takes by its lengths; None where that is not known."""
+    if law is None:
+        return None
+    return {
+        "fixed_bytes": law.fixed_blocks * law.bytes_per_block,
+        "bytes_per_token": law.token_bytes,
+        "windows": [{"tokens": window, "bytes_per_token": size} for window, size in law.windows],
+        "floor_bytes": law.floor_blocks * law.bytes_per_block,
+        "floor_blocks": law.floor_blocks,
+        "block_sizes": [group.block_size for group in law.groups],
+        "prefix_hit_tokens": law.hit_tokens,
+        "source": law.source,
+    }
+
+
+def _request(request: RequestCapacity) -> dict[str, Any]:
+    return {
+        "prompt_tokens": request.prompt_tokens,
+        "output_tokens": request.output_tokens,
+        "blocks": asdict(request.blocks),
+        "bytes": request.bytes,
+        "at_once": request.at_once,
+        "bounds": list(request.bounds),
+        "at_last": request.at_last,
+        "started": request.started,
+        "running": request.running,
+    }
 
 
 def _rank(rank: RankPlan) -> dict[str, int]:

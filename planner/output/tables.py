@@ -6,6 +6,7 @@ import csv
 from collections.abc import Sequence
 from typing import TextIO
 
+from tonnage.planner.model.requests import RequestCapacity
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass
 
@@ -26,9 +27,16 @@ def plan_table(plan: Plan) -> Table:
         ("blocks", cache.num_blocks, _bounds(plan, "num_blocks")),
         ("tokens", cache.tokens, _bounds(plan, "tokens")),
         ("max_concurrency", round(cache.max_concurrency, 2), _bounds(plan, "max_concurrency")),
+        *(_request_row(request) for request in plan.requests),
         ("fits", "yes" if plan.fits else "no", "; ".join(plan.reasons)),
     ]
     return Table(("component", "bytes", "bounds"), tuple(rows))
+
+
+def _request_row(request: RequestCapacity) -> tuple[object, ...]:
+    low, high = request.bounds
+    ends = f"{low} to {high}" if low < high else ""
+    return f"requests of {request.prompt_tokens}+{request.output_tokens}", request.at_once, ends
 
 
 def _bounds(plan: Plan, name: str) -> str:

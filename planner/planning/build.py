@@ -12,10 +12,11 @@ except ImportError:
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.errors import DeploymentError, EngineRefusal, printable
+from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, printable
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import config_dtype
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.deployment import complete, version_notes, version_of
 from tonnage.planner.planning.fit import judge
@@ -55,6 +56,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     size = (sizer or Sizer(source)).size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
     flags, held = chosen.flags, size.held
+    size = _with_law(size)
     terms = (
         *worst.weights.loaded.terms,
         *worst.runtime_terms(),
@@ -84,6 +86,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             max_concurrency=held.max_concurrency,
             bytes_per_sequence=size.bytes_per_sequence,
             longest=size.longest,
+            law=size.law,
+            no_law=size.no_law,
         ),
         fits=not size.reasons,
         reasons=size.reasons,
@@ -124,6 +128,8 @@ class Size:
     reasons: tuple[str, ...]
     draft_notes: tuple[str, ...]
     failure: Failure | None = None
+    law: RequestLaw | None = None
+    no_law: str = ""
 
     @property
     def worst(self) -> Stage:
@@ -248,6 +254,15 @@ class Sizer:
                 parts = [(part, as_stored(held, whole, self._source.tensors or ())) for part, held in parts]
             self._parts[key] = parts
         return self._parts[key]
+
+
+def _with_law(size: Size) -> Size:
+    """With what a request takes of the pool, or why that is not known."""
+    try:
+        law = engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool)
+    except UnsupportedArchitecture as error:
+        return replace(size, no_law=error.message)
+    return replace(size, law=law)
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
-from tonnage.planner.plans import Deployment, RankPlan, Resolved, Term
+from tonnage.planner.plans import Deployment, Plan, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 
@@ -163,3 +163,18 @@ def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
     if gpu == "auto" and flags.device == "cpu":
         return ("no NVIDIA GPU answers here: planned for the CPU", *environment_notes(flags, None))
     return engine_of(flags.engine).environment_notes(flags)
+
+
+def request_terms(plan: Plan) -> tuple[Term, ...]:
+    """How the counts of requests came about."""
+    law, usable = plan.kv_cache.law, plan.kv_cache.usable_blocks
+    return tuple(
+        Term(
+            f"requests[{found.prompt_tokens}+{found.output_tokens}].at_once",
+            found.at_once,
+            f"1 + ({usable:,} usable blocks - {found.blocks.peak:,} of one at its peak) // "
+            f"{found.blocks.fullest:,} of each other at the fullest step of its decode",
+            law.source if law else "",
+        )
+        for found in plan.requests
+    )

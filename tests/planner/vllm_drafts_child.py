@@ -18,8 +18,6 @@ def main(folders: list[str]) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
-    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config as scheduler_config
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
     registry._run_in_subprocess = lambda look: look()
     torch.cuda.Event = object
@@ -47,7 +45,7 @@ def main(folders: list[str]) -> None:
                 draft = initialize_model(vllm_config=inner, model_config=speculative.draft_model_config)
             with set_current_vllm_config(config):
                 current_platform.update_block_size_for_backend(config)
-                out = capacity.measure(config, get_kv_cache_configs, get_kv_cache_capacity, scheduler_config)
+                out = capacity.measure(config, capacity.kv_cache_config(config))
             out |= held(draft)
         except Exception as error:  # printed for the test, which fails on it
             out = {"error": f"{type(error).__name__}: {error}"[:600]}

@@ -22,6 +22,7 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedAr
 from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Failure, HostMemory, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
@@ -291,6 +292,13 @@ class VLLM(Engine):
         if not pool.demands:
             return super().capacity(pool, chosen, num_blocks)
         return capacity(pool, num_blocks, chosen.max_model_len, chosen.version)
+
+    def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+        from tonnage.planner.engines.vllm import requests
+
+        if not pool.demands:
+            return super().request_law(architecture, chosen, pool)
+        return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
         """MLA and hybrids with state have blocks of their own size."""

@@ -1,0 +1,67 @@
+"""What a request takes of vLLM's pool, by its block manager (:mod:`tonnage.planner.model.requests`).
+
+Source: vllm 0.32.0, v1/core/kv_cache_coordinator.py and v1/core/kv_cache_utils.py
+(resolve_kv_cache_block_sizes, partial_hash_hits_enabled).
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+from tonnage.planner.engines.pool import Demand, PoolSpec
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.layout import KVGroup
+from tonnage.planner.model.requests import GroupLaw, RequestLaw
+from tonnage.planner.plans import Resolved
+
+
+def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
+    """Raises UnsupportedArchitecture for a cache or a deployment whose requests are not known here."""
+    flags, version = chosen.flags, rules(chosen.version)
+    if any(layer.compression > 1 for layer in architecture.cache_layers):
+        raise _refused("layers that compress tokens", "compress_ratios")
+    if flags.speculative_model is not None:
+        raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
+    if not version.cuts_prompts:
+        raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
+    caching = bool(flags.enable_prefix_caching)
+    groups = tuple(
+        _group(group, demand, caching) for group, demand in zip(pool.layout.groups, pool.demands, strict=True)
+    )
+    sizes = {group.block_size for group in groups}
+    if any(group.aligned for group in groups) and len(sizes) > 1:
+        raise _refused("states in blocks of another size than attention's", "--block-size")
+    return RequestLaw(
+        groups=groups,
+        bytes_per_block=pool.layout.bytes_per_block,
+        step_tokens=chosen.max_num_batched_tokens,
+        in_flight=version.in_flight_batches if flags.device != "cpu" else 1,
+        # hits end where a block of every group ends
+        hit_tokens=lcm(*sizes) if caching else None,
+        source="vLLM's block manager (v1/core of 0.32)",
+    )
+
+
+def _refused(what: str, field: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(f"what a request takes is not known for {what}", field=field)
+
+
+def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
+    size = demand.block_size * demand.shards
+    if group.kind == "state":
+        assert demand.fixed is not None
+        # 1 without prefix caching; with it the running one, that of the last border and a checkpoint
+        return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
+    if demand.fixed is not None:
+        return GroupLaw("fixed", size, blocks=demand.fixed)
+    if group.kind == "sliding":
+        return GroupLaw("window", size, window=group.window or 1, cap=_cap(demand))
+    if group.kind == "chunked":
+        return GroupLaw("chunk", size, window=group.window or 1, cap=_cap(demand))
+    return GroupLaw("all", size)
+
+
+def _cap(demand: Demand) -> int | None:
+    return None if demand.most is None else demand.blocks(demand.most)

@@ -1,0 +1,330 @@
+"""What one request takes of a pool: blocks of each group of layers, step by step, from its lengths alone.
+
+A request is computed in steps: its prompt in chunks of at most ``step_tokens``, then a token a step; the last
+token of its answer is never computed, so ``prompt + output - 1`` tokens are held. Before a step takes blocks,
+each group gives back what it needs no more, judged by the tokens *processed*: with several steps in flight
+those of the last ones are not yet.
+
+Sources: vllm 0.32.0, v1/core/kv_cache_manager.py (allocate_slots), v1/core/single_type_kv_cache_manager.py
+(the managers of full, sliding, chunked and Mamba layers), v1/core/sched/scheduler.py
+(_mamba_block_aligned_split), v1/kv_cache_interface.py (is_mamba_prefill_checkpoint_valid);
+tests/planner/test_vllm_requests.py holds it against these. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+from typing import Literal
+
+from tonnage.planner.records import dataclass
+from tonnage.planner.units import ceil_div, gib
+
+HeldKind = Literal["all", "window", "chunk", "state", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLaw:
+    """What one group of layers holds of a request, in blocks of ``block_size`` tokens.
+
+    ``all``: every token. ``window``: the last ``window`` - 1 tokens and those of the step. ``chunk``: from
+    the last multiple of ``window`` on. ``state``: a running state, whatever the length; with ``aligned`` one
+    in each block of tokens that a step ended in, given back once the next block is processed, and with
+    ``checkpoint`` one more where the last chunk of a prompt passes a block border. ``fixed``: ``blocks`` of
+    them, whatever the length. ``cap``: most blocks that the admission of a request asks for.
+    """
+
+    kind: HeldKind
+    block_size: int
+    window: int = 0
+    blocks: int = 1
+    cap: int | None = None
+    aligned: bool = False
+    checkpoint: bool = False
+
+    def needed(self, slots: int) -> int:
+        """Blocks of ``slots`` tokens before any is given back."""
+        if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
+            return self.blocks
+        return ceil_div(slots, self.block_size)
+
+    def given_back(self, processed: int) -> int:
+        """Leading blocks no longer needed once so many tokens are processed (get_num_skipped_tokens)."""
+        if self.kind == "window":
+            return max(0, processed - self.window + 1) // self.block_size
+        if self.kind == "chunk":
+            return processed // self.window * self.window // self.block_size
+        if self.kind == "state" and self.aligned:
+            return max(0, processed - 1) // self.block_size
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Tokens ``start`` to ``end`` - 1 are computed; ``processed``: those whose step has ended. ``closes``: with
+    the last token of the prompt."""
+
+    start: int
+    end: int
+    processed: int
+    closes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBlocks:
+    """Blocks of one request, over all groups.
+
+    ``arrival``: the most until its prompt is processed, what its admission asks for among it; ``peak``: the
+    most ever; ``started``: once its prompt is processed; ``fullest``: the most while it decodes after that;
+    ``last``: at the last token it computes.
+    """
+
+    arrival: int
+    peak: int
+    started: int
+    fullest: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLaw:
+    """How blocks follow from lengths. ``bytes_per_block``: on one rank; ``in_flight``: steps whose tokens are
+    not yet processed when the next but one is planned, that one included; ``hit_tokens``: prefixes are found in
+    multiples of it (None: no prefix caching); ``source``: whose rules they are; ``reserves``: prompt and answer
+    are set aside whole when the request is admitted."""
+
+    groups: tuple[GroupLaw, ...]
+    bytes_per_block: int
+    step_tokens: int
+    in_flight: int
+    hit_tokens: int | None
+    source: str
+    reserves: bool = False
+
+    @property
+    def floor_blocks(self) -> int:
+        """Blocks of the shortest request: a page is taken whole."""
+        return sum(group.needed(1) for group in self.groups)
+
+    @property
+    def fixed_blocks(self) -> int:
+        """Blocks whatever the length: running states, the cache of an encoder's output."""
+        return sum(group.needed(1) for group in self.groups if group.kind in ("state", "fixed"))
+
+    @property
+    def bends(self) -> bool:
+        """Whether bytes are more than so many a token: states, windows."""
+        return any(group.kind in ("window", "chunk", "state") for group in self.groups)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token more in the groups that keep every token."""
+        return sum(self.bytes_per_block // group.block_size for group in self.groups if group.kind == "all")
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """(window, bytes of one token more until then) of the groups that keep no more than a window."""
+        found: dict[int, int] = {}
+        for group in self.groups:
+            if group.kind in ("window", "chunk"):
+                found[group.window] = found.get(group.window, 0) + self.bytes_per_block // group.block_size
+        return tuple(sorted(found.items()))
+
+    def blocks(self, prompt: int, output: int) -> RequestBlocks:
+        """Of a request that shares no prefix; ``output`` at least 1."""
+        if self.reserves:
+            whole = sum(self._asked(group, prompt + output) for group in self.groups)
+            return RequestBlocks(whole, whole, whole, whole, whole)
+        steps = list(self._prefill(prompt))
+        held = [self._held(steps[: place + 1]) for place in range(len(steps))]
+        asked = sum(self._admitted(group, prompt) for group in self.groups)
+        if output == 1:
+            arrival = max(asked, *held)
+            return RequestBlocks(arrival, arrival, held[-1], held[-1], held[-1])
+        settled = min(self.in_flight, output - 1)  # decode steps until the prompt is processed
+        early = [self._held(list(self._history(steps, done))) for done in range(1, settled + 1)]
+        started = early[-1]
+        final = prompt + output - 2
+        later = (self._decoding(at) for at in self._borders(prompt + settled, final))
+        fullest = max(started, max(later, default=0))
+        last = started if output - 1 == settled else self._decoding(final)
+        arrival = max(asked, *held, *early)
+        return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
+
+    def _prefill(self, prompt: int) -> Iterator[Step]:
+        ends = [0]
+        while ends[-1] < prompt:
+            ends.append(self._chunk_end(ends[-1], prompt))
+            yield self._step(ends, len(ends) - 1, prompt)
+
+    def _step(self, ends: list[int], place: int, prompt: int) -> Step:
+        end = ends[place]
+        return Step(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
+
+    def _chunk_end(self, start: int, prompt: int) -> int:
+        """Where the chunk from ``start`` on ends: states are kept where a block ends."""
+        end = min(prompt, start + self.step_tokens)
+        size = self._state_block
+        if not size:
+            return end
+        last = (prompt - 1) // size * size
+        exported = end >= prompt and self._exports(start, end)
+        if end < prompt:
+            whole = end // size * size
+            if whole > start or size <= self.step_tokens:
+                end = whole
+        stops = () if exported else (last, (start // size + 1) * size if start % size else 0)
+        return min((stop for stop in stops if start < stop < end), default=end)
+
+    @property
+    def _state_block(self) -> int:
+        """Tokens of a block of the states kept for prefix hits; 0 without."""
+        return max((group.block_size for group in self.groups if group.aligned), default=0)
+
+    def _exports(self, start: int, end: int) -> bool:
+        """Whether the chunk that ends a prompt writes a state at the last border before its end."""
+        size = self._state_block
+        at = (end - 1) // size * size
+        return (
+            any(group.checkpoint for group in self.groups)
+            and start % size == 0
+            and ceil_div(end, size) - 2 > (start - 1) // size
+            and start + size <= at < end
+        )
+
+    def _admitted(self, group: GroupLaw, prompt: int) -> int:
+        """What admission asks for: the whole prompt."""
+        if group.kind == "state" and group.aligned:
+            return min(group.needed(prompt), 1 + int(group.checkpoint and self._exports(0, prompt)))
+        return self._asked(group, prompt)
+
+    @staticmethod
+    def _asked(group: GroupLaw, tokens: int) -> int:
+        """Blocks of so many tokens, no more than the group ever holds."""
+        needed = group.needed(tokens)
+        return needed if group.cap is None else min(needed, group.cap)
+
+    def _history(self, steps: list[Step], decoded: int) -> Iterator[Step]:
+        """The steps of the prompt and of ``decoded`` tokens behind it."""
+        prompt = steps[-1].end
+        ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
+        return (self._step(ends, place, prompt) for place in range(1, len(ends)))
+
+    def _held(self, steps: list[Step]) -> int:
+        return sum(
+            self._states(group, steps)
+            if group.aligned
+            else group.needed(steps[-1].end) - group.given_back(steps[-1].processed)
+            for group in self.groups
+        )
+
+    def _states(self, group: GroupLaw, steps: list[Step]) -> int:
+        """States kept: of the blocks that steps ended in, those not yet given back."""
+        kept = set()
+        for step in steps:
+            block = ceil_div(step.end, group.block_size) - 1
+            kept.add(block)
+            if group.checkpoint and step.closes and self._exports(step.start, step.end):
+                kept.add(block - 1)
+        low = group.given_back(steps[-1].processed)
+        return sum(block >= low for block in kept)
+
+    def _decoding(self, at: int) -> int:
+        """Blocks held when token ``at`` is computed, its prompt processed."""
+        processed = at - self.in_flight + 1
+        return sum(group.needed(at + 1) - group.given_back(processed) for group in self.groups)
+
+    def _borders(self, low: int, high: int) -> Iterator[int]:
+        """Steps from ``low`` to ``high`` at which most may be held: those that take a block. What groups that
+        give blocks back hold repeats itself with their block sizes, and the others grow: the last round is
+        enough."""
+        sizes = {group.block_size for group in self.groups if group.kind != "fixed"}
+        window = max((group.window for group in self.groups), default=0)
+        since = max(low, high - lcm(*sizes) - window - 2 * self.in_flight) if sizes else high
+        if low <= high:
+            yield from (low, high)
+        for size in sizes:
+            yield from range(ceil_div(since, size) * size, high + 1, size)
+
+
+def most_at_once(usable: int, peak: int, each: int) -> int:
+    """Requests in ``usable`` blocks of which one holds ``peak`` and the others ``each``."""
+    return 0 if peak > usable else 1 + (usable - peak) // each
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCapacity:
+    """How many requests of ``prompt_tokens`` + ``output_tokens`` a pool holds at once, none preempted.
+
+    ``at_once``: one of them at its peak, the others at the fullest step of their decode, whichever steps they
+    are at; ``bounds``: the same at the ends of the pool's interval. ``at_last``: with the others at their last
+    token. ``started``: prompts processed, answers not begun: more of them than ``at_once`` are admitted and
+    preempted later. ``limit``: --max-num-seqs, below which all of these count.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    blocks: RequestBlocks
+    bytes: int
+    at_once: int
+    bounds: tuple[int, int]
+    at_last: int
+    started: int
+    limit: int
+
+    @property
+    def running(self) -> int:
+        return min(self.at_once, self.limit)
+
+
+def hold(
+    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
+) -> RequestCapacity:
+    """``usable``: blocks as planned, the fewest and the most there may be."""
+    blocks = law.blocks(prompt, output)
+    planned, low, high = (most_at_once(count, blocks.peak, blocks.fullest) for count in usable)
+    return RequestCapacity(
+        prompt, output, blocks, blocks.fullest * law.bytes_per_block, planned, (low, high),
+        most_at_once(usable[0], blocks.peak, blocks.last),
+        most_at_once(usable[0], blocks.arrival, blocks.started), limit,
+    )  # fmt: skip
+
+
+def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
+    """The law in words. ``usable`` blocks, ``limit`` sequences."""
+    parts = []
+    if law.fixed_blocks:
+        parts.append(f"{law.fixed_blocks * law.bytes_per_block:,} bytes whatever its length")
+    if law.token_bytes:
+        parts.append(f"{law.token_bytes:,} bytes a token")
+    parts += [f"{size:,} bytes a token up to {window:,}" for window, size in law.windows]
+    sizes = sorted({group.block_size for group in law.groups if group.kind not in ("fixed",)})
+    whole = f", in blocks of {' and '.join(f'{size:,}' for size in sizes)} tokens" if sizes else ""
+    extra = "; one more state in each group where a block ends" if any(g.aligned for g in law.groups) else ""
+    floor = law.floor_blocks
+    lines = [
+        f"A request takes {' + '.join(parts)}{whole}{extra}; at least {floor * law.bytes_per_block:,} bytes "
+        f"({floor} block{'s' if floor > 1 else ''})"
+    ]
+    hits = "none" if law.hit_tokens is None else f"multiples of {law.hit_tokens:,} tokens"
+    most = usable // floor
+    few = f"; at most {most:,} requests of any length, --max-num-seqs {limit:,}" if most < limit else ""
+    lines.append(f"Prefix hits: {hits}{few}")
+    return lines
+
+
+def capacity_line(request: RequestCapacity) -> str:
+    blocks, (low, high) = request.blocks, request.bounds
+    count, ends = f"{request.at_once:,} at once", ""
+    if low < high:
+        count, ends = f"about {count}", f", {low:,} to {high:,}"
+    text = f"Requests of {request.prompt_tokens:,}+{request.output_tokens:,} tokens: {count}{ends}"
+    text += f" ({blocks.fullest:,} blocks each, {gib(request.bytes)}"
+    if blocks.peak > blocks.fullest:
+        text += f"; {blocks.peak:,} for the one whose prompt is computed"
+    text += ")"
+    if request.at_last > request.at_once:
+        text += f"; {request.at_last:,} at their last token ({blocks.last:,} blocks)"
+    if request.at_once > request.limit:
+        text += f"; --max-num-seqs lets {request.limit:,} run"
+    return text

@@ -1,0 +1,162 @@
+"""`tonnage plan --request`: how many requests of given lengths run at once, in text, JSON, table and page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tonnage.cache import admission
+from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.planner import plan
+from tonnage.planner.command import run
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.requests import most_at_once
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def model(config_of, folder_with):
+    """model("org/name", changes) -> its folder."""
+
+    def write(name: str, **changes) -> str:
+        config = config_of(name)
+        config.pop("quantization_config", None)
+        return folder_with({**config, **changes})
+
+    return write
+
+
+@pytest.fixture
+def hybrid(model):
+    return model("Qwen/Qwen3.5-35B-A3B")
+
+
+def lines_of(capsys, *arguments: str) -> list[str]:
+    assert run(list(arguments)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_hybrid_says_what_a_request_takes(hybrid, capsys):
+    lines = lines_of(capsys, hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
+    (law,) = (line for line in lines if line.startswith("A request takes"))
+    # three groups of states; ten layers of 2 KV heads x 256 x K and V x 2 bytes; a block of 1,056 tokens
+    block = 10 * 2 * 256 * 2 * 2 * 1056
+    assert law == (
+        f"A request takes {3 * block:,} bytes whatever its length + 20,480 bytes a token, in blocks of 1,056 "
+        f"tokens; one more state in each group where a block ends; at least {4 * block:,} bytes (4 blocks)"
+    )
+    (hits,) = (line for line in lines if line.startswith("Prefix hits"))
+    assert hits.startswith(
+        "Prefix hits: multiples of 1,056 tokens; at most 448 requests of any length, --max-num-seqs"
+    )
+
+
+def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tmp_path):
+    flags = (hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
+    asked = ("--request", "2000+300", "--request", "100+20")
+    out = json.loads("\n".join(lines_of(capsys, *flags, *asked, "--json", "--explain")))
+    first, second = out["requests"]
+    usable = out["kv_cache"]["usable_blocks"]
+    assert first["blocks"] == {"arrival": 8, "peak": 9, "started": 5, "fullest": 9, "last": 6}
+    assert first["at_once"] == most_at_once(usable, 9, 9)
+    assert first["at_last"] == most_at_once(usable, 9, 6)
+    low, high = out["intervals"]["num_blocks"]
+    assert first["bounds"] == [most_at_once(low - 1, 9, 9), most_at_once(high - 1, 9, 9)]
+    assert second["at_once"] == usable // 4 == second["running"]
+    law = out["kv_cache"]["per_request"]
+    assert (law["floor_blocks"], law["prefix_hit_tokens"], law["bytes_per_token"]) == (4, 1056, 20480)
+    assert law["fixed_bytes"] * 4 == law["floor_bytes"] * 3
+    terms = {term["name"]: term["value"] for term in out["terms"]}
+    assert terms["requests[2000+300].at_once"] == first["at_once"]
+    page = tmp_path / "plan.html"
+    lines = lines_of(capsys, *flags, *asked, "--html", str(page))
+    said = [line for line in lines if line.startswith("Requests of")]
+    assert said[0].startswith(f"Requests of 2,000+300 tokens: about {first['at_once']} at once, ")
+    assert f"; {first['at_last']} at their last token (6 blocks)" in said[0]
+    assert all(f"<p>{line}</p>" in page.read_text() for line in said)
+    rows = lines_of(capsys, *flags, *asked, "--csv")
+    assert f"requests of 100+20,{second['at_once']},{' to '.join(map(str, second['bounds']))}" in rows
+
+
+def test_a_plain_model_says_it_when_asked(model, capsys):
+    flags = (model("meta-llama/Llama-3.2-1B"), "--engine", "vllm", "--engine-version", "0.32.0")
+    flags += ("--kv-cache-memory-bytes", "1GiB", "--device-memory", "64GiB", "--max-model-len", "8192")
+    assert not [line for line in lines_of(capsys, *flags) if line.startswith(("A request", "Requests"))]
+    lines = lines_of(capsys, *flags, "--request", "1K+129", "--max-num-seqs", "3")
+    (law,) = (line for line in lines if line.startswith("A request takes"))
+    assert (
+        law
+        == "A request takes 32,768 bytes a token, in blocks of 128 tokens; at least 4,194,304 bytes (1 block)"
+    )
+    # 1,152 tokens have room in 9 blocks; the last one of 1,153 is never computed
+    assert (
+        "Requests of 1,024+129 tokens: 28 at once (9 blocks each, 36.0 MiB); --max-num-seqs lets 3 run" in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--request", "2000"), "--request: '2000' is not PROMPT+OUTPUT"),
+        (("--request", "0+5"), "--request: '0' is not a positive integer"),
+        (("--request", "5+0"), "--request: '0' is not a positive integer"),
+        (("--request", "1+2+3"), "is not PROMPT+OUTPUT"),
+        (("--max-model-len", "512", "--request", "500+13"), "500+13 is 513 tokens, above max_model_len 512"),
+        (("--sweep", "--request", "5+5"), "--request: is about one plan, --sweep about many"),
+        (("--engine", "vllm", "--engine-version", "0.7.3", "--request", "5+5"), "block manager of V0"),
+    ],
+)
+def test_what_is_refused(arguments, words, capsys):
+    assert run(["demo", "--device-memory", "16GiB", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1, said
+
+
+def test_what_the_law_does_not_know_is_named(model):
+    found = plan(
+        model("deepseek-ai/DeepSeek-V4-Flash"), gpu="h200", tensor_parallel_size=8, engine_version="0.32.0"
+    )
+    assert found.kv_cache.law is None
+    with pytest.raises(UnsupportedArchitecture, match="layers that compress tokens"):
+        found.hold(100, 10)
+    found = plan(model("google/gemma-2-2b"), engine="sglang", device_memory=24 << 30)
+    with pytest.raises(UnsupportedArchitecture, match="SGLang's pool of sliding layers"):
+        found.hold(100, 10)
+
+
+def test_lengths_from_python(model):
+    found = plan(model("meta-llama/Llama-3.2-1B"), engine="vllm", max_model_len=4096, device_memory=24 << 30)
+    assert found.hold(4000, 96).blocks.last == 4095 // 128 + 1
+    for lengths in ((4000, 97), (0, 1), (1, 0)):
+        with pytest.raises(DeploymentError, match="--request"):
+            found.hold(*lengths)
+
+
+def test_other_engines(model):
+    folder = model("meta-llama/Llama-3.2-1B")
+    slots = plan(folder, engine="llama.cpp", max_model_len=4096, max_num_seqs=4, device_memory=24 << 30)
+    assert slots.hold(10, 10).at_once == slots.hold(4000, 90).at_once == 4
+    tokens = plan(folder, engine="sglang", device_memory=24 << 30, gpu=None, device="cuda")
+    assert tokens.hold(1000, 25).at_once == tokens.kv_cache.tokens // 1024
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "google/gemma-2-2b"])
+def test_as_many_as_our_own_manager_admits(name, model):
+    changes = {"sliding_window": 100} if "gemma" in name else {}
+    found = plan(
+        model(name, **changes), engine="hf", dtype="bfloat16", max_model_len=2048, max_num_batched_tokens=513,
+        max_num_seqs=512, kv_cache_memory_bytes=256 * MIB, device_memory=64 << 30,
+    )  # fmt: skip
+    cache = found.kv_cache
+    for prompt, output in ((1, 1), (15, 1), (16, 1), (99, 30), (161, 160), (1000, 24)):
+        manager = KVCacheManager(
+            cache.layout, cache.num_blocks, max_num_seqs=512, max_model_len=2048, max_num_batched_tokens=513,
+            policy=admission.Policy(admission.AdmissionMode.NO_EVICT),
+        )  # fmt: skip
+        count = 0
+        while isinstance(manager.admit(count, [count, *range(1, prompt)], output), Admitted):
+            count += 1
+        assert found.hold(prompt, output).running == count

