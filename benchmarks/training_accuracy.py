@@ -1,11 +1,18 @@
 """Peaks of published training runs against ``tonnage train``'s arithmetic.
 
     python benchmarks/training_accuracy.py --receipts tests/data/training/measured_receipts.tsv --json
+    python benchmarks/training_accuracy.py --stacks tests/data/training/published_stacks.tsv
     python benchmarks/training_accuracy.py --activations
 
 Scores the rows whose quantity is ``peak torch memory, bf16 b=B s=S sdpa|eager full|lora=R pure|amp [ckpt]`` of
 a run marked ``(train)``. Nothing is fitted: the same formulas answer every row, so no model is scored by terms
 that saw it. The peer's own prediction, printed in the row, is scored beside ours.
+
+--stacks holds ``tonnage train --stack`` against the totals the stacks publish: each row's settings are the
+flags in its column, ``conditions`` says which of them its source does not state. Nothing is fitted to them. A
+row is covered where its total, to the last digit printed, is inside the plan's interval; ``allocator``: what
+torch's allocator counts, so neither CUDA's context nor paged states; rows that were calculated, not measured,
+are listed and not scored.
 
 --activations lists, by model type, what the plan says a step keeps for its backward pass beside what autograd
 kept of a tiny real model on this machine (tests/helpers/training_rows.py; torch and transformers; a minute):
@@ -30,6 +37,7 @@ from tonnage.planner.training.activations import ESTIMATE_HIGH, ESTIMATE_LOW
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.sweep import parse_axis
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (ROOT / "tests" / "data" / "configs", ROOT / "tests" / "data" / "training")
@@ -125,6 +133,55 @@ def kept_by_autograd(models: Any, row: str) -> dict[str, Any]:
     return {"row": row, "estimated": estimated, "held": held, "worst": worst, "modes": modes}
 
 
+def stack_row(row: dict[str, str], folders: list[Path]) -> dict[str, Any]:
+    """One published total of a stack, planned."""
+    given: dict[str, Any] = {"stack": row["stack"], "gpus": int(row["gpus"])}
+    for part in row["setting"].split():
+        name, values = parse_axis(part)
+        given[name] = values[0]
+    config = config_of(row["model"], folders)
+    assert config is not None, row["model"]
+    plan = Planner(model_from(row["model"], build_architecture(config))).plan(TrainingSetup(**given))
+    outside = set(_OUTSIDE_TORCH) if row["allocator"] == "yes" else set()
+    if row["allocator"] == "yes" and given.get("optimizer", "").startswith("paged"):
+        outside.add("optimizer states")  # cudaMallocManaged, by bitsandbytes
+    lines = [line for line in plan.lines if line.place == "gpu" and line.name not in outside]
+    unit = {"GiB": 2**30, "GB": 10**9}[row["unit"]]
+    planned, low, high = (sum(getattr(line, k) for line in lines) / unit for k in ("bytes", "low", "high"))
+    published = float(row["published"])
+    last = 0.5 * 10 ** -len(row["published"].partition(".")[2])  # half of the last digit printed
+    return {
+        "stack": row["stack"], "model": row["model"], "setting": row["setting"], "source": row["source"],
+        "conditions": row["conditions"], "measured": row["measured"] == "yes", "unit": row["unit"],
+        "published": published, "planned": round(planned, 2), "low": round(low, 2), "high": round(high, 2),
+        "error": round(planned / published - 1, 4), "covered": low - last <= published <= high + last,
+        "moment": plan.moment,
+    }  # fmt: skip
+
+
+def stacks(path: Path, folders: list[Path], json_only: bool) -> int:
+    with path.open() as file:
+        rows = [stack_row(row, folders) for row in csv.DictReader(file, delimiter="\t")]
+    scored = [row for row in rows if row["measured"]]
+    if not json_only:
+        for row in rows:
+            inside = ("covered" if row["covered"] else "OUTSIDE") if row["measured"] else "not scored"
+            print(
+                f"{row['stack']:<14}{row['model']:<14}{row['published']:>7} {row['unit']:<4}{row['planned']:>8}"
+                f" ({row['low']} to {row['high']}){100 * row['error']:>+7.1f} %  {inside:<11}{row['setting']}"
+            )
+    by_stack = {}
+    for name in dict.fromkeys(row["stack"] for row in scored):
+        errors = [abs(row["error"]) for row in scored if row["stack"] == name]
+        by_stack[name] = {
+            "rows": len(errors), "mean_error": round(statistics.mean(errors), 4),
+            "median_error": round(statistics.median(errors), 4), "worst_error": max(errors),
+        }  # fmt: skip
+    covered = sum(row["covered"] for row in scored)
+    print(json.dumps({"scored": len(scored), "covered": covered, "stacks": by_stack, "rows": rows}))
+    return 0 if scored and covered == len(scored) else 1
+
+
 def activations(json_only: bool, chosen: list[str]) -> int:
     sys.path.append(str(ROOT / "tests" / "helpers"))
     import training_models as models
@@ -156,6 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--receipts", type=Path, help="TSV as tests/data/training/measured_receipts.tsv")
+    what.add_argument("--stacks", type=Path, help="TSV as tests/data/training/published_stacks.tsv")
     what.add_argument("--activations", action="store_true", help="the list of model types, measured here")
     parser.add_argument("--types", nargs="+", default=[], help="only these model types, of --activations")
     parser.add_argument("--configs", type=Path, help="another folder of configs, searched first")
@@ -163,13 +221,15 @@ def main() -> int:
     options = parser.parse_args()
     if options.activations:
         return activations(options.json, options.types)
+    folders = ([options.configs] if options.configs else []) + list(FOLDERS)
+    if options.stacks:
+        return stacks(options.stacks, folders, options.json)
     try:
         with options.receipts.open() as file:
             receipts = list(csv.DictReader(file, delimiter="\t"))
     except OSError as error:
         print(f"{options.receipts}: {error.strerror}", file=sys.stderr)
         return 2
-    folders = ([options.configs] if options.configs else []) + list(FOLDERS)
     rows = [found for row in receipts if (found := score(row, folders)) is not None]
     ours = summary(rows, "error")
     ours["misses"] += sum("miss" in row for row in rows)

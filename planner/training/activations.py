@@ -26,7 +26,9 @@ from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import MASK, norm
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.precision import Convention
-from tonnage.planner.training.tape import ACTIVATIONS, Size, Tape, Value
+from tonnage.planner.training.tape import ACTIVATIONS, Kernels, Size, Tape, Value
+
+PLAIN_KERNELS = Kernels()
 
 
 class LayerKind(NamedTuple):
@@ -153,10 +155,12 @@ def activations_of(
     explicit_mask: bool = False,
     single: bool = False,
     estimated: tuple[ShapeSum, ...] = (),
+    kernels: Kernels = PLAIN_KERNELS,
 ) -> Activations:
     """Symbolic activations of a model. ``masked``: per layer, whether a mask is passed. ``key``: attention
     implementation, method, adapter rank, target modules, trained layers (freeze), fp8.
-    ``single``: micro-batches of one sequence. ``estimated``: instead of the recipe's layers."""
+    ``single``: micro-batches of one sequence. ``estimated``: instead of the recipe's layers. ``kernels``:
+    of the stack whose modules run."""
     attention, method, rank, targets, trained_layers, fp8 = key
     hidden, vocab = recipe.hidden, recipe.embedding.rows
     width = convention.weights if method == "full" else frozen
@@ -164,13 +168,15 @@ def activations_of(
     if convention.name == "fp32":
         stream = 4
 
-    def tape(trainable: bool, masked: bool) -> Tape:
+    ends = kernels._replace(compiled="") if kernels.layers_only else kernels
+
+    def tape(trainable: bool, masked: bool, kernels: Kernels = ends) -> Tape:
         return Tape(
             compute=convention.compute, autocast=convention.autocast,
             weight=convention.weights if convention.autocast else stream,
             frozen=frozen if convention.autocast else stream, attention=attention, cuda=cuda,
             explicit_mask=explicit_mask, single=single, targets=targets, method=method, rank=rank, fp8=fp8,
-            trainable=trainable, masked=masked,
+            trainable=trainable, masked=masked, kernels=kernels,
         )  # fmt: skip
 
     tables = {}
@@ -200,7 +206,7 @@ def activations_of(
         out.append((LayerKind(False, True, True), found.layers, Kept(total, total, scores, casts, 0)))
     read = {id(one): one for both in tables.values() for one in both} if estimated else {}
     for (layer, kind), number in kinds.items() if not estimated else ():
-        t = tape(kind.trainable, kind.masked)
+        t = tape(kind.trainable, kind.masked, kernels)
         run_layer(t, layer, Value(Size(token=hidden), stream, kind.input_grad), tables, f"{recipe.at}.*")
         for both in tables.values():  # shared by all layers
             for one in both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from tonnage.planner.records import replace
 from tonnage.planner.training.activations import (
     ESTIMATE_HIGH,
     ESTIMATE_LOW,
@@ -16,25 +17,41 @@ from tonnage.planner.training.methods import LINEARS, Trained, train_under
 from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.optimizers import OPTIMIZER
 from tonnage.planner.training.overheads import overheads_of
-from tonnage.planner.training.peak import Peak, StageShape, peak_of
+from tonnage.planner.training.peak import Gradients, Peak, StageShape, peak_of
 from tonnage.planner.training.placement import HostBytes, place
 from tonnage.planner.training.plans import Line, Place, TrainingPlan
 from tonnage.planner.training.precision import Convention, convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 from tonnage.planner.training.sharding import check_parallel, check_segments, stage_of
+from tonnage.planner.training.stacks import (
+    adapter_bytes,
+    check_stack,
+    gradients_held,
+    kernels_of,
+    stack_notes,
+    stack_of,
+)
 from tonnage.planner.training.states import States, states_on_rank
 from tonnage.planner.training.step import step_of
+from tonnage.planner.training.tape import Kernels
 from tonnage.planner.units import ceil_div, gib
 
 DEFAULT_LENGTH = 2048  # when the flag is absent, or the model's own length if shorter
 
 
 _METHOD = attrgetter(
-    "method", "rank", "target_modules", "trainable_layers", "base_quantization", "base_dtype", "precision"
+    "stack",
+    "method",
+    "rank",
+    "target_modules",
+    "trainable_layers",
+    "base_quantization",
+    "base_dtype",
+    "precision",
 )
 _STATES = attrgetter(
-    "convention", "gradient_dtype", "optimizer", "strategy", "gpus", "nodes", "shard_size", "fsdp_version",
-    "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel",
+    "convention", "gradient_dtype", "optimizer", "galore_rank", "strategy", "gpus", "nodes", "shard_size",
+    "fsdp_version", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel",
 )  # fmt: skip
 
 
@@ -76,13 +93,15 @@ class Planner:
     def length(self, setup: TrainingSetup) -> int:
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
-    def activations(self, setup: TrainingSetup) -> Activations | None:
+    def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
+        """``kernels``: instead of the stack's own."""
         recipe = self.model.recipe
         if recipe is None:
             return None
+        kernels = kernels or kernels_of(setup)
         longest = self.length(setup) if any(self.model.windows) else 0
         single = setup.micro_batch == 1
-        known = (_METHOD(setup), _ACTIVATIONS(setup), longest, single)
+        known = (_METHOD(setup), _ACTIVATIONS(setup), longest, single, kernels)
         cached = self._activations.get(known)
         if cached is not None:
             return cached
@@ -96,15 +115,21 @@ class Planner:
             setup.fp8_kept,
         )
         found = activations_of(
-            recipe, self.model.masked(self.length(setup)), convention_of(setup), frozen_bytes(setup), key,
-            explicit_mask=setup.materialized_mask or (setup.packing and attention_of(setup) == "sdpa"),
-            single=single, estimated=self.model.estimated,
+            recipe, self.model.masked(self.length(setup)), convention_of(setup),
+            4 if kernels.quantized else frozen_bytes(setup), key,
+            explicit_mask=setup.materialized_mask
+            or (setup.packing and attention_of(setup) == "sdpa" and kernels.tables != "taken"),
+            single=single, estimated=self.model.estimated, kernels=kernels,
         )  # fmt: skip
         self._activations[known] = found
         return found
 
-    def peak(self, setup: TrainingSetup, stage: int, states: States) -> Peak | None:
-        acts = self.activations(setup)
+    def peak(
+        self, setup: TrainingSetup, stage: int, states: States, kernels: Kernels | None = None,
+        wide_step: bool = False,
+    ) -> Peak | None:  # fmt: skip
+        """``wide_step``: with the optimizer's four operands in fp32, for the largest tensor."""
+        acts = self.activations(setup, kernels)
         if acts is None:
             return None
         stages = setup.pipeline_parallel
@@ -120,11 +145,41 @@ class Planner:
             stage == stages - 1,
             flight,
         )
-        step = step_of(setup, convention_of(setup), states)
-        return peak_of(
-            setup, acts, shape, self.length(setup), architecture.intermediate_size, step,
-            setup.method == "full", self.model.tied,
+        convention = convention_of(setup)
+        step = step_of(setup, convention, states)
+        if wide_step:
+            step = step._replace(bytes=step.bytes + 4 * 4 * states.largest)
+        full = setup.method == "full"
+        side = ceil_div(acts.vocab, setup.tensor_parallel) * acts.hidden * convention.gradients if full else 0
+        gradients = Gradients(
+            states.gradients, side, 0 if self.model.tied else side, gradients_held(setup),
+            setup.optimizer_in_backward,
         )  # fmt: skip
+        return peak_of(
+            setup, acts, shape, self.length(setup), architecture.intermediate_size, step, full, self.model.tied,
+            gradients, states.packed,
+        )  # fmt: skip
+
+    def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
+        """Bytes by which the peak may be lower and higher: by what a compiler chooses to keep, which of
+        torchtune's two RMSNorms runs, how an 8-bit optimizer computes; fp8 is bounded by what 16 bits keep."""
+        kernels = kernels_of(setup)
+        low = high = kernels
+        if kernels.compiled == "least":  # a stack's own kernels
+            high = kernels._replace(compiled="inductor")
+        elif kernels.compiled:
+            low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
+        elif kernels.fp32_norm:
+            low = kernels._replace(fp32_norm=False)
+        wide = stack_of(setup).states_in_fp32 and setup.optimizer.endswith("8bit")
+        if low == high and not wide and not setup.fp8_kept:
+            return 0, peak.more
+        sides = [self.peak(setup, stage, states, side, wide and side == high) for side in (low, high)]
+        if setup.fp8_kept:
+            sides.append(self.peak(replace(setup, precision="bf16-mixed"), stage, states))
+        totals = [found.total + found.gradients for found in sides if found is not None]
+        here = peak.total + peak.gradients
+        return max(0, here - min(totals)), max(peak.more, max(totals) - here)
 
     def _fp8_modules(self, setup: TrainingSetup) -> int:
         """Linear modules of a rank that multiply in fp8."""
@@ -138,6 +193,7 @@ class Planner:
         DeploymentError or UnsupportedArchitecture."""
         check_setup(setup)
         check_device(setup)
+        check_stack(setup, self.model.architecture.model_type)
         check_segments(self.model.architecture, setup)
         stages = {0, setup.pipeline_parallel - 1}
         plans = [self._stage(setup, stage, brief) for stage in sorted(stages)]
@@ -150,8 +206,10 @@ class Planner:
         peak = self.peak(setup, stage, states)
         length = self.length(setup)
         placed = place(setup, states, convention, trained)
-        lines = _state_lines(setup, states, convention, placed, trained)
-        lines += _peak_lines(setup, peak, length, bool(model.estimated))
+        there = states.gradients if peak is None else peak.gradients
+        lines = _state_lines(setup, states, convention, placed, trained, there)
+        bounds = self.peak_bounds(setup, stage, states, peak) if peak else (0, 0)
+        lines += _peak_lines(setup, peak, length, bool(model.estimated), bounds)
         lines += [
             Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
             for o in overheads_of(setup, states, self._fp8_modules(setup))
@@ -175,12 +233,13 @@ def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu"
 
 
 def _state_lines(
-    setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained
+    setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained, there: int
 ) -> list[Line]:
+    """``there``: bytes of the gradients at the peak."""
     ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
     master = states.master if c.master_with_weights else 0
     per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)
-    adapters = " (adapters fp32)" if trained.adapters else ""
+    adapters = f" (adapters {8 * adapter_bytes(setup)} bits)" if trained.adapters else ""
     out = []
     if not placed.weights_off:
         shared = ranks if setup.zero_stage == 3 else ""
@@ -198,11 +257,10 @@ def _state_lines(
     )  # fmt: skip
     if not placed.gradients_off:
         shared = ranks if setup.zero_stage >= 2 else ""
-        out.append(
-            _exact("gradients", states.gradients,
-                   f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}",
-                   "--gradient-dtype")
-        )  # fmt: skip
+        formula = f"{c.gradients} bytes x {states.trainable:,}{shared}{adapters}"
+        if there != states.gradients:
+            formula = f"of {gib(states.gradients)} what is there at the peak: {formula}"
+        out.append(_exact("gradients", there, formula, "--gradient-dtype"))
     if not placed.optimizer_off:
         inner = states.optimizer + (0 if c.master_with_weights else states.master)
         held = f"{c.master} (fp32 master) + " if states.master and not c.master_with_weights else ""
@@ -219,13 +277,17 @@ def _frozen(setup: TrainingSetup) -> str:
     return f"{frozen_bytes(setup)} bytes each"
 
 
-def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool) -> list[Line]:
+def _peak_lines(
+    setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool, bounds: tuple[int, int]
+) -> list[Line]:
     if peak is None:
         return []
     at = f"b = {setup.micro_batch}, s = {length:,}, {attention_of(setup)}, checkpointing {setup.checkpointing}"
     source = "saved tensors of the forward pass (planner/training/activations.py)"
     kept = peak.activations
-    low, high = (int(kept * ESTIMATE_LOW), int(kept * ESTIMATE_HIGH)) if estimated else (kept, kept)
+    low, high = kept - bounds[0], kept + bounds[1]
+    if estimated:
+        low, high = min(low, int(kept * ESTIMATE_LOW)), max(high, int(kept * ESTIMATE_HIGH))
     if estimated:
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
@@ -256,7 +318,7 @@ def _peak_lines(setup: TrainingSetup, peak: Peak | None, length: int, estimated:
         )
     )
     t, formula = peak.temporary, f"moment: {peak.moment}" + (f" ({peak.copies})" if peak.copies else "")
-    out.append(Line("temporary", "gpu", t, t // 2, t, formula, "planner/training/peak.py"))
+    out.append(Line("temporary", "gpu", t, t - peak.rough // 2, t, formula, "planner/training/peak.py"))
     r = peak.rounding
     out.append(
         Line(
@@ -340,16 +402,18 @@ def _notes(planner: Planner, setup: TrainingSetup, trained: Trained, peak: Peak 
     if setup.precision == "fp8":
         out.append("fp8 needs compute capability 8.9 (Ada, Hopper)")
         out.append("what fp8 keeps is read from its libraries' sources, not measured")
+    out += stack_notes(setup)
     if setup.method == "qlora":
         out.append("QLoRA: ZeRO 1 and 2 replicate the quantized base, stage 3 cannot split it, FSDP can (NF4)")
         out.append("QLoRA runs about 30 % slower than LoRA: each matrix is dequantized for each use")
+    if setup.method == "qlora" and setup.stack is None:
         upcast = sum(
             h.elements * h.count * 2
             for h in trained.held
             if not h.trainable and h.frozen_bytes == 2 * h.elements
         )
         out.append(f"prepare_model_for_kbit_training casts what is not quantized to fp32: {gib(upcast)} more")
-    if setup.optimizer in ("adamw-8bit", "paged-adamw-8bit"):
+    if setup.optimizer in ("adamw-8bit", "paged-adamw-8bit") and setup.stack != "torchtune":
         rows = [h for h in trained.held if h.trainable and h.role == "embedding"]
         more = sum(6 * h.elements * h.count for h in rows)
         if more:

@@ -26,6 +26,8 @@ examples:
   tonnage train ./Llama-3.1-8B --sweep micro-batch=1,2,4,8 --sweep checkpointing=none,full --json
   tonnage train ./Llama-3.1-8B --strategy zero3 --gpus 8 --emit deepspeed > deepspeed.json
   tonnage train ./Llama-3.1-8B --gpus 8 --emit deepspeed-estimate
+  tonnage train ./Llama-3.1-8B --stack torchtune --method qlora --compile --gpu rtx-4090
+  tonnage train ./Llama-3.1-8B --method lora --sweep stack=transformers,torchtune,llama-factory,unsloth
 """
 
 
@@ -60,9 +62,9 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def setup_from(args: argparse.Namespace) -> TrainingSetup:
-    """Flags -> TrainingSetup. Raises DeploymentError naming the flag."""
-    values = given(args, TrainingSetup)
+def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
+    """Flags, and ``changes`` of them, -> TrainingSetup. Raises DeploymentError naming the flag."""
+    values = {**given(args, TrainingSetup), **changes}
     if args.gpu is not None:
         if "device_memory" in values:
             raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
@@ -72,7 +74,11 @@ def setup_from(args: argparse.Namespace) -> TrainingSetup:
         values["device_memory"] = gpu.memory_bytes
         if gpu.capability is not None:
             values.setdefault("compute_capability", "{}.{}".format(*gpu.capability))
-    return TrainingSetup(**values)
+    if values.get("stack") is None:
+        return TrainingSetup(**values)
+    from tonnage.planner.training.stacks import with_defaults
+
+    return TrainingSetup(**with_defaults(values))
 
 
 def run(argv: list[str]) -> int:
@@ -160,7 +166,8 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
 
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
-    rows = sweep(planner, setup, axes)
+    made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None
+    rows = sweep(planner, setup, axes, made)
     if args.json:
         import json
 

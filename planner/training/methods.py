@@ -21,10 +21,10 @@ from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.precision import frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import nf4_torchao_bytes, stack_of
 from tonnage.planner.training.tape import IA3_FEED_FORWARD
 
 LINEARS = ("Linear", "KeptLinear", "FalconLinear", "Conv1D")
-_ADAPTER_DTYPE = 4  # PEFT casts adapters of a 16-bit base to fp32 (autocast_adapter_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,15 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
             hint="use --method lora",
         )
     first_trained = architecture.layers - setup.trainable_layers
-    base = frozen_bytes(setup)
-    dtype = {4: "float32", 2: "bfloat16"}[base]
+    stack = stack_of(setup)
+
+    def frozen(tensor: TensorSpec) -> int:
+        quantized = setup.method == "qlora" and quantization.converts(tensor)
+        if quantized and stack.nf4 == "torchao":
+            return nf4_torchao_bytes(tensor.elements)
+        wide = frozen_bytes(setup) == 4 or (setup.method == "qlora" and stack.upcasts and not quantized)
+        return quantization.bytes_after_load(tensor, "float32" if wide else "bfloat16")
+
     groups: dict[tuple[str, tuple[int, ...], bool], list[TensorSpec]] = {}
     for tensor in own:
         trainable = setup.method == "full" or (
@@ -106,7 +113,7 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
     held = [
         Held(
             name, shape, tensors[0].role, tensors[0].module_class, tuple(t.layer for t in tensors), trainable,
-            frozen_bytes=quantization.bytes_after_load(tensors[0], dtype),
+            frozen_bytes=frozen(tensors[0]),
             shard_dim=tensors[0].shard_dim, kv_rows=tensors[0].kv_rows, kv_units=tensors[0].kv_units,
         )
         for (name, shape, trainable), tensors in groups.items()
@@ -195,8 +202,3 @@ def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str,
     if tensor.module_class == "Embedding":  # rows x width: A [rank, rows], B [width, rank]
         out, into = into, out
     return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]
-
-
-def adapter_bytes() -> int:
-    """Bytes per adapter weight, gradient and state value: fp32 unless DeepSpeed casts the whole model."""
-    return _ADAPTER_DTYPE

@@ -37,18 +37,34 @@ OPTIMIZER = {
     "adafactor": Optimizer("adafactor", 1, True, "row + column statistics of a matrix"),
     "lion": Optimizer("lion", 1, False, "1 state"),
     "muon": Optimizer("muon", 1, False, "1 state for hidden matrices, AdamW's 2 for the rest"),
+    "galore-adamw": Optimizer("galore-adamw", 2, False, "2 states and a projection of rank r a matrix, else 2"),
+    "galore-adamw-8bit": Optimizer(
+        "galore-adamw-8bit", 2, False, "projections of rank r, projected 8-bit states, 8-bit ones of the rest"
+    ),
 }
 
 
+def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
+    """GaLore projects the layers' matrices, whichever module they are of: embedding, head and norms are not
+    (llamafactory 0.9.5 train/trainer_utils.py; GaLore's torchrun_main.py: attention and MLP)."""
+    return name.startswith("galore") and len(shape) == 2 and role in ("attention", "mlp")
+
+
 @lru_cache(maxsize=4096)
-def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int) -> int:
-    """Bytes of the states of one tensor of ``shape``; ``state`` is the size of one state value.
+def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: int = 0) -> int:
+    """Bytes of the states of one tensor of ``shape``; ``state`` is the size of one state value. ``rank``: of
+    GaLore's projection, [rank, short side], and of its states, [rank, long side] (galore-torch 1.0).
 
     8-bit AdamW keeps its block-wise states whatever ``state`` says; Adafactor (torch.optim) keeps
     ``shape[:-1] + (1,)`` and ``shape[:-2] + (1, last)``; Muon (torch.optim) takes matrices only, and by its
     authors' advice not the embedding and the head, which AdamW trains.
     """
     n = prod(shape)
+    if is_projected(name, shape, role):
+        rank = min(rank, *shape)
+        base = name.removeprefix("galore-")
+        return rank * min(shape) * state + state_bytes(base, (rank, max(shape)), role, state)
+    name = name.removeprefix("galore-")
     if name in ("adamw-8bit", "paged-adamw-8bit"):
         if n < BNB_MIN_ELEMENTS:
             return 8 * n
@@ -65,13 +81,17 @@ def shared_bytes(name: str) -> int:
     return BNB_MAPS_BYTES if "8bit" in name else 0
 
 
-def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int) -> int:
+def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int, projected: int = 0) -> int:
     """Temporary bytes of one step over ``trainable`` elements on the rank, ``largest`` in one tensor.
 
     AdamW's denominator is a list of copies of the second state (torch/optim/adamw.py, 2.13,
     ``_multi_tensor_adamw``: ``_foreach_sqrt``); fused kernels keep none. Adafactor, Lion and Muon go tensor
-    by tensor with two temporaries; SGD and bitsandbytes update in place.
+    by tensor with two temporaries; SGD and bitsandbytes update in place. GaLore (galore-torch 1.0) takes two
+    for each tensor, or, where its largest ``projected`` matrix gets a new projection, that matrix, U and V of
+    its singular value decomposition in fp32.
     """
+    if name.startswith("galore"):
+        return max(2 * state * min(largest, trainable), 3 * 4 * projected)
     if kernel == "fused" or "8bit" in name or name.startswith("sgd"):
         return 0
     return state * (trainable if name == "adamw" else 2 * min(largest, trainable))

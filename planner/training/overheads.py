@@ -73,9 +73,9 @@ def overheads_of(setup: TrainingSetup, states: States, modules: int) -> list[Ove
                      "torch/csrc/distributed/c10d/reducer.cpp")
         )  # fmt: skip
     elif setup.is_fsdp:
-        unit = states.layer * each
+        unit = states.layer_trained * each
         out.append(
-            Overhead("unsharded gradients", 2 * unit, unit, 2 * unit + states.outer * each,
+            Overhead("unsharded gradients", 2 * unit, unit, 2 * unit + states.outer_trained * each,
                      "gradients of one unit before, and of one in, the reduce-scatter",
                      "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")
         )  # fmt: skip

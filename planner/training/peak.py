@@ -12,6 +12,10 @@ code; benchmarks/training_accuracy.py holds the sums against published A6000 run
 - ``embedding gradient``: the tied embedding's two gradients before they are summed
 - ``optimizer step``: copies of the gradients and the temporaries of the multi-tensor kernels (step.py), no
   activations
+- ``first layer backward``: where gradients come and go with each step, one layer's tensors and all gradients
+
+A stack that drops the model's output, or sets gradients to None, has less of both (stacks.py); what the loss
+keeps is in loss.py.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tonnage.planner.training.activations import Activations, Kept
+from tonnage.planner.training.loss import loss_of
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.step import Step
 from tonnage.planner.units import MiB, ceil_div
 
 MOMENTS = (
     "loss forward", "loss backward", "layer backward", "head gradient", "embedding gradient", "optimizer step",
+    "first layer backward",
 )  # fmt: skip
 
 # c10/cuda/CUDACachingAllocator.cpp (2.13): requests from 10 MiB on get segments rounded to 2 MiB, and a
@@ -34,7 +41,9 @@ _LARGE, _ROUND, _UNSPLIT = 10 * MiB, 2 * MiB, 1 * MiB
 
 
 class Peak(NamedTuple):
-    """Bytes beside the model states at the worst moment, by kind; ``cpu``: activations kept on the host."""
+    """Bytes beside the model states at the worst moment, by kind; ``cpu``: activations kept on the host.
+    ``gradients``: of the model's gradients, what is there at that moment. ``more``: what may come on top;
+    ``rough``: the part of ``temporary`` that is estimated."""
 
     moment: str
     activations: int
@@ -43,6 +52,9 @@ class Peak(NamedTuple):
     temporary: int
     rounding: int
     cpu: int
+    gradients: int
+    more: int
+    rough: int
     copies: str = ""  # what an optimizer step copies of the gradients, in words
 
     @property
@@ -68,6 +80,17 @@ def _rounded(piece: int) -> int:
     return rest if rest <= _UNSPLIT else 0
 
 
+class Gradients(NamedTuple):
+    """Of a rank: ``full`` bytes of all, ``head`` of the head's (or tied embedding's) and ``embedding`` of an
+    untied embedding's. ``held``: there from one step to the next. ``dropped``: used and dropped one by one."""
+
+    full: int
+    head: int
+    embedding: int
+    held: bool
+    dropped: bool
+
+
 class _Cut(NamedTuple):
     """Micro-batch as one rank sees it."""
 
@@ -81,18 +104,6 @@ class _Cut(NamedTuple):
         if self.sequence_parallel:
             return ceil_div(whole, self.tp)
         return whole - split + ceil_div(split, self.tp)
-
-
-def _chunked_loss(setup: TrainingSetup, acts: Activations, tokens: int, head_trained: bool) -> int:
-    """Liger's fused linear cross-entropy: logits of one chunk of rows (16-bit and fp32), the gradient of the
-    hidden states, and of the head (liger_kernel/ops/fused_linear_cross_entropy.py: rows per chunk =
-    next power of two of tokens / ceil(vocabulary / hidden))."""
-    rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))
-    rows = 1 << max(0, rows - 1).bit_length()
-    head = acts.vocab * acts.hidden * acts.logit_width if head_trained else 0
-    return (
-        min(rows, tokens) * acts.vocab * (acts.logit_width + 4) + tokens * acts.hidden * acts.logit_width + head
-    )
 
 
 @lru_cache(maxsize=65536)
@@ -114,9 +125,11 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, i
 
 def peak_of(
     setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: Step,
-    head_trained: bool, tied: bool,
+    head_trained: bool, tied: bool, gradients: Gradients, packed: int = 0,
 ) -> Peak:  # fmt: skip
-    """The worst moment of one micro-batch of ``setup.micro_batch`` x ``length`` tokens on one rank."""
+    """The worst moment of one micro-batch of ``setup.micro_batch`` x ``length`` tokens on one rank. ``packed``:
+    elements of the largest quantized matrix."""
+    stack = stack_of(setup)
     local = ceil_div(length, setup.context_parallel)
     tp = setup.tensor_parallel
     cut = _Cut(setup.micro_batch, local, tp, setup.sequence_parallel)
@@ -140,6 +153,7 @@ def peak_of(
         if setup.offload_activations:
             resident = min(saved, 2 * stream)
             cpu, saved = saved - resident, resident
+        first = stream
     else:
         saved = flight * (kept - (scores if setup.checkpointing == "selective" else 0))
         if setup.checkpointing == "selective" and scores:
@@ -148,44 +162,62 @@ def peak_of(
         if setup.offload_activations:
             resident = min(saved, 2 * largest)
             cpu, saved, rounding = saved - resident, resident, 0
+        first = largest
+    offloads_ends = setup.offload_activations and stack.offloads_ends
+    if offloads_ends:
+        cpu, ends = cpu + ends, 0
     base = saved + ends
-    head_cast = head_kept = forward = backward = alive = 0
-    head_gradient = embedding_gradient = matrix = 0
-    if stage.head:
-        elements = tokens * ceil_div(acts.vocab, tp)
-        width = acts.logit_width
-        head_kept = cut.kept(acts.head)
-        head_cast = (acts.head.casts + acts.head.frozen_casts) // tp
-        labels = 8 * tokens
-        if setup.loss == "fused":
-            forward = backward = _chunked_loss(setup, acts, tokens, head_trained) // tp
-        else:
-            alive = elements * width
-            forward = alive + elements * (4 if width == 4 else 8) + labels
-            backward = alive + 12 * elements + labels
-            rounding += _rounded(alive) + 3 * _rounded(4 * elements)
-        matrix = ceil_div(acts.vocab, tp) * acts.hidden * width
-        head_gradient = base + head_kept + live_casts + head_cast + 2 * alive + (matrix if head_trained else 0)
-        if tied and head_trained and stage.embedding:
-            embedding_gradient = alive + 2 * matrix
-    in_layer = 3 * tokens * ceil_div(inner, tp) * acts.logit_width + 2 * stream
-    moments = (
-        base + head_kept + casts + (0 if setup.checkpointing == "full" else frozen) + head_cast + forward,
-        base + head_kept + live_casts + head_cast + backward,
-        base + live_casts + recompute + in_layer + alive,
-        head_gradient,
-        embedding_gradient,
-        step.bytes,
+    matrix = ceil_div(acts.vocab, tp) * acts.hidden * acts.logit_width
+    own = matrix if head_trained else 0
+    both = tied and head_trained and stage.embedding and stage.head
+    there = gradients.full if gradients.held else 0
+    waiting = own if both and not gradients.held else 0  # the head's part, until the embedding's comes
+    head_cast = head_kept = alive = 0
+    late_casts = casts + (0 if setup.checkpointing == "full" else frozen)
+    in_layer = (
+        3 * tokens * ceil_div(inner, tp) * acts.logit_width
+        + 2 * stream
+        + packed * (2 if setup.compile else stack.dequantized)
     )
-    worst = max(range(len(moments)), key=moments.__getitem__)
-    parts = (
-        (base + head_kept, forward, casts + (0 if setup.checkpointing == "full" else frozen) + head_cast, 0),
-        (base + head_kept, backward, live_casts + head_cast, 0),
-        (base, alive, live_casts, recompute + in_layer),
-        (base + head_kept, 2 * alive, live_casts + head_cast, matrix if head_trained else 0),
-        (0, alive, 0, moments[4] - alive),
-        (0, 0, 0, step.bytes),
-    )[worst]  # fmt: skip
-    if worst >= 4:
+    moments: list[
+        tuple[int, int, int, int, int, int]
+    ] = []  # (moment, activations, logits, casts, more, gradients)
+    if stage.head:
+        loss = loss_of(setup, acts, tokens, tp, head_trained)
+        alive = loss.alive
+        rounding += sum(_rounded(piece) for piece in loss.pieces)
+        head_kept = cut.kept(acts.head)
+        if offloads_ends:
+            head_kept, cpu = own and tokens * acts.hidden * acts.logit_width, cpu + head_kept
+        head_cast = (acts.head.casts + acts.head.frozen_casts) // tp
+        moments = [
+            (0, base + head_kept, loss.forward, late_casts + head_cast, 0, there),
+            (1, base + head_kept, loss.backward, live_casts + head_cast, 0, there),
+            (3, base + head_kept, loss.head, live_casts + head_cast, loss.matrices * own, there),
+        ]
+    else:
+        moments = [(0, base, 0, late_casts, 0, there), (1, base, 0, live_casts, 0, there)]
+    after_head = there if gradients.held or gradients.dropped or both else gradients.head
+    moments.append((2, base, alive, live_casts, recompute + in_layer + waiting, after_head))
+    if both:
+        last = 0 if gradients.dropped else gradients.full - (0 if gradients.held else gradients.head)
+        moments.append((4, 0, alive, 0, 2 * matrix, last))
+    if gradients.dropped:
+        moments.append((5, 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0))
+    else:
+        moments.append((5, 0, 0, 0, step.bytes, gradients.full))
+        if not gradients.held:
+            rest = gradients.full - (gradients.head if both else gradients.embedding)
+            work = recompute + in_layer + waiting
+            moments.append((6, first + ends, alive, one_cast if live_casts else 0, work, rest))
+    worst = max(sorted(moments), key=lambda found: sum(found[1:]))
+    if worst[0] >= 4:
         rounding = 0
-    return Peak(MOMENTS[worst], *parts, rounding, cpu, step.copies if worst == 5 else "")
+    moment, activations, logits, casts_there, temporary, here = worst
+    more = own if setup.loss == "chunked" and moment == 3 else 0  # a third gradient of the head
+    if moment <= 1 and stage.head:
+        more = max(0, loss.most - max(loss.forward, loss.backward))
+    return Peak(
+        MOMENTS[moment], activations, logits, casts_there, temporary, rounding, cpu, here, more,
+        in_layer if moment in (2, 6) else temporary, step.copies if moment == 5 else "",
+    )  # fmt: skip

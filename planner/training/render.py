@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tonnage.planner.records import asdict
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan
+from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
 
@@ -39,6 +40,7 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
             "gradients": convention.gradients, "state": convention.state,
             "bytes_per_parameter": convention.bytes_per_parameter, "used_by": convention.used_by,
         },
+        "stack": _stack(plan, explain),
         "lines": lines,
         "gpu_bytes": plan.total(), "gpu_bounds": list(plan.bounds()),
         "cpu_bytes": plan.total("cpu"), "cpu_init_bytes": plan.cpu_init_bytes, "nvme_bytes": plan.total("nvme"),
@@ -51,6 +53,14 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
         },
         "fits": plan.fits, "reasons": list(plan.reasons), "notes": list(plan.notes),
     }  # fmt: skip
+
+
+def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
+    stack = stack_of(plan.setup)
+    if not stack.name:
+        return None
+    out: dict[str, Any] = {"name": stack.name, "version": stack.version}
+    return {**out, "decisions": dict(stack.sources)} if explain else out
 
 
 def _setup(plan: TrainingPlan) -> dict[str, Any]:
@@ -77,11 +87,12 @@ def headline(plan: TrainingPlan) -> list[str]:
         )
         if value > 1
     ]  # fmt: skip
+    loop = f"{stack_of(setup).shown}, " if setup.stack else ""
     return [
         f"{plan.model}: {plan.architecture}, {plan.parameters:,} parameters, {plan.trainable:,} trained "
         f"({share:.2f} %{adapters})",
-        f"method {setup.method}, precision {setup.precision}, optimizer {setup.optimizer}, {setup.strategy} on "
-        + ", ".join([where, *parts]),
+        f"{loop}method {setup.method}, precision {setup.precision}, optimizer {setup.optimizer}, "
+        f"{setup.strategy} on " + ", ".join([where, *parts]),
         f"convention {c.name}: {c.weights} weights + {c.master} master + {c.gradients} gradients + "
         f"2 x {c.state} AdamW states = {c.bytes_per_parameter} bytes a parameter ({c.used_by})",
         f"batch: {setup.micro_batch} x {setup.gradient_accumulation} step(s) x {setup.data_parallel} rank(s) = "
@@ -157,6 +168,9 @@ def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
         total = sum(row.bytes for row in rows)
         whole = f"  {gib(plan.bounds()[0])} to {gib(plan.bounds()[1])}" if title == _PLACES[0][1] else ""
         lines.append(f"  {'total':<26}{total:>20,} bytes {gib(total):>14}{whole}")
+    if explain:
+        stack = stack_of(plan.setup)
+        lines += ["", *(f"{stack.shown}: {what}  [{source}]" for what, source in stack.sources if stack.name)]
     lines += ["", f"Peak moment: {plan.moment}", *tail(plan), *verdict(plan)]
     return lines
 

@@ -29,6 +29,10 @@ class TrainingSetup:
     planner chooses (and says what). Options and checks are made from these lines
     (:mod:`tonnage.planner.flags`)."""
 
+    stack: str | None = flag(
+        None, "whose modules, loss and loop, and its defaults (default: a plain loop that keeps its gradients)",
+        group=_METHOD, choices=("transformers", "torchtune", "llama-factory", "unsloth", "axolotl"),
+    )  # fmt: skip
     method: str = flag(
         "full", "what is trained", group=_METHOD, choices=("full", "lora", "qlora", "ia3", "freeze")
     )
@@ -44,8 +48,15 @@ class TrainingSetup:
         "adamw", "", group=_METHOD,
         choices=(
             "adamw", "adamw-8bit", "paged-adamw-8bit", "sgd", "sgd-momentum", "adafactor", "lion", "muon",
+            "galore-adamw", "galore-adamw-8bit",
         ),
     )  # fmt: skip
+    galore_rank: int = flag(  # galore-torch's README, transformers' galore_adamw
+        128, "rank of GaLore's projections", group=_METHOD, most=_MOST
+    )
+    optimizer_in_backward: bool = flag(
+        False, "step on each gradient as it comes and drop it: none is kept", group=_METHOD
+    )
     optimizer_kernel: str | None = flag(  # temporary copies during the step (step.py)
         None, "default: foreach; fused by DeepSpeed or with an fp32 master", group=_METHOD,
         choices=("foreach", "fused"),
@@ -90,8 +101,11 @@ class TrainingSetup:
         None, "default: flash where it runs, else sdpa", group=_BATCH, choices=("flash", "sdpa", "eager")
     )
     loss: str = flag(
-        "full", "full logits, or chunks as Liger's kernel", group=_BATCH, choices=("full", "fused")
-    )
+        "full", "full logits, fused with the head as Liger's kernel, or torchtune's chunks of the output",
+        group=_BATCH, choices=("full", "fused", "chunked"),
+    )  # fmt: skip
+    loss_chunks: int = flag(8, "of --loss chunked (num_output_chunks)", group=_BATCH, most=_MOST)
+    compile: bool = flag(False, "torch.compile: pointwise operations are recomputed", group=_BATCH)
     partition_activations: bool = flag(False, "ZeRO-R: checkpoints over tensor-parallel ranks", group=_BATCH)
 
     strategy: str = flag(

@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.records import dataclass
-from tonnage.planner.training.methods import Held, Trained, adapter_bytes
-from tonnage.planner.training.optimizers import OPTIMIZER, STEP_BYTES, shared_bytes, state_bytes
+from tonnage.planner.training.methods import Held, Trained
+from tonnage.planner.training.optimizers import (
+    OPTIMIZER,
+    STEP_BYTES,
+    is_projected,
+    shared_bytes,
+    state_bytes,
+)
 from tonnage.planner.training.precision import Convention, convention_of
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.sharding import (
@@ -20,6 +26,7 @@ from tonnage.planner.training.sharding import (
     split,
     stage_of,
 )
+from tonnage.planner.training.stacks import adapter_bytes
 from tonnage.planner.units import ceil_div
 
 
@@ -48,6 +55,10 @@ class States:
     largest: int
     full_gradients: int
     full_frozen: int
+    projected: int  # elements of the largest matrix GaLore projects
+    packed: int  # of the largest quantized matrix
+    layer_trained: int  # trained elements of the largest decoder layer
+    outer_trained: int
 
     @property
     def total(self) -> int:
@@ -108,8 +119,8 @@ def states_on_rank(
     convention = convention_of(setup)
     pieces = _pieces(trained, architecture, setup, stage)
     weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
-    parameters = trainable = full_gradients = full_frozen = outer = largest = 0
-    per_layer: dict[int, int] = {}
+    parameters = trainable = full_gradients = full_frozen = outer = largest = projected = packed = 0
+    per_layer = per_layer_trained = outer_trained = 0
     flat_trainable = 0
     for piece in pieces:
         held, count, n = piece.held, piece.tensors, piece.elements
@@ -118,10 +129,14 @@ def states_on_rank(
         largest = max(largest, n)
         if held.layers[0] is None:
             outer += total
+            outer_trained += total if held.trainable else 0
         else:
             each = n * held.count // len(set(held.layers))
-            per_layer[0] = per_layer.get(0, 0) + each
+            per_layer += each
+            per_layer_trained += each if held.trainable else 0
         w = _sharded(piece, piece.ranks.weights, setup) * count
+        if not held.trainable and held.frozen_bytes < n:  # quantized
+            packed = max(packed, n)
         if not held.trainable:
             # packed bytes of a quantized tensor are shared out with it
             bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
@@ -130,7 +145,7 @@ def states_on_rank(
             casts += _cast(held, total, convention)
             continue
         trainable += total
-        each_w, each_m, each_g, each_s = _trained_bytes(held, convention)
+        each_w, each_m, each_g, each_s = _trained_bytes(held, convention, setup)
         g = _sharded(piece, piece.ranks.gradients, setup) * count
         s = _sharded(piece, piece.ranks.optimizer, setup) * count
         if piece.ranks.weights > 1 and not setup.is_fsdp and n < PERSISTENT_ELEMENTS and not held.adapter:
@@ -139,7 +154,9 @@ def states_on_rank(
         master += each_m * s
         gradients += each_g * g
         full_gradients += each_g * total
-        states = state_bytes(setup.optimizer, piece.shape, held.role, each_s) * count
+        states = state_bytes(setup.optimizer, piece.shape, held.role, each_s, setup.galore_rank) * count
+        if is_projected(setup.optimizer, piece.shape, held.role):
+            projected = max(projected, n)
         optimizer += states if s == total else ceil_div(states * s, total)
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
         casts += _cast(held, total, convention)
@@ -152,7 +169,8 @@ def states_on_rank(
         master = convention.master * _units(pieces, ranks.optimizer)
         gradients = convention.gradients * _units(pieces, ranks.gradients)
         states = sum(
-            state_bytes(setup.optimizer, p.shape, p.held.role, convention.state) * p.tensors for p in pieces
+            state_bytes(setup.optimizer, p.shape, p.held.role, convention.state, setup.galore_rank) * p.tensors
+            for p in pieces
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
     if setup.strategy in ("zero1", "zero2") and flat_trainable:
@@ -163,8 +181,8 @@ def states_on_rank(
         counters = 0
     return States(
         weights, frozen, master, gradients, optimizer + shared_bytes(setup.optimizer), counters, casts,
-        persistent, parameters, trainable, max(per_layer.values(), default=0), outer, largest,
-        full_gradients, full_frozen,
+        persistent, parameters, trainable, per_layer, outer, largest,
+        full_gradients, full_frozen, projected, packed, per_layer_trained, outer_trained,
     )  # fmt: skip
 
 
@@ -179,10 +197,10 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
     return sum(ceil_div(total, ranks) for total in sums.values())
 
 
-def _trained_bytes(held: Held, convention: Convention) -> tuple[int, int, int, int]:
-    """(weight, master, gradient, one state value) of a trainable tensor: adapters are fp32 throughout."""
+def _trained_bytes(held: Held, convention: Convention, setup: TrainingSetup) -> tuple[int, int, int, int]:
+    """(weight, master, gradient, one state value) of a trainable tensor: adapters have one type throughout."""
     if held.adapter:
-        size = adapter_bytes()
+        size = adapter_bytes(setup)
         return size, 0, size, size
     return convention.weights, convention.master, convention.gradients, convention.state
 
@@ -206,9 +224,10 @@ def _flat(
     sums = [0, 0, 0]
     for piece in pieces:
         if piece.held.trainable:
-            _, m, g, s = _trained_bytes(piece.held, convention)
+            _, m, g, s = _trained_bytes(piece.held, convention, setup)
             total = piece.elements * piece.tensors
-            sums[0] += state_bytes(setup.optimizer, piece.shape, piece.held.role, s) * piece.tensors
+            states = state_bytes(setup.optimizer, piece.shape, piece.held.role, s, setup.galore_rank)
+            sums[0] += states * piece.tensors
             sums[1] += m * total
             sums[2] += g * total
     return (

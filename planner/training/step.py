@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tonnage.planner.training.optimizers import step_workspace
 from tonnage.planner.training.precision import Convention, convention_of
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import adapter_bytes
 from tonnage.planner.training.states import States
 from tonnage.planner.units import ceil_div
 
@@ -44,11 +45,13 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
     if setup.offload_optimizer != "none":  # on the host
         return Step(0)
     part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
+    if setup.optimizer_in_backward:
+        part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # fp32 throughout
-    size, width = (_FP32, _FP32) if adapters else (convention.state, convention.gradients)
-    kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size)
+    adapters = setup.method in ("lora", "qlora", "ia3")  # one type throughout
+    size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
+    kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0
     if _deepspeed(setup):
         flat = width * part

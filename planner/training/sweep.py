@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
@@ -40,8 +40,12 @@ def parse_axis(text: str) -> tuple[str, tuple[Any, ...]]:
     return flag.name, tuple(flag.read(item.replace("+", ","), f"--sweep {name}") for item in items)
 
 
-def sweep(planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]]) -> Iterator[Row]:
-    """Every combination; a combination that contradicts itself is a row with its refusal."""
+def sweep(
+    planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]],
+    made: Callable[[dict[str, Any]], TrainingSetup] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Every combination; a combination that contradicts itself is a row with its refusal. ``made``: swept
+    values -> setup, where their defaults follow from them (a stack's); else ``setup`` with them."""
     count = 1
     for _, values in axes:
         count *= len(values)
@@ -50,7 +54,8 @@ def sweep(planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[An
     names = [name for name, _ in axes]
     for values in itertools.product(*(values for _, values in axes)):
         try:
-            plan = planner.plan(replace(setup, **dict(zip(names, values, strict=True))), brief=True)
+            changes = dict(zip(names, values, strict=True))
+            plan = planner.plan(made(changes) if made else replace(setup, **changes), brief=True)
         except TonnageError as error:
             yield Row(values, None, None, None, None, str(error))
             continue

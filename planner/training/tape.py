@@ -10,6 +10,8 @@ tests/planner/test_training_activations.py holds the tapes against real models, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tonnage.planner.records import dataclass, field
 
 # the last parts of the modules PEFT's IA3 treats as feed-forward (peft/utils/constants.py, 0.21)
@@ -35,6 +37,26 @@ ACTIVATIONS = frozenset(
         CLAMPED,
     )
 ) | frozenset(WRITTEN_OUT)
+
+
+class Kernels(NamedTuple):
+    """How a stack's own modules differ from transformers'.
+
+    ``as_input``: adapters read the module's input as it is, without PEFT's fp32 copy. ``fp32_norm``: torch's
+    F.rms_norm of the input in fp32, made of single operations. ``repeats_kv``: K and V are copied for every
+    query head. ``tables``: ``shared`` by all layers, a ``buffer`` of the model, or, of packed sequences,
+    ``taken`` from it by position for each use. ``compiled``: ``inductor``, torch.compile, whose
+    partitioner (functorch/partitioners.py, 2.13) recomputes pointwise operations in the backward pass but keeps
+    what a matrix product reads in both passes; ``least``, that recomputed too. ``layers_only``: not the head.
+    ``quantized``: the layers' matrices are unpacked for each use, not cast."""
+
+    as_input: bool = False
+    fp32_norm: bool = False
+    repeats_kv: bool = False
+    tables: str = "shared"
+    compiled: str = ""
+    layers_only: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +94,15 @@ class Size:
 @dataclass(slots=True)
 class Value:
     """A tensor: ``size`` in elements, ``width`` bytes each, whether it needs a gradient, whether tensor
-    parallelism splits it. ``base``: the tensor whose storage it shares."""
+    parallelism splits it. ``base``: the tensor whose storage it shares. ``pointwise``: a compiler can compute
+    it again from what is kept anyhow."""
 
     size: Size
     width: int
     grad: bool
     split: bool = False
     base: Value | None = None
+    pointwise: bool = False
     casts: dict[int, Value] = field(default_factory=dict)
 
     @property
@@ -105,6 +129,7 @@ class Tape:
     method: str = "full"
     rank: int = 0
     fp8: bool = False
+    kernels: Kernels = Kernels()
     trainable: bool = True  # the layer's own weights
     saved: dict[int, Value] = field(default_factory=dict)
     weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)  # (module, bytes, frozen)
@@ -112,6 +137,16 @@ class Tape:
     def save(self, value: Value) -> None:
         storage = value.storage
         self.saved.setdefault(id(storage), storage)
+
+    def _keep(self, value: Value) -> None:
+        """Save the operand of a pointwise operation, which a compiler rather computes again."""
+        if not (self.kernels.compiled and value.pointwise):
+            self.save(value)
+
+    def _fused(self, value: Value) -> Value:
+        """``value`` as the result of a pointwise operation."""
+        value.pointwise = bool(self.kernels.compiled)
+        return value
 
     def new(self, token: int, width: int, grad: bool, *, split: bool = False) -> Value:
         return Value(Size(token=token), width, grad, split)
@@ -129,7 +164,7 @@ class Tape:
 
     def cast(self, value: Value, width: int) -> Value:
         """``value.to(dtype)``: a new tensor unless it has the type already; saves nothing."""
-        return value if value.width == width else self.like(value, width)
+        return value if value.width == width else self._fused(self.like(value, width))
 
     @property
     def trains(self) -> bool:
@@ -168,7 +203,8 @@ class Tape:
         grad = x.grad or base_trained
         stored = self.weight if base_trained else self.frozen
         # fp8 copies are 1 + 1 bytes a weight (as stored, and transposed for the backward pass), 16-bit ones 2
-        if (self.fp8 or (self.autocast and stored == 4)) and (x.grad or base_trained):
+        unpacked = self.kernels.quantized and name != "lm_head"
+        if (self.fp8 or (self.autocast and stored == 4 and not unpacked)) and (x.grad or base_trained):
             self.weight_casts.append((name, self.compute * into * out, not base_trained))
         result = self.new(out, width, grad, split=column)
         if adapted and self.method in ("lora", "qlora"):
@@ -189,16 +225,22 @@ class Tape:
     def _save_input(self, x: Value) -> None:
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)
-        self.save(x)
+        if not (self.kernels.compiled == "least" and x.pointwise):
+            self.save(x)
 
     def _lora(self, x: Value, result: Value, width: int) -> Value:
         """PEFT: result + B(A(x)), x cast to the adapter's fp32 and, under autocast, back: a copy per module
         (peft/tuners/lora/layer.py, 0.21)."""
-        adapter = self.cast(x, 4)
-        adapter = self.cast(adapter, self.compute) if self.autocast else adapter
-        self.save(adapter)
+        if self.kernels.as_input:
+            adapter = self.cast(x, width)
+            self._save_input(adapter)
+        else:
+            adapter = self.cast(x, 4)
+            adapter = self.cast(adapter, self.compute) if self.autocast else adapter
+            self.save(adapter)
         low = self.new(self.rank, adapter.width, True)
-        self.save(low)
+        if self.kernels.compiled != "least":
+            self.save(low)
         if self.autocast:
             into, out = x.size.token, result.size.token
             kept = self.rank * (into if x.grad else 0) + self.rank * out
@@ -209,6 +251,13 @@ class Tape:
         """Norm over ``size`` values, ``groups`` of them per token, in fp32 as the modules do it: x^2 and
         x * rsqrt keep x in fp32; the product with a trained weight keeps the normalized tensor, in the
         model's type for ``rms`` and in fp32 for the other kinds (planner/model/recipe.py)."""
+        if self.kernels.compiled:
+            if x.grad:
+                self.save(x)
+                self.save(self.new(groups, 4, True, split=x.split))
+            return self._fused(self.like(x, x.width, x.grad or self.trains))
+        if self.kernels.fp32_norm and kind == "rms":
+            kind = "rms-wide"
         wide = self.cast(x, 4)
         if x.grad:
             self.save(wide)
@@ -261,6 +310,9 @@ class Tape:
         out = self.like(x)
         if not x.grad:
             return out
+        if self.kernels.compiled:
+            self._keep(x)
+            return self._fused(out)
         if kind in ("relu", "tanh", "sigmoid"):
             self.save(out)
             return out
@@ -293,10 +345,10 @@ class Tape:
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
         """``shape``: the larger of two factors that are broadcast."""
         if a.grad:
-            self.save(b)
+            self._keep(b)
         if b.grad:
-            self.save(a)
-        return self.like(shape or a, max(a.width, b.width), a.grad or b.grad)
+            self._keep(a)
+        return self._fused(self.like(shape or a, max(a.width, b.width), a.grad or b.grad))
 
     def grouped(
         self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str, biased: bool
@@ -341,6 +393,10 @@ class Tape:
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
         """Rotary embedding: x cos + rotate(x) sin keeps the tables only."""
+        if self.kernels.tables != "shared":
+            if x.grad and self.kernels.tables == "taken":
+                self.save(Value(Size(token=tables[0].size.position), 4, False))  # cos and sin of dim / 2 pairs
+            return self.like(x)
         if x.grad:
             for table in tables:
                 self.save(table)
@@ -375,7 +431,8 @@ class Tape:
             k, v = self._repeated(k, v, sizes) if repeat else (self.like(k), v)
             k, v = self.cast(k, 4), self.cast(v, 4)
             return self._eager(q, k, v, heads, sizes, False, False, 0.0, 4, width=4, out=width)
-        if repeat and self.attention != "flash" and (masked or self.explicit_mask):
+        explicit = self.attention != "flash" and (masked or self.explicit_mask)
+        if repeat and (explicit or self.kernels.repeats_kv):
             k, v = self._repeated(k, v, sizes)
         q, k, v = (self.cast(t, width) for t in (q, k, v))
         grad = q.grad or k.grad or v.grad

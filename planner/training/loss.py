@@ -1,0 +1,81 @@
+"""Bytes of logits and loss on one rank, by how the loss is computed and by what its caller keeps.
+
+Per logit: ``width`` as the head returns them, 4 of their fp32 copy, 4 of log_softmax's result, which the
+backward pass reads, and there 4 + 4 of two fp32 gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tonnage.planner.training.activations import Activations
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import stack_of
+from tonnage.planner.units import GiB, ceil_div
+
+# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP; the budget
+# is half of the memory that is free, so the loss takes what is left and never decides whether a step fits.
+UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
+
+
+class Loss(NamedTuple):
+    """Bytes at the end of the loss's ``forward`` pass, in its ``backward`` pass, while the ``head``'s gradient
+    is computed, and ``alive`` after it. ``matrices``: gradients of the head's weight alive at once. ``most``:
+    what the larger pass may have at most. ``pieces``: single tensors."""
+
+    forward: int
+    backward: int
+    head: int
+    alive: int
+    matrices: int
+    most: int
+    pieces: tuple[int, ...] = ()
+
+
+def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> Loss:
+    """Of ``tokens`` tokens of one micro-batch; tensor parallelism divides the vocabulary."""
+    stack = stack_of(setup)
+    elements = tokens * ceil_div(acts.vocab, tp)
+    width, labels = acts.logit_width, 8 * tokens
+    whole = elements * width
+    if setup.loss == "fused":
+        size = _liger(acts, tokens, head_trained) // tp
+        most = max(size, min(UNSLOTH_LOGIT * elements, UNSLOTH_MOST)) if setup.stack == "unsloth" else size
+        return Loss(size, size, 0, 0, 1, most)
+    if setup.loss == "chunked":
+        return _chunked(setup, elements, width, labels)
+    pieces = (whole, *(4 * elements,) * 3)
+    if stack.head_in_fp32:  # the fp32 copy alone reaches the loss, and is dropped before the backward pass
+        wide = 4 * elements
+        return Loss(2 * wide + labels, 3 * wide + labels, wide + whole, 0, 1, 3 * wide + labels, pieces)
+    forward = whole + elements * (4 if width == 4 else 8) + labels
+    alive = whole if stack.keeps_logits else 0
+    backward = alive + 12 * elements + labels
+    # a caller that keeps the outputs, which accelerate's convert_outputs_to_fp32 made fp32
+    most = backward if stack.keeps_logits else 16 * elements + labels
+    return Loss(forward, backward, alive + whole, alive, 1, most, pieces)
+
+
+def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Loss:
+    """torchtune's CEWithChunkedOutputLoss: the head in chunks, all kept; the cast to fp32 and cross-entropy
+    chunk by chunk. All chunks' losses go backward before the first chunk of the head does, whose weight
+    gradients are summed two at a time (autograd's InputBuffer). Compiled, a chunk keeps its 16-bit logits and
+    nothing in fp32."""
+    whole, chunk = elements * width, ceil_div(elements, setup.loss_chunks)
+    if setup.compile:
+        backward = whole + chunk * width + labels
+        return Loss(whole + labels, backward, whole, 0, 2, backward)
+    forward = whole + 4 * elements + 4 * chunk + labels
+    return Loss(forward, 4 * elements + 8 * chunk + labels, whole, 0, 2, forward)
+
+
+def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
+    """Liger's fused linear cross-entropy: logits of one chunk of rows (16-bit and fp32), the gradient of the
+    hidden states, and of the head (liger_kernel/ops/fused_linear_cross_entropy.py: rows per chunk =
+    next power of two of tokens / ceil(vocabulary / hidden))."""
+    rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))
+    rows = 1 << max(0, rows - 1).bit_length()
+    head = acts.vocab * acts.hidden * acts.logit_width if head_trained else 0
+    return (
+        min(rows, tokens) * acts.vocab * (acts.logit_width + 4) + tokens * acts.hidden * acts.logit_width + head
+    )

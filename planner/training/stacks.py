@@ -1,0 +1,276 @@
+"""Training stacks: what each keeps where a plain loop over transformers' modules does otherwise.
+
+A :class:`Stack` holds decisions, each with the file it was read from; no figure of it is fitted.
+benchmarks/training_accuracy.py --stacks holds the plans against the totals the stacks publish.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.records import dataclass
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.tape import Kernels
+
+
+class Default(NamedTuple):
+    """A flag the stack sets where the user did not. ``methods``: for which of them, empty for all."""
+
+    flag: str
+    value: Any
+    source: str
+    methods: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """``adapter``: bytes of an adapter's weight, gradient and state value (0: as the model's).
+    ``keeps_logits``: the loop holds the model's output until the backward pass is over. ``frees_gradients``:
+    zero_grad sets them to None, so a forward pass finds none (without gradient accumulation).
+    ``head_in_fp32``: the logits are cast to fp32 before the loss sees them, and nobody else keeps them.
+    ``offloads_ends``: offloaded activations include what is outside the layers. ``upcasts``: what is not
+    quantized of a quantized model becomes fp32. ``nf4``: whose packing of NF4; ``dequantized``: bytes a weight
+    while its matrix is unpacked (compiled: the matrix in 16 bits). ``states_in_fp32``: its 8-bit optimizers
+    may compute in fp32 copies of a whole tensor. ``model_types``: whose modules are its own, all if empty.
+    ``sources``: (decision, file)."""
+
+    name: str
+    version: str
+    sources: tuple[tuple[str, str], ...]
+    kernels: Kernels = Kernels()
+    adapter: int = 4
+    keeps_logits: bool = False
+    frees_gradients: bool = True
+    head_in_fp32: bool = False
+    offloads_ends: bool = False
+    upcasts: bool = False
+    nf4: str = "bitsandbytes"
+    dequantized: int = 2
+    states_in_fp32: bool = False
+    model_types: tuple[str, ...] = ()
+    defaults: tuple[Default, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+_LORA = ("lora", "qlora")
+_YAML = "recipes/configs/llama3_1/8B_{full,lora,qlora}_single_device.yaml"
+
+PLAIN = Stack(
+    "", "", (("gradients", "kept between steps, as with zero_grad(set_to_none=False)"),),
+    keeps_logits=True, frees_gradients=False, dequantized=0,
+)  # fmt: skip
+"""Without --stack: a loop over transformers' modules and PEFT that keeps gradients and logits."""
+
+STACKS = {
+    "transformers": Stack(
+        "transformers", "5.19",
+        (
+            ("gradients", "trainer.py: model.zero_grad(), which sets them to None"),
+            ("logits", "trainer.py compute_loss: the outputs are dropped with its frame"),
+            ("adapters", "peft 0.21 tuners_utils.py autocast_adapter_dtype: fp32"),
+            ("not quantized", "peft 0.21 utils/other.py prepare_model_for_kbit_training: fp32"),
+            ("NF4", "bitsandbytes 0.50 autograd/_functions.py MatMul4Bit: dequantized for each product"),
+        ),
+        upcasts=True,
+    ),
+    "torchtune": Stack(
+        "torchtune", "0.6.1",
+        (
+            ("gradients", "recipes/*_single_device.py: zero_grad(set_to_none=True)"),
+            ("logits", "modules/transformer.py unembed: .float(), or chunks; the recipe's del logits"),
+            ("norms", "modules/rms_norm.py: F.rms_norm(x.float()), two fp32 tensors; until 0.4 one"),
+            ("attention", "modules/attention.py: K and V expanded to all heads, then SDPA or flex_attention"),
+            ("rotary tables", "modules/position_embeddings.py: taken by position for Q and K when packed"),
+            ("adapters", "modules/peft/lora.py: in the model's type, the input read as it is"),
+            ("NF4", "torchao dtypes/nf4tensor.py: int8 scalers, one factor of 256; get_original_weight"),
+            ("offloading", "training/_activation_offloading.py: all but the output head's"),
+            ("8-bit states", "bitsandbytes, in place; or torchao optim/adam.py single_param_adam, in fp32"),
+            ("compile", "training/_compile.py: each layer, flex_attention apart; the chunked loss"),
+        ),
+        kernels=Kernels(as_input=True, fp32_norm=True, repeats_kv=True, tables="buffer", layers_only=True),
+        adapter=0, head_in_fp32=True, offloads_ends=True, nf4="torchao", dequantized=15, states_in_fp32=True,
+        model_types=("llama", "mistral", "qwen2", "gemma"),
+        defaults=(
+            Default("precision", "bf16", f"{_YAML} dtype"),
+            Default("checkpointing", "full", f"{_YAML} enable_activation_checkpointing"),
+            Default("loss", "chunked", f"{_YAML} loss: CEWithChunkedOutputLoss"),
+            Default("attention", "sdpa", "modules/attention_utils.py"),
+            Default("optimizer", "paged-adamw-8bit", f"{_YAML} optimizer", ("full",)),
+            Default("optimizer_in_backward", True, f"{_YAML} optimizer_in_bwd", ("full",)),
+            Default("optimizer_kernel", "fused", f"{_YAML} optimizer.fused", _LORA),
+            Default("rank", 8, f"{_YAML} lora_rank", _LORA),
+            Default(
+                "target_modules", ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+                f"{_YAML} lora_attn_modules, apply_lora_to_mlp", _LORA,
+            ),
+        ),
+    ),
+    "llama-factory": Stack(
+        "llama-factory", "0.9.5",
+        (
+            ("trained weights", "model/adapter.py cast_trainable_params_to_fp32, unless pure_bf16: fp32"),
+            ("not quantized", "model/model_utils/checkpointing.py: 16-bit, unless upcast_layernorm"),
+            ("gradients, logits", "train/sft/trainer.py: transformers' Trainer"),
+        ),
+        defaults=(
+            Default("checkpointing", "full", "hparams/model_args.py disable_gradient_checkpointing"),
+            Default("rank", 8, "hparams/finetuning_args.py lora_rank", _LORA),
+            Default("target_modules", ("all-linear",), "hparams/finetuning_args.py lora_target", _LORA),
+            Default("galore_rank", 16, "hparams/finetuning_args.py galore_rank"),
+        ),
+    ),
+    "unsloth": Stack(
+        "unsloth", "2026.10.9",
+        (
+            ("norms, MLP, adapters", "kernels/rms_layernorm.py, fast_lora.py: inputs and gate and up only"),
+            ("adapters", "unsloth_zoo training_utils.py float32_mixed_precision: fp32"),
+            ("loss", "unsloth_zoo fused_losses/cross_entropy_loss.py: 16 bytes a logit, in chunks up to 4 GiB"),
+            ("NF4", "kernels/utils.py fast_dequantize: one buffer of the largest matrix"),
+            ("gradients", "transformers' Trainer"),
+        ),
+        kernels=Kernels(as_input=True, compiled="least"),
+        defaults=(
+            Default("checkpointing", "full", "models/llama.py use_gradient_checkpointing='unsloth'"),
+            Default("offload_activations", True, "unsloth_zoo gradient_checkpointing.py: inputs go to the CPU"),
+            Default("loss", "fused", "unsloth_zoo fused_losses"),
+            Default("rank", 16, "models/llama.py get_peft_model r", _LORA),
+            Default(
+                "target_modules",
+                ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+                "models/llama.py _DEFAULT_TARGET_MODULES", _LORA,
+            ),
+        ),
+        model_types=("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"),
+    ),
+    "axolotl": Stack(
+        "axolotl", "0.19.0",
+        (
+            ("not quantized", "loaders/model.py _configure_embedding_dtypes: 16 bits again for FlashAttention"),
+            ("gradients, logits", "core/trainers: transformers' Trainer"),
+        ),
+    ),
+}  # fmt: skip
+
+
+def stack_of(setup: TrainingSetup) -> Stack:
+    return PLAIN if setup.stack is None else STACKS[setup.stack]
+
+
+def adapter_bytes(setup: TrainingSetup) -> int:
+    """Bytes of one value of an adapter, its gradient and its states."""
+    return stack_of(setup).adapter or (4 if setup.precision == "fp32" else 2)
+
+
+def gradients_held(setup: TrainingSetup) -> bool:
+    """Whether a forward pass finds gradients: of an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's
+    shards, or because nobody freed them."""
+    kept = setup.gradient_accumulation > 1 or setup.zero_stage > 0
+    return kept or not (stack_of(setup).frees_gradients or setup.optimizer_in_backward)
+
+
+def kernels_of(setup: TrainingSetup) -> Kernels:
+    stack = stack_of(setup)
+    kernels = stack.kernels._replace(
+        tables="taken" if stack.kernels.tables == "buffer" and setup.packing else stack.kernels.tables,
+        quantized=stack.upcasts and setup.method == "qlora",
+    )
+    return kernels._replace(compiled="inductor") if setup.compile and not kernels.compiled else kernels
+
+
+def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags given, and those their ``stack`` sets."""
+    stack = STACKS.get(given.get("stack") or "")
+    if stack is None:
+        return given
+    method = given.get("method", "full")
+    taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
+    if given.get("strategy", "ddp").startswith("zero") or given.get("gradient_accumulation", 1) > 1:
+        taken.pop("optimizer_in_backward", None)
+    if taken.get("offload_activations") and given.get("checkpointing", "full") != "full":
+        del taken["offload_activations"]
+    return {**taken, **given}
+
+
+def stack_notes(setup: TrainingSetup) -> list[str]:
+    """What the stack's own defaults are, as far as the setup has them, and what dropping gradients means."""
+    out = []
+    stack = stack_of(setup)
+    if stack.name:
+        taken = [d for d in stack.defaults if not d.methods or setup.method in d.methods]
+        as_set = [f"{d.flag} {_shown(d.value)}" for d in taken if getattr(setup, d.flag) == d.value]
+        said = ", ".join(as_set).replace("_", "-") or "no flag"
+        out.append(f"{stack.shown} by its sources (--explain names them); as it is set up by default: {said}")
+        if not gradients_held(setup):
+            out.append("gradients come and go with each step; --gradient-accumulation 2 and more keeps them")
+    if setup.optimizer_in_backward:
+        out.append("optimizer in backward: no gradient clipping, no gradient accumulation")
+    return out
+
+
+def _shown(value: object) -> str:
+    return "+".join(value) if isinstance(value, tuple) else "on" if value is True else str(value)
+
+
+def check_stack(setup: TrainingSetup, model_type: str) -> None:
+    """What the stack does not have. Raises DeploymentError naming the flag."""
+    stack = stack_of(setup)
+    if stack.model_types and model_type not in stack.model_types:
+        raise DeploymentError(
+            f"{stack.shown} runs modules of its own, which are planned for {', '.join(stack.model_types)}, not "
+            f"for {model_type}",
+            field="--stack", hint="--stack transformers",
+        )  # fmt: skip
+    if setup.stack == "torchtune":
+        if setup.mixed:
+            raise DeploymentError(
+                f"torchtune has no autocast: dtype is bf16 or fp32, and --precision is {setup.precision}",
+                field="--precision", hint="bf16",
+            )  # fmt: skip
+        if setup.attention == "eager":
+            raise DeploymentError(
+                "torchtune attends by SDPA or flex_attention", field="--attention", hint="sdpa"
+            )
+        if setup.strategy.startswith("zero"):
+            raise DeploymentError("torchtune shards with FSDP2 only", field="--strategy", hint="fsdp")
+        if setup.method == "qlora" and setup.base_quantization != "nf4-double":
+            raise DeploymentError(
+                "torchtune quantizes by torchao's NF4, twice", field="--base-quantization", hint="nf4-double"
+            )
+        if setup.method in ("ia3", "freeze"):
+            raise DeploymentError(
+                f"torchtune has no {setup.method}", field="--method", hint="full, lora, qlora"
+            )
+    elif setup.loss == "chunked":
+        raise DeploymentError(
+            "chunks of the output are torchtune's loss",
+            field="--loss",
+            hint="--loss fused, or --stack torchtune",
+        )
+    if setup.optimizer_in_backward:
+        _check_in_backward(setup)
+
+
+def _check_in_backward(setup: TrainingSetup) -> None:
+    field = "--optimizer-in-backward"
+    if setup.method != "full":
+        raise DeploymentError(f"needs --method full, it is {setup.method}", field=field)
+    if setup.gradient_accumulation > 1:
+        raise DeploymentError(
+            "every gradient is used and dropped at once, so none can be accumulated", field=field,
+            hint="--gradient-accumulation 1",
+        )  # fmt: skip
+    if setup.zero_stage or setup.shard_ranks > 1:
+        raise DeploymentError(
+            "planned for one GPU: other ranks would have to reduce each gradient first", field=field,
+            hint="--no-optimizer-in-backward",
+        )  # fmt: skip
+
+
+def nf4_torchao_bytes(elements: int) -> int:
+    """One matrix as torchao's NF4Tensor holds it, in bf16: half a byte a value, an int8 scaler for 64 of them,
+    a 16-bit factor for 256 scalers, their mean and the table of 16 values."""
+    return elements // 2 + elements // 64 + 2 * (elements // (64 * 256)) + 2 + 2 * 16
