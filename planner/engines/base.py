@@ -279,6 +279,11 @@ class Engine(ABC):
         """What all processes of one replica on GPUs hold of the host's memory."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
+    def host_flags(self, flags: Deployment) -> list[str]:
+        """Its own options that put something into the host's memory, or read through it, and are not at their
+        defaults."""
+        return []
+
     # -- versions
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
@@ -153,6 +154,9 @@ def _helm_values(plan: Plan) -> str:
     if shared:
         # NCCL, the workers' queues and a KV tier live in /dev/shm, of which a container gets 64 MiB unasked
         lines.append(f"sharedMemoryBytes: {shared}")
+    if gpus(plan) and (options := engine_of(plan.deployment.engine).host_flags(plan.deployment)):
+        # vLLM's own command has them, the server's settings do not
+        lines += ["vllmServe:", f"  args: [{', '.join(map(_quoted, options))}]"]
     return "\n".join(lines) + "\n"
 
 

@@ -7,9 +7,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import yaml
 from oracle import Oracle, vllm_says
 
 from tonnage.planner.command import run
+from tonnage.planner.engines.runtime.host import pinned
 from tonnage.planner.output.emit import emit, memory_limit_bytes, shared_memory_bytes
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import plain_lines
@@ -216,6 +218,36 @@ def test_llama_cpp_keeps_prompts_and_checkpoints(plan_of) -> None:
     assert (sliding.value, sliding.high) == (3 * window, 32 * window)
 
 
+# -- against what people reported
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [(6, 8), (10, 16), (12, 16), (2.0832, 4), (2.25, 4), (1.125, 2), (80, 128), (64, 64), (0, 0)],
+)
+def test_pinned_memory_is_rounded_up(asked, taken) -> None:
+    """GiB: vllm-project/vllm#50094, 53042, 48436 and wtdcode/vllm-backport#67."""
+    assert pinned(int(asked * GIB)) == taken * GIB
+
+
+def test_reports_are_within_the_bounds(plan_of) -> None:
+    # vllm-project/vllm#57469: anonymous memory of a worker of four while it loads
+    workers = part(plan_of(LLAMA, tensor_parallel_size=4), "workers")
+    assert workers.low <= 4 * 3131928 * 1024 <= workers.high
+    # #53042: 200 GiB for four ranks took 384
+    flags = {"engine_version": "0.27.0", "tensor_parallel_size": 4, "kv_offloading_bytes": 200 * GIB}
+    tier = part(plan_of(LLAMA, **flags), "KV tier")
+    assert tier.low <= 384 * GIB <= tier.high
+    # #56410: --cpu-offload-gb takes 1.9 times what it asks
+    away = part(plan_of(LLAMA, cpu_offload_bytes=10 * GIB), "offloaded weights")
+    assert away.low <= 19 * GIB <= away.high
+    # ollama/ollama#18264 and 18265: anonymous memory of a runner, and all of one whose prompt cache has 1 GiB
+    flags = {"engine": "llama.cpp", "max_model_len": 32768}
+    for more, taken in (({}, 8.3e9), ({"cache_ram_bytes": 1 << 30}, 1.6e9)):
+        host = plan_of(LLAMA, **flags, **more).host
+        assert host.low <= taken <= host.high
+
+
 # -- what is not known, and settings of a deployment
 
 UNKNOWN = [
@@ -291,5 +323,11 @@ def test_the_command_that_serves_has_them(plan_of) -> None:
         "--load-format pt",
     ):
         assert words in line
+    values = yaml.safe_load(emit(plan_of(LLAMA, **asked, cpu_offload_bytes=2 * GIB), "helm-values"))
+    assert values["vllmServe"]["args"] == [
+        "--load-format", "pt", "--enable-sleep-mode", "--cpu-offload-gb", "2", "--kv-offloading-size", "10",
+        "--mm-processor-cache-gb", "1",
+    ]  # fmt: skip
+    assert "vllmServe" not in yaml.safe_load(emit(plan_of(LLAMA), "helm-values"))
     flags = {"engine": "llama.cpp", "max_model_len": 8192, "cache_ram_bytes": 512 << 20}
     assert "--cache-ram 512" in serve_lines(plan_of(LLAMA, **flags))[-1]

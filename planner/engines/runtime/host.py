@@ -60,9 +60,8 @@ def reading(hosted: Hosted, together: int = 1) -> list[HostPart]:
     """What the ranks hold while they read the weights, each all files. ``together``: tensors of a rank at a
     time.
 
-    Measured with vLLM 0.32's own iterators over two files of 384 MiB with tensors of 64 (RssAnon above what was
-    there, less the copy's target): safetensors 0, eager 1,152 MiB, prefetch 32 (of the two files' threads), pt
-    448.
+    Measured with vLLM 0.32's own iterators over two files of 384 MiB with tensors of 64
+    (benchmarks/host_memory.py): lazy 0, eager 1,152 MiB, prefetch 32 (of two files' threads), pt 448.
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     tensor = hosted.largest * together

@@ -196,6 +196,11 @@ class VLLM(Engine):
 
         return host.host_memory(hosted)
 
+    def host_flags(self, flags: Deployment) -> list[str]:
+        from tonnage.planner.engines.vllm.serve_line import host_flags
+
+        return host_flags(flags)
+
     def read_log_line(self, line: str, out: LogFigures) -> None:
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
 

@@ -28,7 +28,7 @@ _PICTURES = GiB  # being decoded and resized by the API process at a time; assum
 # VLLM_XGRAMMAR_CACHE_MB in envs.py
 _GRAMMARS = 512 * MiB
 # Of the engine core's block pool, by block: objects and, once hashed, the prefix index (RssAnon of
-# v1/core/block_pool.py with 400,000 blocks: 136 and 146 bytes).
+# v1/core/block_pool.py, benchmarks/host_memory.py).
 _BLOCK, _HASHED_BLOCK = 136, 282
 # A token id of a waiting or running request: an int of 28 bytes in a list of 8 (CPython 3.11), in the API
 # process and in the engine core, which keeps a list of prompt and output together beside it.

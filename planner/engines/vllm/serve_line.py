@@ -23,10 +23,21 @@ def loaded_as(scheme: str) -> str:
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
-_OWN = (
-    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner", "load_format",
-    "safetensors_load_strategy", "enable_sleep_mode",
-)  # fmt: skip
+_HOST = ("load_format", "safetensors_load_strategy", "enable_sleep_mode")
+_HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")  # options in GiB
+
+
+def host_flags(flags: Deployment) -> list[str]:
+    """:meth:`.base.Engine.host_flags`."""
+    line = changed(flags, _HOST)
+    for name in _HOST_SIZES:
+        flag, size = flags_of(Deployment)[name], getattr(flags, name)
+        if size != flag.default:
+            line += [flag.option, f"{size / GiB:g}"]
+    return line
+
+
+_OWN = ("decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner")
 
 
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
@@ -34,12 +45,7 @@ def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
     line = changed(flags, (*SHARED, *_OWN))
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
-    if flags.cpu_offload_bytes:
-        line += ["--cpu-offload-gb", f"{flags.cpu_offload_bytes / GiB:g}"]
-    if flags.kv_offloading_bytes:
-        line += ["--kv-offloading-size", f"{flags.kv_offloading_bytes / GiB:g}"]
-    if flags.mm_processor_cache_bytes != flags_of(Deployment)["mm_processor_cache_bytes"].default:
-        line += ["--mm-processor-cache-gb", f"{flags.mm_processor_cache_bytes / GiB:g}"]
+    line += host_flags(flags)
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]
         line += ["--max-lora-rank", str(flags.max_lora_rank)]
