@@ -21,6 +21,7 @@ _OPTIM = {
     "adamw": ("adamw_torch", "adamw_torch_fused"), "adamw-8bit": ("adamw_bnb_8bit",) * 2,
     "paged-adamw-8bit": ("paged_adamw_8bit",) * 2, "sgd": ("sgd",) * 2, "sgd-momentum": ("sgd",) * 2,
     "adafactor": ("adafactor",) * 2, "lion": ("lion_32bit",) * 2,
+    "galore-adamw": ("galore_adamw",) * 2, "galore-adamw-8bit": ("galore_adamw_8bit",) * 2,
 }  # fmt: skip
 
 
@@ -137,6 +138,16 @@ def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
 
 def trainer(setup: TrainingSetup) -> dict[str, Any]:
     """Keyword arguments of ``transformers.TrainingArguments``."""
+    if setup.stack == "torchtune":
+        raise DeploymentError(
+            "torchtune's recipes are not TrainingArguments", field="--emit", hint="tune run with its YAML files"
+        )
+    galore = setup.optimizer.startswith("galore")
+    if setup.optimizer_in_backward and not galore:
+        raise DeploymentError(
+            "TrainingArguments steps in the backward pass for GaLore only", field="--optimizer-in-backward",
+            hint="--optimizer galore-adamw",
+        )  # fmt: skip
     if setup.optimizer not in _OPTIM:
         raise DeploymentError(
             f"TrainingArguments has no {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
@@ -152,6 +163,12 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
         "dataloader_pin_memory": True,
         "dataloader_num_workers": 4,
     }
+    if galore:
+        out["optim"] += "_layerwise" if setup.optimizer_in_backward else ""
+        out["optim_target_modules"] = ["attn", "mlp"]
+        out["optim_args"] = f"rank={setup.galore_rank}"
+    if setup.compile:
+        out["torch_compile"] = True
     if setup.optimizer == "sgd-momentum":
         out["optim_args"] = "momentum=0.9"
     if setup.checkpointing == "full":

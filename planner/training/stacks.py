@@ -201,9 +201,11 @@ def stack_notes(setup: TrainingSetup) -> list[str]:
     stack = stack_of(setup)
     if stack.name:
         taken = [d for d in stack.defaults if not d.methods or setup.method in d.methods]
-        as_set = [f"{d.flag} {_shown(d.value)}" for d in taken if getattr(setup, d.flag) == d.value]
-        said = ", ".join(as_set).replace("_", "-") or "no flag"
-        out.append(f"{stack.shown} by its sources (--explain names them); as it is set up by default: {said}")
+        as_set = [
+            f"{d.flag.replace('_', '-')} {_shown(d.value)}" for d in taken if getattr(setup, d.flag) == d.value
+        ]
+        said = f"; its defaults: {', '.join(as_set)}" if as_set else ""
+        out.append(f"{stack.shown} by its sources (--explain names them){said}")
         if not gradients_held(setup):
             out.append("gradients come and go with each step; --gradient-accumulation 2 and more keeps them")
     if setup.optimizer_in_backward:

@@ -51,9 +51,18 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
                     "about sqrt(layers) segments"))  # fmt: skip
     if setup.checkpointing == "none" and attention_of(setup) == "eager":
         out.append(("selective checkpointing", {"checkpointing": "selective"}, "recomputes attention scores"))
-    if attention_of(setup) != "flash" and setup.precision != "fp32":
+    if attention_of(setup) != "flash" and setup.precision != "fp32" and setup.stack != "torchtune":
         out.append(("FlashAttention", {"attention": "flash"}, "no score matrix in memory; fewer HBM passes"))
-    if setup.loss == "full":
+    if not setup.compile:
+        out.append(("torch.compile", {"compile": True}, "pointwise operations are recomputed; an interval"))
+    if setup.method == "full" and not setup.optimizer_in_backward:
+        out.append(("optimizer in backward", {"optimizer_in_backward": True}, "no clipping, no accumulation"))
+        out.append(
+            ("GaLore, 8-bit", {"optimizer": "galore-adamw-8bit"}, "gradients projected to --galore-rank")
+        )
+    if setup.loss == "full" and setup.stack == "torchtune":
+        out.append(("chunked loss", {"loss": "chunked"}, "fp32 for one chunk at a time"))
+    elif setup.loss == "full":
         out.append(("fused linear cross-entropy", {"loss": "fused"}, "logits in chunks (Liger kernel)"))
     if setup.precision == "fp32":
         out.append(("mixed precision", {"precision": "bf16-mixed"}, "16-bit tensor cores"))

@@ -246,7 +246,13 @@ def test_what_fits_only_without_its_interval_says_so(folder, capsys):
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"optimizer": "adamw-8bit"}, {"optimizer": "adafactor", "checkpointing": "full"}, {"loss": "fused"}],
+    [
+        {},
+        {"optimizer": "galore-adamw", "compile": True},
+        {"optimizer": "adamw-8bit"},
+        {"optimizer": "adafactor", "checkpointing": "full"},
+        {"loss": "fused"},
+    ],
 )
 def test_transformers_takes_the_training_arguments(planner, tmp_path, extra):
     """By transformers' own class; the flags a CPU cannot run are checked by value and left out."""

@@ -20,6 +20,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.command import run
+from tonnage.planner.training.emit import emit
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import STACKS, nf4_torchao_bytes, with_defaults
@@ -176,6 +177,31 @@ def test_gradients_come_and_go_with_a_step(planner):
     plain = planner.plan(replace(setup, stack=None))
     assert plain.line("gradients") == 2 * once.parameters
     assert plain.total() > twice.total()
+
+
+def test_paged_states_leave_a_full_gpu(folder, capsys):
+    """torchtune's README: an 8B in full on a 4090. Without pages it does not fit."""
+    arguments = [folder, "--stack", "torchtune", "--compile", "--gpu", "rtx-4090", "--json"]
+    assert run(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    resident = next(x for x in found["lines"] if (x["name"], x["place"]) == ("optimizer states", "gpu"))
+    assert 0 == resident["low"] < resident["bytes"] < 16_311_470_208
+    assert found["gpu_bytes"] == found["setup"]["device_memory"]
+    assert run([*arguments, "--optimizer", "adamw-8bit"]) == 1
+    assert run([*arguments, "--device-memory", "16GiB"]) == 2  # --gpu says it already
+
+
+def test_trainers_arguments_of_a_stack(planner):
+    setup = TrainingSetup(
+        stack="transformers", precision="bf16", optimizer="galore-adamw-8bit", optimizer_in_backward=True,
+        compile=True,
+    )  # fmt: skip
+    found = json.loads(emit("trainer", planner.plan(setup), planner.model.architecture))
+    assert (found["optim"], found["torch_compile"]) == ("galore_adamw_8bit_layerwise", True)
+    with pytest.raises(DeploymentError, match="GaLore only"):
+        emit("trainer", planner.plan(replace(setup, optimizer="adamw")), planner.model.architecture)
+    with pytest.raises(DeploymentError, match="TrainingArguments"):
+        emit("trainer", planner.plan(TrainingSetup(**TORCHTUNE)), planner.model.architecture)
 
 
 def test_a_compiler_keeps_less_and_how_much_is_an_interval(planner):
