@@ -51,8 +51,13 @@ test: style
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
 TONNAGE_ORACLES ?= compare
-test-oracles: $(VENV)/.test
-	TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
+test-oracles: $(VENV)/.test .venv-transformers/transformers
+	TRANSFORMERS_NEW=$(CURDIR)/.venv-transformers TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
+
+# Only its Python: families newer than the transformers of the environment (tests/planner/test_families_new.py)
+.venv-transformers/transformers:
+	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-transformers \
+	  transformers==5.23.0
 
 .PHONY: test-fuzz
 test-fuzz: $(VENV)/.test

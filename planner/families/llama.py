@@ -95,6 +95,25 @@ _PLAIN = ("up_proj", "down_proj")
 _FUSED = ("gate_up_proj", "down_proj")
 
 
+def _internlm3(fields: Fields, model_type: str) -> Architecture:
+    """transformers 5.23 builds it of Llama's classes, with one switch for the biases of attention and MLP."""
+    name = "attention_bias"
+    if fields.boolean(name, False) != fields.boolean("mlp_bias", False):
+        raise UnsupportedArchitecture(
+            "differs from the bias of the other projections, which transformers does not build",
+            field=fields.name(name),
+        )
+    return _granite("LlamaForCausalLM").build(fields, model_type)
+
+
+def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
+    """Llama's classes in transformers 5.23, which refuse what no released file switches on."""
+    for name in ("clip_qkv", "use_sliding_window"):
+        if fields.raw(name):
+            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not known here", field=name)
+    return _granite("LlamaForCausalLM").build(fields, model_type)
+
+
 def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
     a, m = layer.branches
     dims = attention.heads
@@ -540,6 +559,14 @@ FAMILIES = {
             mlp_names=_PLAIN, act="relu2", norm="layer",
         ).build,
         hf="served",
+    ),
+    "internlm3": Family(
+        _internlm3, aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+        absent={"num_key_value_heads": 2, "head_dim": 128}, first_class="InternLM3ForCausalLM",
+    ),
+    "iquestcoder": Family(
+        _iquestcoder, absent={"num_key_value_heads": 8, "head_dim": 128},
+        first_class="IQuestCoderForCausalLM",
     ),
     # Remote code of the hub repositories; the shapes are Llama's
     "xverse": Family(Variant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build),

@@ -219,9 +219,12 @@ def sparse_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, .
         step = fields.integer("moe_layer_interval", 1, limit="layers")
         last = layers - 1 if end == -1 else end
         return tuple((i + 1) % step == 0 and start <= i <= last for i in range(layers))
-    if model_type in ("qwen2_moe", "qwen3_moe"):
+    if model_type in ("qwen2_moe", "qwen3_moe", "flint"):
         step = fields.integer("decoder_sparse_step", 1, limit="layers")
-        dense = fields.raw("mlp_only_layers") or []
+        dense = fields.raw("mlp_only_layers")
+        if dense is None and model_type == "flint":
+            dense = [0, 1]
+        dense = dense or []
         if not isinstance(dense, list) or not all(type(i) is int for i in dense):
             raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
         plain = common.numbers_in(dense)

@@ -22,11 +22,13 @@ AGAIN = "make test-oracles TONNAGE_ORACLES=write asks again"
 
 
 class Oracle:
-    """The stored answers of one test file, of the installed ``libraries``."""
+    """The stored answers of one test file, of the installed ``libraries`` and of ``others``, which are not
+    installed but unpacked beside: their versions."""
 
-    def __init__(self, name: str, *libraries: str) -> None:
+    def __init__(self, name: str, *libraries: str, **others: str) -> None:
         self._path = FOLDER / f"{name}.json"
         self._libraries = libraries
+        self._others = others
         self._mode = os.environ.get("TONNAGE_ORACLES", "read")
         assert self._mode in ("read", "compare", "write"), self._mode
 
@@ -50,7 +52,7 @@ class Oracle:
         return found
 
     def _versions(self) -> dict[str, str]:
-        return {name: version(name).partition("+")[0] for name in self._libraries}
+        return {name: version(name).partition("+")[0] for name in self._libraries} | self._others
 
     def _write(self, case: str, answer: dict[str, Any]) -> None:
         stored = {"libraries": self._versions(), "cases": {**self._stored()["cases"], case: answer}}

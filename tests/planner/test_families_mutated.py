@@ -88,7 +88,7 @@ def config_of_sizes(model_type: str, seed: int):
     if model_type in ("bamba", "falcon_h1", "granitemoehybrid", "mamba2"):
         sizes.pop("num_heads", None)
         sizes.pop("head_dim", None)
-    if model_type in ("nemotron_h", "kimi_linear"):
+    if model_type in ("bailing_hybrid", "nemotron_h", "kimi_linear"):
         sizes["tie_word_embeddings"] = False  # 5.19's classes do not tie whatever the config says
     if known.get("pad_token_id"):
         sizes["pad_token_id"] = 0

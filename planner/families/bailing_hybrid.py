@@ -1,0 +1,136 @@
+"""Ling 3.0: Kimi delta attention in most layers, latent attention with a gate for each head in the last of each
+group, experts. Shapes after transformers 5.23, models/bailing_hybrid/.
+
+The files on the hub (class BailingMoeV3ForCausalLM) have switches that transformers' class does not: where they
+ask for what it does not build, they are refused. Ling 2.5, another class, has the same model_type.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, mla
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.tensors import latent
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.records import replace
+
+# What the hub's files say where transformers 5.23 has one form only (vLLM 0.32.0, models/bailing_moe_v3.py)
+_ONE_FORM: dict[str, object] = {
+    "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise", "use_bias": False,
+    "use_qkv_bias": False, "q_lora_rank": None,
+}  # fmt: skip
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    for name, known in _ONE_FORM.items():
+        if name in fields.config and fields.raw(name) != known:
+            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not {known}", field=name)
+    d = mla.read_latent(fields, defaults=True)
+    # the class writes its own head_dim over (the rotary one) and keeps what it was beside
+    heads = fields.integer("linear_num_heads", d.heads, limit="heads")
+    size = fields.integer("linear_head_dim", fields.integer("head_dim", 128, limit="width"), limit="width")
+    kernel = fields.integer("short_conv_kernel_size", 4, limit="width")
+    kernel = fields.integer("linear_conv_kernel_dim", kernel, limit="width")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    full = _full(fields, layers)
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    shared = inner * fields.integer("n_shared_experts", limit="width", minimum=0)
+    stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
+    if stated not in (None, inner):
+        raise UnsupportedArchitecture(
+            f"{stated} is not moe_intermediate_size = {inner}", field="moe_shared_expert_intermediate_size"
+        )
+    bias = fields.boolean("attention_bias", False)
+    tied = common.never_tied(fields)
+    sparse = common.sparse_layers(fields, layers, 2)
+    fields.ignore(
+        "num_mtp_layers", "num_nextn_predict_layers", "num_expert_group", "moe_renormalize", "use_qk_norm",
+        "moe_router_enable_expert_bias", "max_window_layers", "model_max_length", "layers_block_type",
+        "expert_swiglu_limit_list", "share_expert_swiglu_limit_list", "max_position_embeddings",
+    )  # fmt: skip
+    gate = TensorSpec("self_attn.g_proj.weight", (d.heads, d.hidden), "attention", "Linear", shard_dim=0)
+    proj = heads * size
+    states = (
+        StateTensor("conv", (kernel - 1, 3 * proj), shard_dim=1),
+        StateTensor("recurrent", (heads, size, size), "float32"),
+    )
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
+    cache: list[CacheLayer] = []
+    for i, at in t.layers(layers, "model.layers"):
+        if full[i]:
+            latent(t, at, replace(d, bias=bias, extra=(gate,)))
+            cache += mla.cache((i,), d)
+        else:
+            _delta(t, f"{at}.self_attn", d.hidden, heads, size, kernel)
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
+        t.layer_norms(at, d.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", d.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, d.hidden)
+        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
+    t.rotary(d.rotary, "model.rotary_emb.")
+    positions = "max_position_embeddings"
+    if fields.config.get(positions) is None:
+        positions = "model_max_length"
+    return common.decoder(
+        fields, model_type, "BailingHybridForCausalLM", t,
+        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        inner=max(chosen * inner + shared, 0 if all(sparse) else dense), vocab=vocab,
+        rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
+        max_model_len=fields.integer(positions, limit="positions"), position_field=positions,
+    )  # fmt: skip
+
+
+def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """As listed, else the last of every group; behind the last whole group transformers puts delta attention,
+    vLLM latent attention."""
+    listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
+    group = fields.integer("layer_group_size", 6, limit="layers")
+    if listed is None and layers % group:
+        raise ConfigError(
+            f"{group} does not divide the {layers} layers, and no layer_types are given",
+            field="layer_group_size",
+        )
+    return listed or tuple((i + 1) % group == 0 for i in range(layers))
+
+
+def _delta(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
+    """Convolutions and decay are kept in fp32 (_keep_in_fp32_modules_strict; vLLM the same)."""
+    proj = heads * size
+    for name in ("q_proj", "k_proj", "v_proj", "g_proj"):
+        t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")
+    wide = "float32"
+    t.add(f"{at}.conv1d.weight", (3 * proj, 1, kernel), "mixer", "Conv1d", shard=0, dtype=wide)
+    t.add(f"{at}.forget_gate.A_log", (heads,), "mixer", "BailingHybridForgetGate", shard=0, dtype=wide)
+    t.add(f"{at}.forget_gate.dt_bias", (proj,), "mixer", "BailingHybridForgetGate", shard=0, dtype=wide)
+    t.linear(f"{at}.forget_gate.f_proj", proj, hidden, "mixer", shard="column")
+    t.linear(f"{at}.b_proj", heads, hidden, "mixer", shard="column")
+    t.norm(f"{at}.o_norm", size)
+    t.linear(f"{at}.o_proj", hidden, proj, "mixer", shard="row")
+
+
+FAMILIES = {
+    "bailing_hybrid": Family(
+        build,
+        aliases={
+            "num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        absent={"n_shared_experts": 1}, first_class="BailingMoeV3ForCausalLM", hf="recurrent",
+        vllm=InVLLM(float32_states=True, wide_router=True), files=RENAMED,
+    ),
+}  # fmt: skip

@@ -1,0 +1,86 @@
+"""LFM3: short convolutions, windows and a few full layers, each with norms before and behind. Shapes after
+transformers 5.23, models/lfm3/."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.moe_sliding import tables_by_kind
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
+from tonnage.planner.model.fields import Fields, shown
+
+_KINDS = ("conv", "full_attention", "sliding_attention")
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    kernel = fields.integer("conv_L_cache", 7, limit="width")
+    conv_bias, bias = fields.boolean("conv_bias", False), fields.boolean("attention_bias", False)
+    sandwich, gated = fields.boolean("use_sandwich_norm", True), fields.boolean("use_attention_gate", True)
+    tied = fields.boolean("tie_word_embeddings", True)
+    window = common.window_of(fields) if "sliding_window" in fields.config else 256
+    kinds = _kinds(fields, layers)
+    attending = tuple(kind for kind in kinds if kind != "conv")
+    tables = tables_by_kind(fields, attending)
+    state = StateTensor("conv", (kernel - 1, dims.hidden), shard_dim=1)
+    norms = ("operator_norm", "ffn_norm", *(("post_operator_norm", "post_ffn_norm") if sandwich else ()))
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    cache: list[CacheLayer] = []
+    for i, at in t.layers(layers, "model.layers"):
+        if kinds[i] == "conv":
+            t.add(f"{at}.conv.conv.weight", (dims.hidden, 1, kernel), "mixer", "Conv1d", shard=0)
+            if conv_bias:
+                t.add(f"{at}.conv.conv.bias", (dims.hidden,), "mixer", "Conv1d", shard=0)
+            t.linear(
+                f"{at}.conv.in_proj", 3 * dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="column"
+            )
+            t.linear(f"{at}.conv.out_proj", dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="row")
+            cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
+        else:
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
+            if gated:
+                t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
+            if kinds[i] == "full_attention":
+                cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
+            elif window is None:
+                raise ConfigError(
+                    f"layer {i} is sliding_attention but there is no window", field="sliding_window"
+                )
+            else:
+                cache.append(CacheLayer(i, "sliding", window, dims.kv_heads, dims.head_size))
+        t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
+        for name in norms:
+            t.norm(f"{at}.{name}", dims.hidden)
+    t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
+    for table in tables:
+        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+    return common.decoder(
+        fields, model_type, "Lfm3ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
+        rotary=Rotary(dims.head_size, len(tables)) if tables else None,
+    )  # fmt: skip
+
+
+def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
+    """As listed, else as the config class makes them: every fourth layer full, every fourth with a window."""
+    listed = fields.raw("layer_types")
+    if listed is None:
+        return tuple(
+            "full_attention" if i % 4 == 2 else "sliding_attention" if i % 4 == 0 and i else "conv"
+            for i in range(layers)
+        )
+    if not isinstance(listed, list) or len(listed) != layers or any(kind not in _KINDS for kind in listed):
+        raise ConfigError(
+            f"{shown(listed)} does not name {layers} layers {', '.join(_KINDS)}", field="layer_types"
+        )
+    return tuple(listed)
+
+
+FAMILIES = {
+    "lfm3": Family(build, absent={"num_key_value_heads": 4, "head_dim": 128}, hf="recurrent", files=RENAMED),
+}

@@ -1,0 +1,162 @@
+"""Mixtures of experts with windows on most layers and a norm on each head of Q and K: Kolibri 1, Flint, Beam.
+Shapes after transformers 5.23, models/<family>/."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.moe import sparse_layers
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.records import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How they differ. ``shared``: module and default size of the shared expert. ``norms``: those of a layer.
+    ``sinks``: a learned score beside each head's. ``gated``: a matrix and a bias of each head weigh the output
+    of attention. ``corrected``: a bias for each expert, in fp32. ``wide_router``: kept in fp32 (both are named
+    in _keep_in_fp32_modules_strict). ``by_kind``: rotary tables of each kind of layer."""
+
+    class_name: str
+    window: int
+    norms: tuple[str, ...]
+    shared: tuple[str, int] | None = None
+    sinks: bool = False
+    gated: bool = False
+    corrected: bool = True
+    wide_router: bool = False
+    by_kind: bool = False
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
+
+
+def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    shared = fields.integer("shared_expert_intermediate_size", v.shared[1], limit="width") if v.shared else 0
+    sparse = _sparse(fields, model_type, layers)
+    dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
+    fields.ignore("intermediate_size")
+    # Kolibri's attention has no biases and reads no field of them
+    bias = model_type != "kolibri1" and fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    kinds = fields.layer_types(layers) or _KINDS[model_type](layers)
+    # absent, the config class's own; null is refused where a layer slides
+    window = common.window_of(fields) if "sliding_window" in fields.config else v.window
+    tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
+    gate = "float32" if v.wide_router else None
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    for i, at in t.layers(layers, "model.layers"):
+        here = f"{at}.self_attn"
+        t.attention(here, dims, bias=bias, out_bias=bias, qk_norm="head")
+        if v.sinks:
+            t.add(f"{here}.sinks", (dims.heads,), "attention", "Attention", shard=0, dtype="float32")
+        if v.gated:
+            t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
+            t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
+        for name in v.norms:
+            t.norm(f"{at}.{name}", dims.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+            continue
+        t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=gate)
+        if v.corrected:
+            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        if v.shared:
+            t.gated_mlp(f"{at}.mlp.{v.shared[0]}", dims.hidden, shared)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+    for table in tables:
+        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+    return common.decoder(
+        fields, model_type, v.class_name, t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
+        experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _sparse(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
+    """Kolibri routes everywhere, Flint as Qwen says, Beam behind three dense layers or as listed."""
+    if model_type == "beam":
+        listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
+        return listed or tuple(i >= 3 for i in range(layers))
+    return sparse_layers(fields, model_type, layers)
+
+
+def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Prefixes of the rotary tables, one for each kind among ``kinds`` that has parameters of its own;
+    ``unrotated``: kinds that have none where the file names no parameters at all."""
+    parameters = fields.raw("rope_parameters")
+    out = []
+    for kind in sorted(set(kinds)):
+        if parameters is None:
+            own: object = None if kind in unrotated else {}
+        elif isinstance(parameters, dict) and kind in parameters:
+            own = parameters[kind]
+        else:
+            raise ConfigError(f"{shown(parameters)} has no {kind}", field="rope_parameters")
+        if own is None and kind in unrotated:
+            continue
+        where = f"rope_parameters.{kind}"
+        # proportional: a table of the whole head (modeling_rope_utils.py)
+        if isinstance(own, dict) and own.get("rope_type") == "proportional":
+            out.append(f"{kind}_")
+            continue
+        if own is None or common.rope_kind(own, where)[1] != 1:
+            raise UnsupportedArchitecture(f"{shown(own)} is not known here", field=where)
+        out.append(f"{kind}_")
+    return tuple(out)
+
+
+def _kolibri(layers: int) -> tuple[str, ...]:
+    return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
+
+
+def _flint(layers: int) -> tuple[str, ...]:
+    full = {0, 1, layers - 1}
+    return tuple("full_attention" if i in full or i % 4 == 1 else "sliding_attention" for i in range(layers))
+
+
+def _beam(layers: int) -> tuple[str, ...]:
+    return tuple(
+        "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention" for i in range(layers)
+    )
+
+
+# Where the file lists no layer_types: as the config classes make them
+_KINDS = {"kolibri1": _kolibri, "flint": _flint, "beam": _beam}
+_TWO = ("input_layernorm", "post_attention_layernorm")
+FAMILIES = {
+    "kolibri1": Family(
+        Variant(
+            "Kolibri1ForCausalLM", 513, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
+            ("shared_experts", 512),
+        ).build,
+        aliases={"num_experts": "num_local_experts"},  # as transformers writes it
+        absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
+    ),
+    "flint": Family(
+        Variant(
+            "FlintForCausalLM", 513, _TWO, ("shared_expert", 1024), sinks=True, corrected=False,
+            wide_router=True,
+        ).build,
+        absent={"num_key_value_heads": 4, "head_dim": 128}, attentions=("flash",), hf="sinks", files=RENAMED,
+    ),
+    "beam": Family(
+        Variant(
+            "BeamForCausalLM", 512, (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            gated=True, wide_router=True, by_kind=True,
+        ).build,
+        absent={"num_key_value_heads": 8, "head_dim": 128},
+    ),
+}  # fmt: skip
