@@ -22,7 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       plan, serve, ask and measure the demo model, then stop"
 	@echo "make serve      leave a server running (MODEL=$(MODEL) PORT=$(PORT) POOL=$(POOL))"
-	@echo "make test       style and all tests of this environment"
+	@echo "make test       style and the tests of this environment"
+	@echo "make test-vllm  inside vLLM and behind it: scheduler, eviction, metrics, servers, embeddings"
 	@echo "make test-oracles  libraries whose answers are stored in tests/data/oracles, asked again"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
@@ -46,7 +47,15 @@ serve: $(VENV)/.demo
 
 test: style
 	bash .ci/prometheus
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long \
+	  --ignore=tests/server/vllm
+
+# Inside vLLM and behind it: its classes in process, a plain vllm serve with our plug-ins, our server with vLLM as
+# the engine, embeddings.
+.PHONY: test-vllm
+test-vllm: $(VENV)/.test
+	bash .ci/prometheus
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=10 tests/server/vllm
 
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
@@ -134,7 +143,8 @@ test-ray: .venv-ray/.ready
 VLLM_VERSIONS := 0.30.0 0.31.0
 NO_CPU_VLLM := .venv-vllm-0.33.0
 IN_VLLM := $(addprefix tests/server/vllm/test_,scheduler.py report.py eviction.py stat_logger.py)
-PLAIN_VLLM := $(addprefix tests/server/vllm/test_,figures.py deployment.py refused.py plain_queries.py plain_watch.py)
+PLAIN_VLLM := $(addprefix tests/server/vllm/,test_figures.py test_refused.py \
+  $(addprefix served/test_,deployment.py plain_queries.py plain_watch.py))
 .PHONY: test-vllm-versions
 test-vllm-versions: $(VENV)/.test $(VLLM_VERSIONS:%=.venv-vllm-%/.ready) $(NO_CPU_VLLM)/.ready
 	bash .ci/prometheus

@@ -28,12 +28,12 @@ pytest.register_assert_rewrite("honoured")  # a helper that checks
 FIRST = "tests/server/test_cold_start.py"
 MEANWHILE = "tests/planner/"
 LONGEST = (
-    "tests/server/vllm/",
+    "tests/server/vllm/served/",
+    "tests/server/vllm/test_embeddings.py",
     "tests/server/test_both_engines.py",
     "tests/server/test_hf_engine.py",
     "tests/server/test_cli.py",
     "tests/server/test_demo_model.py",
-    "tests/server/test_vllm_embeddings.py",
     "tests/server/test_fields_honoured.py",
     "tests/server/test_hf_families.py",
     "tests/server/test_hf_formats.py",
@@ -52,7 +52,7 @@ LONGEST = (
 )
 
 
-TOGETHER = ("tests/server/vllm/",)  # folders whose files share their servers
+TOGETHER = ("tests/server/vllm/served/",)  # folders whose files share their servers
 
 
 def _file(nodeid: str) -> str:

@@ -205,11 +205,11 @@ def priority(api: Api) -> None:
         # One has all places but one, and they are free long after that one. (Greedy sequences of one prompt
         # are computed once.)
         many = pool.submit(
-            one, "many", 300, Api(api.http, COMPLETIONS), n=sequences - 1, priority=-5, **SAMPLED
+            one, "many", 120, Api(api.http, COMPLETIONS), n=sequences - 1, priority=-5, **SAMPLED
         )
-        single = pool.submit(one, "single", 150, priority=-5)
+        single = pool.submit(one, "single", 60, priority=-5)
         wait_until(api, running=sequences)
-        low = pool.submit(one, "low", 30, priority=9)
+        low = pool.submit(one, "low", 12, priority=9)
         wait_until(api, waiting=1)
         high = pool.submit(one, "high", 1, priority=-9)
         for future in (many, single, low, high):

@@ -195,7 +195,7 @@ def test_bad_flags_are_named(llama, capsys, flags, field):
 def test_lora_slots_are_pefts_shapes(llama):
     """2 slots of rank 8: A [8, in] and B [out, 8] of all seven projections, the embedding and the head, bf16.
 
-    That vLLM allocates just these is shown in tests/server/vllm/test_adapters.py.
+    That vLLM allocates just these is shown in tests/server/vllm/served/test_adapters.py.
     """
     hidden, inner, kv, layers, vocabulary = 4096, 14336, 1024, 32, 128256
     projections = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]

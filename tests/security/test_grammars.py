@@ -1,5 +1,5 @@
 """What the grammar of one request may not do to the engine and to others: hf's, and trials beside vLLM's
-(tests/server/vllm/test_grammars.py has the rest of those).
+(tests/server/vllm/served/test_grammars.py has the rest of those).
 
 The engine's loop runs in the test, step by step; grammars are tried in their own process, as in a server.
 """

@@ -2,7 +2,7 @@
 
 hf serves the demo model, vLLM a GPTQ copy of it (its weights rounded here), so that the same start also shows
 a quantized checkpoint behind vLLM: pool, weights and greedy tokens. That a kill of an engine is told at once,
-also to open streams, is in test_supervision and vllm/test_engine.
+also to open streams, is in test_supervision and vllm/served/test_engine.
 """
 
 from __future__ import annotations

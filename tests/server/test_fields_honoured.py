@@ -1,6 +1,6 @@
 """Every field that `tonnage doctor` prints as honoured has its effect on the hf engine, at every endpoint.
 
-A row of server/api/fields.py without a check fails. That vLLM honours them is in vllm/test_fields_honoured.
+A row of server/api/fields.py without a check fails. That vLLM honours them is in vllm/served/test_fields_honoured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tonnage.server.engines.vllm import params as vllm_params
 def test_every_row_has_a_check(path: str) -> None:
     honoured = {name for name, rule in TABLES[path].items() if rule.standing is Standing.HONOURED}
     assert honoured - (TOOLS if path != COMPLETIONS else set()) == set(CHECKS[path])
-    assert set(TABLES) - set(CHECKS) == {"/v1/embeddings"}  # in test_vllm_embeddings
+    assert set(TABLES) - set(CHECKS) == {"/v1/embeddings"}  # in vllm/test_embeddings
     assert {rule.needs for rule in TABLES[path].values() if rule.needs} <= vllm_params.HONOURED
 
 

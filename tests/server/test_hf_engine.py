@@ -154,7 +154,7 @@ def most(count: int) -> int | None:
 async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
     engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    prompts, expected = prompts[: most(48)], expected[: most(48)]
+    prompts, expected = prompts[: most(32)], expected[: most(32)]
     await ask(engine, "first", prompts[0])  # leaves the shared prefix in the cache
     got = await ask_all(engine, prompts)
     stats = engine.stats()
@@ -168,7 +168,7 @@ async def test_64_prompts_give_the_tokens_of_generate_with_prefix_sharing(
 async def test_the_same_tokens_when_requests_must_wait_for_blocks(
     prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    prompts, expected = prompts[: most(32)], expected[: most(32)]
+    prompts, expected = prompts[: most(24)], expected[: most(24)]
     longest = max(map(len, prompts)) + TOKENS
     blocks = -(-longest // 16) + 8
     plan = plan_for(max_num_batched_tokens=32, kv_cache_memory_bytes=None)

@@ -133,7 +133,7 @@ def test_served_name() -> None:
 # -- the files in deploy/ that start a vllm serve
 
 
-DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
 
 @pytest.mark.parametrize("planned", [True, False])
