@@ -1,6 +1,6 @@
 """Every field that `tonnage doctor` prints as honoured has its effect on the hf engine, at every endpoint.
 
-A row of server/api/fields.py without a check fails. That vLLM honours them is in vllm/served/test_fields_honoured.
+A row of server/api/fields.py without a check fails. That vLLM honours them: vllm/served/test_fields_honoured.
 """
 
 from __future__ import annotations
