@@ -459,8 +459,10 @@ class Plan:
         if host.unknown:
             return [f"Host memory: not known: {host.unknown}"]
         line = f"Host memory: about {gib(host.value)}, {gib(host.low)} to {gib(host.high)}"
+        if self.deployment.data_parallel_size > 1:
+            line += " for each replica"
         if host.shared_bytes:
-            line += f"; /dev/shm {gib(host.shared_bytes)}"
+            line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB unasked)"
         return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can take back"]
 
     def verdict_lines(self) -> list[str]:

@@ -17,6 +17,8 @@ from tonnage.planner.units import GiB, MiB
 # A container may hold this much beyond the upper ends of the plan's intervals: page tables and the kernel's
 # own memory count for its cgroup too. benchmarks/memory_limit.py runs servers under plan + 3 %.
 MEMORY_MARGIN = 0.03
+# Compose keeps /tmp and the home in memory (tmpfs), where kernels compiled for a GPU may lie: assumed.
+SCRATCH_BYTES = GiB
 
 
 def emit(plan: Plan, form: str) -> str:
@@ -95,7 +97,7 @@ def _compose_env(plan: Plan) -> str:
         "MODEL": plan.model.id,
         "BACKEND": plan.deployment.engine,
         "TARGET": "cuda" if gpus(plan) else "cpu",
-        "MEMORY_LIMIT": memory_limit_bytes(plan),
+        "MEMORY_LIMIT": _compose_limit(plan),
         "SHM_SIZE": shared_memory_bytes(plan),
         "POOL": plan.rank.kv_pool_bytes,
         "MEMORY": _settings(plan)["device_memory"],
@@ -108,6 +110,11 @@ def _compose_env(plan: Plan) -> str:
     hint = "# beside deploy/compose.yaml: -f deploy/compose.gpu.yaml\n" if gpus(plan) else ""
     settings = "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)
     return _comment(plan) + hint + settings
+
+
+def _compose_limit(plan: Plan) -> int | None:
+    limit = memory_limit_bytes(plan)
+    return limit if limit is None or not gpus(plan) else limit + SCRATCH_BYTES
 
 
 def _k8s_resources(plan: Plan) -> str:

@@ -62,17 +62,16 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _host(host: HostMemory) -> dict[str, Any]:
-    """Of one replica; all None but ``unknown`` where it is not known."""
-    if host.unknown:
-        return {"memory_bytes": None, "interval": None, "unknown": host.unknown}
+    """Of one replica; figures are None where it is not known."""
+    known = not host.unknown
     return {
-        "memory_bytes": host.value,
-        "interval": [host.low, host.high],
-        "shared_memory_bytes": host.shared_bytes,
-        "page_cache_bytes": host.page_cache_bytes,
+        "memory_bytes": host.value if known else None,
+        "interval": [host.low, host.high] if known else None,
+        "shared_memory_bytes": host.shared_bytes if known else None,
+        "page_cache_bytes": host.page_cache_bytes if known else None,
         "parts": {part.name: {"bytes": part.value, "interval": [part.low, part.high], "when": part.when,
                               "shared": part.shared} for part in host.parts},
-        "unknown": None,
+        "unknown": host.unknown or None,
     }  # fmt: skip
 
 

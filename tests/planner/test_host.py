@@ -202,7 +202,13 @@ def test_a_tier_is_in_blocks_of_all_ranks(plan_of) -> None:
     said = part(plan_of(LLAMA, kv_offloading_bytes=10 * GIB), "KV tier").formula
     assert f"{10 * GIB // (1 << 21) * 16:,} tokens" in said
     hybrid = plan_of(GEMMA, kv_offloading_bytes=10 * GIB, max_model_len=8192)
-    assert f"each for one of {len(hybrid.kv_cache.layout.groups)} groups" in part(hybrid, "KV tier").formula
+    groups = hybrid.kv_cache.layout.groups
+    said, chunks = part(hybrid, "KV tier").formula, 10 * GIB // hybrid.kv_cache.layout.bytes_per_block
+    assert f"{chunks:,} blocks" in said
+    assert f"each for one of {len(groups)} groups" in said
+    # a request's chunks: all of its blocks in full layers, those of the window in sliding ones
+    each = sum(8192 // 16 if group.window is None else 1024 // 16 for group in groups)
+    assert f"{chunks * 8192 // each:,} tokens of requests of 8,192" in said
 
 
 def test_llama_cpp_keeps_prompts_and_checkpoints(plan_of) -> None:
@@ -265,7 +271,8 @@ UNKNOWN = [
 def test_what_is_not_known_says_so(plan_of, name, flags, why) -> None:
     plan = plan_of(name, **flags)
     told = plan_to_dict(plan)["host"]
-    assert told["memory_bytes"] is told["interval"] is None
+    assert {told[key] for key in told if key.endswith("bytes") or key == "interval"} == {None}
+    assert told["parts"] == {}
     assert why in told["unknown"]
     assert memory_limit_bytes(plan) is None
     (line,) = plan.host_lines()

@@ -218,6 +218,21 @@ def tier_bytes(hosted: Hosted) -> tuple[int, int, int]:
     return chunk, flags.kv_offloading_bytes // chunk, copies
 
 
+def tier_tokens(hosted: Hosted, chunks: int) -> int:
+    """What ``chunks`` of the tier hold of requests of max_model_len, as vLLM 0.33 exports it: each is one
+    group's; sliding layers keep their window, states one (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py,
+    kv_connector/v1/offloading/config.py)."""
+    length, layout = hosted.chosen.max_model_len, hosted.layout
+    ranks = hosted.chosen.flags.decode_context_parallel_size
+    each = 0
+    for group in layout.groups:
+        tokens = (group.block_size or layout.block_size) * ranks
+        most = 1 if group.kind == "state" else ceil_div(group.window, tokens) if group.window else None
+        whole = ceil_div(length, tokens)
+        each += whole if most is None else min(whole, most)
+    return chunks * length // each
+
+
 def _tier(hosted: Hosted) -> list[HostPart]:
     asked, layout = hosted.chosen.flags.kv_offloading_bytes, hosted.layout
     if not asked or not layout.groups:
@@ -231,10 +246,9 @@ def _tier(hosted: Hosted) -> list[HostPart]:
     chunk, chunks, copies = tier_bytes(hosted)
     held = chunk * chunks
     said = f"{chunks:,} blocks x {chunk:,} ({copies} {'copy' if copies == 1 else 'copies'}, whole pages)"
-    if len(layout.groups) == 1:
-        said += f": {chunks * layout.block_size:,} tokens"
-    else:
+    if len(layout.groups) > 1:
         said += f", each for one of {len(layout.groups)} groups"
+    said += f": {tier_tokens(hosted, chunks):,} tokens of requests of {hosted.chosen.max_model_len:,}"
     source = "--kv-offloading-size; v1/kv_offload/cpu/spec.py"
     # stages of unlike layers have unlike blocks: no more than was asked for
     high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
