@@ -95,7 +95,7 @@ class Size:
 class Value:
     """A tensor: ``size`` in elements, ``width`` bytes each, whether it needs a gradient, whether tensor
     parallelism splits it. ``base``: the tensor whose storage it shares. ``pointwise``: a compiler can compute
-    it again from what is kept anyhow."""
+    it again from what is kept anyhow, ``instead``: from this as well."""
 
     size: Size
     width: int
@@ -103,6 +103,7 @@ class Value:
     split: bool = False
     base: Value | None = None
     pointwise: bool = False
+    instead: Value | None = None
     casts: dict[int, Value] = field(default_factory=dict)
 
     @property
@@ -164,7 +165,13 @@ class Tape:
 
     def cast(self, value: Value, width: int) -> Value:
         """``value.to(dtype)``: a new tensor unless it has the type already; saves nothing."""
-        return value if value.width == width else self._fused(self.like(value, width))
+        if value.width == width:
+            return value
+        if not self.kernels.compiled:
+            return self.like(value, width)
+        if width not in value.casts:  # a compiler casts once
+            value.casts[width] = self._fused(self.like(value, width))
+        return value.casts[width]
 
     @property
     def trains(self) -> bool:
@@ -173,7 +180,10 @@ class Tape:
 
     def add(self, a: Value, residual: Value) -> Value:
         """A sum keeps nothing; a new tensor of the wider type."""
-        return Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
+        out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
+        if self.kernels.compiled and (a.pointwise or a.width < out.width):
+            out.instead = a  # the residual is kept anyhow, and the sum computed again
+        return out
 
     def scale(self, x: Value) -> Value:
         """Times a learned vector."""
@@ -252,10 +262,7 @@ class Tape:
         x * rsqrt keep x in fp32; the product with a trained weight keeps the normalized tensor, in the
         model's type for ``rms`` and in fp32 for the other kinds (planner/model/recipe.py)."""
         if self.kernels.compiled:
-            if x.grad:
-                self.save(x)
-                self.save(self.new(groups, 4, True, split=x.split))
-            return self._fused(self.like(x, x.width, x.grad or self.trains))
+            return self._compiled_norm(x, self.new(groups, 4, True, split=x.split))
         if self.kernels.fp32_norm and kind == "rms":
             kind = "rms-wide"
         wide = self.cast(x, 4)
@@ -263,6 +270,12 @@ class Tape:
             self.save(wide)
             self.save(self.new(groups, 4, True, split=x.split))  # rsqrt(variance)
         return self._weighted(self.like(wide), x, size, kind)
+
+    def _compiled_norm(self, x: Value, moments: Value) -> Value:
+        if x.grad or self.trains:
+            self._keep(x if x.instead is None else x.instead)
+            self.save(moments)
+        return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
         trained = self.trains
@@ -281,6 +294,8 @@ class Tape:
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
         """torch's fused one keeps the input, mean and 1/std; fp32 under CUDA's autocast, not the CPU's."""
         trained = self.trains and kind != "layer-none"
+        if self.kernels.compiled:
+            return self._compiled_norm(x, self.new(2 * groups, 4, True, split=groups > 1 and x.split))
         if kind == "layer-written":
             wide = self.cast(x, 4)
             if x.grad:  # x - mean, once for the variance and once for the product with rsqrt
