@@ -204,9 +204,10 @@ class Planner:
         lines = state_lines(setup, states, convention, placed, trained, there)
         bounds = self.peak_bounds(setup, stage, states, peak) if peak else (0, 0)
         lines += peak_lines(setup, peak, length, bool(model.estimated), bounds)
+        in_layer = setup.stack is None or peak is None or peak.moment.endswith("layer backward")
         lines += [
             Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
-            for o in overheads_of(setup, states, self._fp8_modules(setup))
+            for o in overheads_of(setup, states, self._fp8_modules(setup), in_layer)
         ]
         lines += host_lines(setup, placed, peak, states)
         lines = paged(setup, [line for line in lines if line.bytes or line.high])

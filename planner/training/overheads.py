@@ -33,8 +33,8 @@ class Overhead(NamedTuple):
     source: str
 
 
-def overheads_of(setup: TrainingSetup, states: States, modules: int) -> list[Overhead]:
-    """``modules``: those of the rank that multiply in fp8."""
+def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: bool = True) -> list[Overhead]:
+    """``modules``: of the rank, that multiply in fp8. ``in_layer``: the peak is in a layer's backward pass."""
     out = [
         Overhead(
             "cuBLAS workspaces", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,
@@ -75,7 +75,8 @@ def overheads_of(setup: TrainingSetup, states: States, modules: int) -> list[Ove
     elif setup.is_fsdp:
         unit = states.layer_trained * each
         out.append(
-            Overhead("unsharded gradients", 2 * unit, unit, 2 * unit + states.outer_trained * each,
+            Overhead("unsharded gradients", 2 * unit * in_layer, unit * in_layer,
+                     2 * unit + states.outer_trained * each,
                      "gradients of one unit before, and of one in, the reduce-scatter",
                      "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")
         )  # fmt: skip

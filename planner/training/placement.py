@@ -8,6 +8,7 @@ from tonnage.planner.training.methods import Trained
 from tonnage.planner.training.plans import Line
 from tonnage.planner.training.precision import Convention
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.states import States
 
 # DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
@@ -84,14 +85,18 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
 def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> Line:
     """Whole weights that are alive at once. DeepSpeed: the module at work and the prefetch bucket, at most
     max_live_parameters. FSDP: the unit at work, the next one prefetched, and the root's embedding and head,
-    which stay gathered through the forward pass."""
+    which stay gathered through the forward pass, or units of their own."""
     each = convention.compute
     if setup.method in ("lora", "qlora", "ia3") and states.parameters:
         each = max(1, -(-states.full_frozen // states.parameters))
     if setup.is_fsdp:
-        size = (2 * states.layer + states.outer) * each
-        low, high = (states.layer + states.outer) * each, size
-        formula = f"{each} bytes x (2 x {states.layer:,} of a layer + {states.outer:,} of the root unit)"
+        layer, outer = states.layer_gathered, states.outer_gathered
+        size, low = 2 * layer + outer, layer + outer
+        formula = f"2 x {layer:,} bytes of a layer + {outer:,} of the root unit"
+        if stack_of(setup).shards_ends and setup.method == "full":
+            size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
+            formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
+        high = size
         return Line("gathered weights", "gpu", size, low, high, formula, "FSDP, one unit prefetched")
     prefetch = min(PREFETCH_ELEMENTS, states.parameters)
     live = min(states.parameters, states.layer + prefetch)

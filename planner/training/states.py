@@ -59,6 +59,9 @@ class States:
     packed: int  # of the largest quantized matrix
     layer_trained: int  # trained elements of the largest decoder layer
     outer_trained: int
+    layer_gathered: int  # bytes of a decoder layer, of what is outside, of the largest tensor outside, gathered
+    outer_gathered: int
+    end_gathered: int
 
     @property
     def total(self) -> int:
@@ -120,20 +123,24 @@ def states_on_rank(
     pieces = _pieces(trained, architecture, setup, stage)
     weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
     parameters = trainable = full_gradients = full_frozen = outer = largest = projected = packed = 0
-    per_layer = per_layer_trained = outer_trained = 0
+    per_layer = per_layer_trained = outer_trained = layer_gathered = outer_gathered = end_gathered = 0
     flat_trainable = 0
     for piece in pieces:
         held, count, n = piece.held, piece.tensors, piece.elements
         total = n * count
         parameters += total
         largest = max(largest, n)
+        gathered = convention.compute * n if held.trainable else ceil_div(held.frozen_bytes * n, held.elements)
         if held.layers[0] is None:
             outer += total
+            outer_gathered += gathered * count
+            end_gathered = max(end_gathered, gathered)
             outer_trained += total if held.trainable else 0
         else:
             each = n * held.count // len(set(held.layers))
             per_layer += each
             per_layer_trained += each if held.trainable else 0
+            layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
         if not held.trainable and held.frozen_bytes < n:  # quantized
             packed = max(packed, n)
@@ -183,6 +190,7 @@ def states_on_rank(
         weights, frozen, master, gradients, optimizer + shared_bytes(setup.optimizer), counters, casts,
         persistent, parameters, trainable, per_layer, outer, largest,
         full_gradients, full_frozen, projected, packed, per_layer_trained, outer_trained,
+        layer_gathered, outer_gathered, end_gathered,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """What ``--compile`` keeps, against torch's own partitioner on real models.
 
-Each decoder layer is compiled with ``aot_eager_decomp_partition``: inductor's decompositions and the partition
-(functorch/partitioners.py, min_cut_rematerialization_partition) of its forward and backward graph, without its code
-generator. What autograd then keeps is stored (tests/data/oracles); `make test-oracles` compiles them again.
+Each decoder layer is compiled with ``aot_eager_decomp_partition``: inductor's decompositions and the
+partition (functorch/partitioners.py, min_cut_rematerialization_partition) of its forward and backward
+graph, without its code generator. What autograd then keeps is stored (tests/data/oracles); `make
+test-oracles` compiles them again.
 """
 
 from __future__ import annotations
