@@ -44,6 +44,8 @@ def test_what_is_written_is_read(flag):
     wrong = ["0", "-1", "nan", "", "1e400"] if flag.unit else []
     if flag.reader is not None:
         text, value, wrong = "8GB/s", 8 * 10**9, ["fast", "0GB/s"]
+        if flag.kind == "str":
+            text, value, wrong = "8.0", "8.0", ["8", "new.er", ""]
     elif flag.choices:
         text, value, wrong = flag.choices[-1], flag.choices[-1], ["", "nothing"]
     elif flag.kind == "bool":
