@@ -24,7 +24,7 @@ from tonnage.cache import admission, errors
 from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.groups import num_full, num_states, paged
+from tonnage.cache.blocks.groups import can_cache_states, num_full, num_states, paged, state_every
 from tonnage.cache.blocks.pool import BlockPool, check_num_blocks
 from tonnage.cache.blocks.state import Int32Array, Int64Array, columns, new_core
 from tonnage.cache.eviction.choice import Eviction
@@ -49,6 +49,8 @@ class KVCacheManager:
 
     ``max_num_batched_tokens`` is the most positions one sequence computes in a step; with sliding groups the
     reservation depends on it. ``eviction`` "lru" switches learning off (`tonnage.cache.eviction.choice`).
+    ``prefix_cache_retention_interval`` (vLLM's name): tokens from one recurrent state kept to the next, beside
+    those where prompts end and part; 0: no others, None: each at the end of a step and of a block.
     ``hash_seed`` keys the hashes: random, so that nobody can prepare collisions, unless a replay is to repeat.
     ``policy`` None: ``no_evict``. ``kv_events`` lets `subscribe`. ``hash_block`` is for tests: a hash function
     of their own, slow. Raises CacheConfigError for limits that cannot work.
@@ -65,18 +67,21 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         policy: admission.Policy | None = None,
         eviction: Eviction = "adaptive",
+        prefix_cache_retention_interval: int | None = 0,
         hash_seed: int | None = None,
         kv_events: bool = False,
         hash_block: HashBlock | None = None,
     ) -> None:
         check_num_blocks(num_blocks)
+        # With prefixes, recurrent states too: `tonnage.cache.groups.states`.
+        self.cached_states = aligned = enable_prefix_caching and can_cache_states(layout)
         self.limits = admission.Limits(
-            layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens
+            layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned
         )
         self.block_size = layout.block_size
-        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index. And a
-        # recurrent state is kept for the last position alone: there is none to go on from after a prefix.
-        caching = enable_prefix_caching and num_full(layout) > 0 and num_states(layout) == 0
+        every = state_every(prefix_cache_retention_interval, self.block_size)
+        # Without a full group nothing keeps the start of a chain alive: see tonnage.cache.prefix.index.
+        caching = enable_prefix_caching and num_full(layout) > 0 and (num_states(layout) == 0 or aligned)
         key = secrets.randbits(64) if hash_seed is None else hash_seed
         self.core = new_core(  # all that compiled code knows
             layout,
@@ -88,16 +93,18 @@ class KVCacheManager:
             seed=seed_of(b"", key),
             logged=kv_events,
             learning=eviction != "lru",
+            aligned=aligned,
+            state_every=every,
         )
         self.rows, self.requests = columns(self.core.rows), columns(self.core.requests)
         self.counts, self.model = columns(self.core.pool), columns(self.core.model)
         self.pool = BlockPool(self.core)
         self.prefix = PrefixCache(self.core, key, hash_block)
-        groups = len(paged(layout))  # [rows, max_blocks] by paged group, [rows] by state group:
+        groups = len(paged(layout))  # [rows, max_blocks] by paged group:
         self.tables: tuple[Int32Array, ...] = tuple(self.core.tables[:groups])
-        self.states: tuple[Int32Array, ...] = tuple(self.core.tables[groups:, :, 0])
         self.sequences = Sequences(max_num_seqs)
-        self._copies = np.zeros((2, max_num_seqs * len(layout.groups)), np.int32)  # at most one a row and group
+        # At most two a row and group: a shared state of its own, and from there to its next block.
+        self._copies = np.zeros((2, 2 * max_num_seqs * len(layout.groups)), np.int32)
         self.reservations = Reservations(self.core, self.limits)
         no_evict = admission.Policy(admission.AdmissionMode.NO_EVICT)
         self.admission = Admission(policy or no_evict, self.reservations)
@@ -276,6 +283,16 @@ class KVCacheManager:
             self.reservations.give_back(reservation)
 
     # -- reading -----------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> tuple[Int32Array, ...]:
+        """By state group, int32 [rows]: the block with each row's state, which its step reads and overwrites
+        once the copies of `extend` are done; the null block where nothing is yet."""
+        groups = self.core.tables[len(self.tables) :]
+        if not self.cached_states:
+            return tuple(groups[:, :, 0])
+        rows, last = np.arange(len(self.rows.room)), np.maximum(self.rows.room // self.block_size - 1, 0)
+        return tuple(table[rows, last] for table in groups)
 
     def row(self, sequence_id: int) -> int:
         """Row of the sequence in each of `tables`. Raises SequenceFinished, UnknownSequence."""

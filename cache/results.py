@@ -12,11 +12,13 @@ EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """Runs now. K/V of the first ``cached_tokens`` prompt positions is already in the row's blocks;
-    ``shared_tokens`` of them come from blocks that any salt may read."""
+    ``shared_tokens`` of them come from blocks that any salt may read. ``junction``: up to where full groups
+    have the prompt, where that is further because no recurrent state is cached there; else 0."""
 
     row: int
     cached_tokens: int
     shared_tokens: int = 0
+    junction: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tonnage.cache.admission.safety import IntArray, Leaving, grant, is_safe, la
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Wait, WaitReason
 from tonnage.cache.blocks.groups import FULL
-from tonnage.cache.blocks.state import Int64Array, columns
+from tonnage.cache.blocks.state import COPY_TAIL, Int64Array, columns
 from tonnage.cache.prefix import hits
 from tonnage.cache.sequences import steps
 
@@ -147,7 +147,7 @@ class Admission:
             return ends
         reach = rows.room[batch] + granted // groups * self.limits.layout.block_size
         # The block to copy comes first: without all it wants, a sequence with a shared tail writes nothing.
-        reach[rows.shared_tail[batch] != 0] = 0
+        reach[rows.shared_tail[batch] & COPY_TAIL != 0] = 0
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def leaving(self) -> Leaving:

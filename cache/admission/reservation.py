@@ -15,7 +15,9 @@ For one of ``n`` sequences, ``total = prompt_tokens + max_tokens``:
   the full group's count where that is less.
 - chunked group of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
   those of the step; the sliding bound with ``W = C``.
-- state group: one block for each sequence (a fork copies it before its first step).
+- state group: one block for each sequence (a fork copies it before its first step); with cached states
+  (`tonnage.cache.groups.states`) two, the state it goes on from and the one it writes, unless all its tokens
+  are in one block.
 
 **Where the sum of all reservations fits, no allocation inside one can fail.** Call *held* the number of
 distinct blocks in the block tables of a request's sequences; its reservation bounds it at every moment of
@@ -34,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits, Never, NeverReason
-from tonnage.cache.blocks.groups import FULL, STATE, kind_of
+from tonnage.cache.blocks.groups import FULL, MOST_STATES, STATE, kind_of
 from tonnage.planner.model.layout import KVGroup
 from tonnage.planner.units import ceil_div
 
@@ -42,9 +44,9 @@ from tonnage.planner.units import ceil_div
 def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
     """Most blocks the request's n sequences can hold in one group at once (see the module's argument)."""
     kind, block_size = kind_of(group), limits.layout.block_size
-    if kind == STATE:
-        return request.n
     total, shared = ceil_div(request.total_tokens, block_size), request.prompt_tokens // block_size
+    if kind == STATE:
+        return request.n * (min(total, MOST_STATES) if limits.cached_states else 1)
     as_full = shared + request.n * (total - shared)
     if kind == FULL or group.window is None:
         return as_full

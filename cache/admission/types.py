@@ -65,7 +65,8 @@ class AdmissionRequest:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What there is to reserve from. ``usable_blocks`` leaves out the null block; ``max_num_batched_tokens`` is
-    the most positions one sequence computes in one step. A layout without groups (an encoder's) stores nothing:
+    the most positions one sequence computes in one step; ``cached_states``: recurrent states are cached with
+    prefixes, and a sequence may hold two. A layout without groups (an encoder's) stores nothing:
     there are no blocks, and only lengths and sequences limit. Raises CacheConfigError, naming the field."""
 
     layout: KVLayout
@@ -73,6 +74,7 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    cached_states: bool = False
 
     def __post_init__(self) -> None:
         block_size = self.layout.block_size

@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.blocks.groups import FULL, GROUP, group_records
+from tonnage.cache.blocks.groups import ALIGNED, FULL, GROUP, group_records
 from tonnage.cache.blocks.memory import lazy, resident
 from tonnage.cache.eviction.model import CLASSES, ENTRY, MODEL, new_model
 from tonnage.cache.results import EVICTION_CAUSES
@@ -43,6 +43,9 @@ CLOCK_MASK = 0x7FFFFFFF  # times are kept modulo 2^31
 
 FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)  # places in EVICTION_CAUSES
 
+COPY_TAIL = 1  # copy the last block before the next write
+DROP_SOURCE = 2  # the next step gives back the state that this one was copied from
+
 i4, i8, u8 = np.int32, np.int64, np.uint64
 
 POOL = np.dtype(
@@ -50,7 +53,9 @@ POOL = np.dtype(
         ("num_blocks", i8),  # with the null block
         ("block_size", i8),  # tokens
         ("num_groups", i8),
-        ("windowed", i8),  # groups with a window
+        ("windowed", i8),  # groups with a window, and those of cached states
+        ("aligned", i8),  # groups of cached states
+        ("state_every", i8),  # blocks of tokens from one state kept to the next; 0: only where prompts are cut
         ("anchor", i8),  # the first full group: its blocks name the nodes of the prefix index
         ("max_step", i8),  # positions that one sequence computes in a step
         ("caching", i8),  # 1: there is a prefix index
@@ -78,7 +83,8 @@ ROW = np.dtype(
         ("limit", i8),  # prompt + max_tokens
         ("published", i8),  # full blocks that are nodes of the prefix index
         ("hashed", i8),  # entries of `Core.hashes`
-        ("shared_tail", i8),  # 1: copy the last block before the next write
+        ("found", i8),  # full blocks of its prompt that full groups had when it was admitted
+        ("shared_tail", i8),  # bits: COPY_TAIL, DROP_SOURCE
         ("request", i8),  # slot of its request, -1 for an empty row
         ("salt", i8),  # salt id
         ("shared", i8),  # leading blocks that belong to an allowed shared prefix
@@ -151,8 +157,8 @@ class Core(NamedTuple):
     # by salt id
     salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # nodes with it
     seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash that a chain of it starts from
-    # by sequence
-    tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)  # a recurrent state is entry 0
+    # by sequence; a recurrent state is entry 0, a cached one that of the block of tokens it ends in
+    tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
     first: Int64Array = _array(i8, "groups", "rows")  # first block that no window has left
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
     hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # of the full blocks of tokens
@@ -176,9 +182,11 @@ def new_core(
     seed: int,
     logged: bool,
     learning: bool,
+    aligned: bool = False,
+    state_every: int = 0,
 ) -> Core:
     """An empty pool. Rows and salts are reserved for the worst case; their memory is taken where it is used."""
-    groups = group_records(layout)
+    groups = group_records(layout, aligned)
     model, history = new_model(num_blocks, learning and caching)
     nodes, size = num_blocks if caching else 1, layout.block_size
     sizes = {
@@ -211,6 +219,7 @@ def new_core(
     full = np.flatnonzero(groups["kind"] == FULL)
     pool.anchor[0] = int(full[0]) if len(full) else 0
     pool.windowed[0] = int((groups["window"] > 0).sum())
+    pool.aligned[0], pool.state_every[0] = int((groups["kind"] == ALIGNED).sum()), state_every
     pool.free[0], pool.free_head[0] = num_blocks - 1, 1
     core.next[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
     core.next[num_blocks - 1] = NULL_BLOCK

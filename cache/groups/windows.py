@@ -1,6 +1,7 @@
 """Sliding windows and chunks: which blocks no query can read any more, and what a prefix hit still needs.
 
-Called only where the layout has such groups (`POOL.windowed`).
+Called only where the layout has such groups (`POOL.windowed`). Cached states are among them: what goes on from
+one reads a window of two positions (`blocks.groups.STATE_WINDOW`), so a hit needs the state at its end alone.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
         if core.groups[group].window != 0:
             for at in range(core.first[group, row], first_needed(core, group, computed)):
                 block = core.tables[group, row, at]
+                if block == NULL_BLOCK:  # no state was kept there
+                    continue
                 core.refs[block] += change
                 if core.refs[block] == 0:
                     gone += 1
@@ -62,8 +65,10 @@ def drop_left(core: Core, row: int) -> None:
         if core.groups[group].window != 0:
             first = first_needed(core, group, core.rows[row].computed)
             for at in range(core.first[group, row], first):
-                release(core, core.tables[group, row, at], False, core.rows[row].request)
-                core.tables[group, row, at] = NULL_BLOCK
+                block = core.tables[group, row, at]
+                if block != NULL_BLOCK:
+                    release(core, block, False, core.rows[row].request)
+                    core.tables[group, row, at] = NULL_BLOCK
             core.first[group, row] = max(first, core.first[group, row])
 
 

@@ -7,12 +7,13 @@ conservation        every usable block is free, cached or used, and in that stat
 null block          block 0 is in no state and in no index
 reference counts    a block's reference count is the number of table entries that name it
 tables              a row names blocks where it must, the null block elsewhere, and no block twice; sequences
-                    that share a block have it at the same place
+                    that share a block have it at the same place; of cached states a row has the one it goes on
+                    from and the one it writes, at most two
 exclusive writes    a block with positions still to be written has one owner, or its owners must copy first
 prefix index        nodes, buckets and blocks refer to each other; a node's tokens, salt and ancestors are those
                     of every sequence that holds it; a row's full computed blocks, and no others, are nodes
 reachability        every node's parent is a node, and in use where the node is; listed for eviction are the
-                    cached nodes without children and cached sliding blocks, no others
+                    cached nodes without children and cached sliding blocks and states, no others
 reservation             per request private <= held <= reserved, all counted anew; sequences <= max_num_seqs;
                     in no_evict mode reserved <= usable over all
 committed peak      in guaranteed mode everybody can still run to max_tokens, one after the other
@@ -36,9 +37,18 @@ from tonnage.cache.admission import (
 from tonnage.cache.admission.controller import Admission
 from tonnage.cache.admission.ledger import Reservations
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.blocks.groups import paged
+from tonnage.cache.blocks.groups import MOST_STATES, STATE_WINDOW, paged
 from tonnage.cache.blocks.pool import BlockPool
-from tonnage.cache.blocks.state import CLASS_MASK, NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
+from tonnage.cache.blocks.state import (
+    CLASS_MASK,
+    COPY_TAIL,
+    DROP_SOURCE,
+    NULL_BLOCK,
+    ONE_CHILD,
+    ROOT,
+    Core,
+    Int32Array,
+)
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.eviction.model import CLASSES
 from tonnage.cache.laws import readers
@@ -58,7 +68,7 @@ class Checked(Protocol):
     requests: Any
     counts: Any
     tables: tuple[Int32Array, ...]
-    states: tuple[Int32Array, ...]
+    cached_states: bool
     pool: BlockPool
     prefix: PrefixCache
     sequences: Sequences
@@ -84,6 +94,12 @@ def _windows(manager: Checked) -> list[int]:
     """By paged group: 0 everything is read, W > 0 the last W positions, -C the own chunk of C."""
     groups = paged(manager.limits.layout)
     return [(group.window or 0) * (-1 if group.kind == "chunked" else 1) for group in groups]
+
+
+def _all_windows(manager: Checked) -> list[int]:
+    """As `_windows`, with the state groups behind them where states are cached."""
+    states = len(manager.core.tables) - len(manager.tables)
+    return _windows(manager) + [STATE_WINDOW] * (states if manager.cached_states else 0)
 
 
 def _broken(law: str, message: str) -> NoReturn:
@@ -129,17 +145,20 @@ def _check_tables(manager: Checked) -> None:
                     _broken("tables", f"block {block} is at {places[block]} and at {(group, at)}")
                 if (at + 1) * block_size > computed:
                     writers[block].append(row)
-        for state, blocks in enumerate(manager.states):
-            block = int(blocks[row])
-            if (block == NULL_BLOCK) != (held == 0):
-                _broken("tables", f"row {row} state {state}: block {block}, {held} blocks of tokens")
-            if block != NULL_BLOCK:
+        for group in range(len(manager.tables), len(manager.core.tables)):
+            entries = manager.core.tables[group, row].tolist()
+            named = [at for at, block in enumerate(entries) if block != NULL_BLOCK]
+            if not _states_in_place(manager, row, group, named):
+                _broken("tables", f"row {row} states {group}: at {named}, {held} blocks of tokens")
+            for at in named:
+                block = entries[at]
                 counts[block] += 1
-                if places.setdefault(block, (-1 - state, 0)) != (-1 - state, 0):
-                    _broken("tables", f"block {block} is at {places[block]} and is state {state} of row {row}")
-                writers[block].append(row)
+                if places.setdefault(block, (group, at)) != (group, at):
+                    _broken("tables", f"block {block} is at {places[block]} and at {(group, at)}")
+                if not manager.cached_states or (at + 1) * block_size > computed:
+                    writers[block].append(row)
     for block, owners in writers.items():
-        if counts[block] > 1 and not all(rows.shared_tail[row] for row in owners):
+        if counts[block] > 1 and not all(rows.shared_tail[row] & COPY_TAIL for row in owners):
             _broken("exclusive writes", f"block {block} can be written by rows {owners}")
         if counts[block] > 1 and any(rows.slots[row] > rows.computed[row] for row in owners):
             _broken("exclusive writes", f"block {block} of rows {owners} was to be copied")
@@ -152,6 +171,29 @@ def _check_tables(manager: Checked) -> None:
         _broken(
             "reference counts", f"block {block}: count {manager.pool.refs[block]}, {expected[block]} in tables"
         )
+
+
+def _states_in_place(manager: Checked, row: int, group: int, named: list[int]) -> bool:
+    """Whether the entries ``named`` are those of the row's state: the first one; or with cached states the one
+    at the end of what is computed, the row's last one, and of the step before at most one more, which is given
+    back in the next."""
+    size, rows = manager.block_size, manager.rows
+    held, computed = int(rows.room[row]) // size, int(rows.computed[row])
+    if not manager.cached_states:
+        return named == [0] * min(1, held)
+    needed = {held - 1} if held else set()
+    if computed:
+        needed.add(ceil_div(computed, size) - 1)
+    first = int(manager.core.first[group, row])
+    left = first <= min(named, default=0) and first * size <= oldest_read(STATE_WINDOW, computed)
+    source = len(named) < MOST_STATES or bool(rows.shared_tail[row] & DROP_SOURCE)
+    return (
+        needed <= set(named)
+        and len(named) <= MOST_STATES
+        and max(named, default=-1) < held
+        and source
+        and (left or not held)
+    )
 
 
 def _check_states(manager: Checked) -> None:
@@ -191,7 +233,7 @@ def _check_reservations(manager: Checked) -> None:
                 _broken("reservation", f"row {row} is not of the request in slot {slot}")
             for table, window in zip(manager.tables, windows, strict=True):
                 (sliding if window else full).update(table[row].tolist())
-            sliding.update(int(blocks[row]) for blocks in manager.states)
+            sliding.update(manager.core.tables[len(manager.tables) :, row].ravel().tolist())
         full.discard(NULL_BLOCK)
         sliding.discard(NULL_BLOCK)
         blocks_of[slot] = full
@@ -250,7 +292,7 @@ def _check_reservations(manager: Checked) -> None:
 
 
 def _check_nodes(manager: Checked) -> None:
-    core, windows = manager.core, _windows(manager)
+    core, windows = manager.core, _all_windows(manager)
     nodes = set(readers.nodes(core))
     full = [group for group, window in enumerate(windows) if window == 0]
     if len(nodes) != manager.counts.nodes[0]:
@@ -289,7 +331,7 @@ def _check_nodes(manager: Checked) -> None:
 
 
 def _check_holders(manager: Checked) -> None:
-    rows, core, size, windows = manager.rows, manager.core, manager.block_size, _windows(manager)
+    rows, core, size, windows = manager.rows, manager.core, manager.block_size, _all_windows(manager)
     anchor = windows.index(0)
     for row in manager.sequences.row_of.values():
         salt = manager.reservations[row].salt
@@ -299,8 +341,8 @@ def _check_holders(manager: Checked) -> None:
                 "prefix index", f"row {row}: {computed} full blocks computed, {rows.published[row]} published"
             )
         chain = manager.tables[anchor][row].tolist()
-        for group, table in enumerate(manager.tables):
-            for at, block in enumerate(table[row].tolist()):
+        for group in range(len(windows)):
+            for at, block in enumerate(core.tables[group, row].tolist()):
                 node = int(core.node_of[block]) if block != NULL_BLOCK else 0
                 if node == 0:
                     if at < computed and windows[group] == 0:
@@ -325,7 +367,7 @@ def _check_holders(manager: Checked) -> None:
 
 def _check_order(manager: Checked) -> None:
     """Who may be evicted: whoever leaves no child behind."""
-    core, windows = manager.core, _windows(manager)
+    core, windows = manager.core, _all_windows(manager)
     cached = set(readers.all_cached(core))
     listed = {block: kind for kind in range(CLASSES) for block in readers.listed(core, kind)}
     nodes = readers.nodes(core)

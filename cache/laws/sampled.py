@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tonnage.cache.blocks.groups import FULL, STATE
-from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core, Int32Array
+from tonnage.cache.blocks.groups import ALIGNED, FULL, MOST_STATES, STATE
+from tonnage.cache.blocks.state import (
+    COPY_TAIL,
+    DROP_SOURCE,
+    NULL_BLOCK,
+    ONE_CHILD,
+    ROOT,
+    Core,
+    Int32Array,
+)
 from tonnage.cache.compiled import compiled, inner
 from tonnage.cache.eviction.model import CLASSES
 
@@ -65,26 +73,45 @@ def _tables(core: Core, counts: Int32Array) -> tuple[int, int]:
             return INDEX, at_row
         for group in range(pool.num_groups):
             table, first = core.tables[group, at_row], core.first[group, at_row]
-            held = _held(core, group, row.room)
+            held, gaps = _held(core, group, row.room), core.groups[group].kind == ALIGNED
             for at in range(held):
                 block = table[at]
-                if (block == NULL_BLOCK) != (at < first):
+                if (block == NULL_BLOCK) != (at < first) and not (gaps and block == NULL_BLOCK):
                     return TABLES, at_row
                 counts[block] += 1
+            if gaps and not _states_in_place(core, group, at_row, held):
+                return TABLES, at_row
             if held < table.size and table[held] != NULL_BLOCK:
                 return TABLES, at_row
+    counts[NULL_BLOCK] = 0
     for at_row in range(core.rows.size):
         row = core.rows[at_row]
         if row.request < 0:
             continue
-        to_copy = row.shared_tail != 0 and row.slots <= row.computed
+        to_copy = row.shared_tail & COPY_TAIL and row.slots <= row.computed
         for group in range(pool.num_groups):
             start = 0 if core.groups[group].kind == STATE else row.computed // size
             for at in range(start, _held(core, group, row.room)):
                 if counts[core.tables[group, at_row, at]] > 1 and not to_copy:
                     return WRITES, at_row
-    counts[NULL_BLOCK] = 0
     return HOLD, 0
+
+
+@inner
+def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
+    """Of cached states the one to go on from and the one to write, at most one more to give back."""
+    row, table = core.rows[at_row], core.tables[group, at_row]
+    if held == 0:
+        return True
+    named = 0
+    for at in range(held):
+        if table[at] != NULL_BLOCK:
+            named += 1
+    if named > MOST_STATES or (named == MOST_STATES and row.shared_tail & DROP_SOURCE == 0):
+        return False
+    if row.computed > 0 and table[(row.computed - 1) // core.pool[0].block_size] == NULL_BLOCK:
+        return False
+    return bool(table[held - 1] != NULL_BLOCK)
 
 
 @inner

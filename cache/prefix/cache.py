@@ -52,7 +52,8 @@ class PrefixCache:
         self.query_tokens += length
         self.hit_tokens += hit
         self.shared_hit_tokens += shared_hit
-        return Admitted(row, hit, shared_hit)
+        found = int(self._rows.found[row]) if self._counts.aligned[0] else 0
+        return Admitted(row, hit, shared_hit, found * self._block_size if found > blocks else 0)
 
     def drop(self, row: int, blocks: int) -> None:
         """Leave the row as unused as it was."""

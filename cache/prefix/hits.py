@@ -57,4 +57,4 @@ def drop_hit(core: Core, row: int, count: int) -> None:
     """Leave the row as unused as before `find_hit`."""
     state = core.rows[row]
     core.tables[core.pool[0].anchor, row, :count] = NULL_BLOCK
-    state.length = state.hashed = state.shared = state.salt = 0
+    state.length = state.hashed = state.shared = state.salt = state.found = 0

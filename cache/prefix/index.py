@@ -14,8 +14,8 @@ prompt that the operator has published): its whole blocks belong to salt 0, and 
 chain behind them.
 
 **What a hit needs.** Full groups: every block of the prefix. A sliding group: only the blocks that queries
-after the prefix can still read, i.e. its last window; the longest prefix for which all groups have theirs is
-the hit.
+after the prefix can still read, i.e. its last window. A cached state: the one at the end of the prefix. The
+longest prefix for which all groups have theirs is the hit.
 
 **No cached child without its parent.** Laws, kept by the manager and checked in `invariants`: (1) whoever holds
 a node's full-group block in its table holds those of all its ancestors (duplicates are merged when they are
@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tonnage.cache.blocks.groups import FULL
+from tonnage.cache.blocks.groups import ALIGNED, FULL
 from tonnage.cache.blocks.pool import acquire, release, uncache
 from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core
 from tonnage.cache.compiled import compiled, inlined, inner
 from tonnage.cache.eviction.choice import OLDEST, choose_list, enlist_by_age
-from tonnage.cache.groups import windows
+from tonnage.cache.groups import states, windows
 from tonnage.cache.prefix.hashing import hash_tokens
 
 
@@ -89,6 +89,7 @@ def match(core: Core, row: int, blocks: int) -> int:
         table[found] = node
         parent = node
         found += 1
+    core.rows[row].found = found
     count = windows.usable_hit(core, table, found) if core.pool[0].windowed else found
     for at in range(count, found):
         table[at] = NULL_BLOCK
@@ -131,6 +132,8 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     core.heads[bucket] = node
     for group in range(pool.num_groups):
         block = core.tables[group, row, at]
+        if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
+            block = NULL_BLOCK
         core.node_blocks[group, node] = block
         if block != NULL_BLOCK:
             core.node_of[block] = node
@@ -149,7 +152,9 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
         mine, theirs = core.tables[group, row, at], core.node_blocks[group, node]
         if mine == NULL_BLOCK or mine == theirs:  # noqa: SIM109 (numba wants one type in a tuple)
             continue
-        if theirs == NULL_BLOCK:  # a sliding block that had been evicted alone
+        if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
+            continue
+        if theirs == NULL_BLOCK:  # a sliding block or a state that had been evicted alone, or was not kept
             core.node_blocks[group, node] = mine
             core.node_of[mine] = node
             continue

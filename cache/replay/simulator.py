@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
+from tonnage.cache.blocks.groups import can_cache_states
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.replay.result import Replay, Samples
@@ -80,7 +81,8 @@ class Simulator:
 
     def __init__(self, trace: Trace, setup: Setup, progress: Callable[[int], None] | None = None) -> None:
         self.trace, self.setup, self.progress = trace, setup, progress
-        self.caching = setup.enable_prefix_caching and trace.has_prefixes
+        # Cached states cost blocks and steps whether or not any is found again.
+        self.caching = setup.enable_prefix_caching and (trace.has_prefixes or can_cache_states(setup.layout))
         self.manager = KVCacheManager(
             setup.layout,
             setup.num_blocks,

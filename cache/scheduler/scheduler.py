@@ -29,6 +29,7 @@ from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import Admitted, KVCacheManager
+from tonnage.cache.scheduler.chunks import aligned_chunk
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.sequence import Counters, S, Step
 from tonnage.cache.sequences.tables import TokenIds
@@ -67,6 +68,7 @@ class Scheduler(Generic[S]):
         self.budget = budget
         self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
+        self._aligned = manager.block_size if manager.cached_states else 0  # what chunks of prompts are cut to
         self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
         self.waiting: dict[int, S] = {}
         self.running: dict[int, S] = {}  # in order of admission, forks after all before them
@@ -129,6 +131,8 @@ class Scheduler(Generic[S]):
         order = list(self.running.values())
         if not self.whole_prompts:
             turns = min(turns, self.budget)  # what one sequence may compute in a call of the manager
+        if self._aligned:  # no state is passed over
+            turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
             return
         ids = list(self.running)
@@ -151,7 +155,7 @@ class Scheduler(Generic[S]):
             while todo and budget > 0:
                 wishes = self._order(step, todo, budget)
                 budget -= self._take(step, wishes, self._grant(wishes))
-                if len(wishes.order) == len(todo):
+                if len(wishes.order) == len(todo) or not wishes.order:
                     break
                 asked = {s.id for s in wishes.order}
                 todo = [s for s in todo if s.id not in asked]
@@ -191,11 +195,29 @@ class Scheduler(Generic[S]):
                 chunk = min(budget, left)
                 if sequence.scores:
                     chunk = min(chunk, 1 + max(0, spare))
+                if self._aligned:
+                    chunk = self._cut(sequence, chunk, bool(order or step.picked))
+                    if chunk == 0:
+                        continue
+                if sequence.scores:
                     spare -= chunk - 1
                 budget -= chunk
                 order.append(sequence)
                 ends.append(sequence.computed + chunk)
         return _Wishes(order, [s.id for s in order], ends, decodes)
+
+    def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
+        """The chunk up to where its recurrent state is to be kept; 0 where others compute: not in this step."""
+        cut = aligned_chunk(
+            chunk,
+            computed=sequence.computed,
+            length=sequence.length,
+            prompt=sequence.prompt,
+            junction=sequence.junction,
+            block_size=self._aligned,
+            budget=self.budget,
+        )
+        return cut if cut or may_wait else chunk
 
     def _grant(self, wishes: _Wishes[S]) -> Int64Array:
         return self.manager.grant(wishes.ids, wishes.ends)
@@ -271,6 +293,8 @@ class Scheduler(Generic[S]):
             step.admitted.append(sequence)
             room = max(budget, sequence.length) if self.whole_prompts else budget
             wishes = self._order(step, [sequence], room)
+            if not wishes.order:  # the next step has room for a block of it
+                break
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
 
@@ -295,7 +319,7 @@ class Scheduler(Generic[S]):
         return self.manager.start_of(entry.request)
 
     def _start(self, sequence: S, answer: Admitted) -> None:
-        sequence.computed = answer.cached_tokens
+        sequence.computed, sequence.junction = answer.cached_tokens, answer.junction
         if not sequence.generated:
             sequence.cached = answer.cached_tokens
         if not sequence.preempted:

@@ -33,6 +33,7 @@ class Sequence:
     computed: int = 0
     chunk: int = 0  # tokens computed in the step under way
     cached: int = 0  # of the prompt, served from the prefix cache
+    junction: int = 0  # up to where another prompt was the same and left no recurrent state; 0: nowhere
     preempted: bool = False  # at least once
     waited: bool = False  # since it was queued admission has said once: not now
 

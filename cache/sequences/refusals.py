@@ -40,6 +40,13 @@ def refused(
             field="num_computed",
             hint="extend and append come before commit",
         )
+    if code == steps.STATE_ELSEWHERE:
+        return OutOfOrder(
+            f"sequence {sequence_id} is computed up to {end - appended} and was extended to {state['slots']}: "
+            "its recurrent state is in another block",
+            field="num_computed",
+            hint="with cached states, extend to where the step ends",
+        )
     return NoFreeBlocks(
         f"sequence {sequence_id} to {end} tokens: {pool['free']} blocks are free, {pool['cached']} cached",
         field="num_tokens",

@@ -7,9 +7,11 @@ sequence in the call. `tonnage.cache.manager` turns codes into errors.
 
 from __future__ import annotations
 
-from tonnage.cache.blocks.groups import FULL, STATE
+from tonnage.cache.blocks.groups import ALIGNED, FULL, STATE
 from tonnage.cache.blocks.pool import pop_free, release
 from tonnage.cache.blocks.state import (
+    COPY_TAIL,
+    DROP_SOURCE,
     FOR_COPY,
     FOR_DECODE,
     FOR_PREFILL,
@@ -18,13 +20,13 @@ from tonnage.cache.blocks.state import (
     Int32Array,
     Int64Array,
 )
-from tonnage.cache.compiled import compiled, inner
+from tonnage.cache.compiled import compiled, inlined, inner
 from tonnage.cache.eviction.reuse import observe_end
-from tonnage.cache.groups import windows
-from tonnage.cache.groups.entries import entries, entry_of
+from tonnage.cache.groups import states, windows
+from tonnage.cache.groups.entries import blocks_to_grow, entries, entry_of
 from tonnage.cache.prefix.index import evict, publish, sibling_holds
 
-OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER = range(7)
+OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER, STATE_ELSEWHERE = range(8)
 
 # What a call does to each row, in this order.
 COMMIT, APPEND, EXTEND = 1, 2, 4
@@ -37,10 +39,11 @@ def step(
 ) -> tuple[int, int]:
     """One call for a whole batch of distinct rows, all or nothing.
 
-    - COMMIT: K/V below each end is written; full blocks become nodes of the prefix index;
+    - COMMIT: K/V below each end is written; full blocks become nodes of the prefix index; with cached states
+      the end is in the last block extended to, as the state is;
     - APPEND: ``tokens`` [rows of the call * count], the same count for each row;
-    - EXTEND: make positions [computed, end) writable; ``copies`` int32 [2, groups * rows] receives (src, dst)
-      pairs.
+    - EXTEND: make positions [computed, end) writable; ``copies`` int32 [2, 2 * groups * rows] receives (src,
+      dst) pairs.
 
     ``ends`` [rows of the call] is for COMMIT or EXTEND; in a DECODE both follow from the tokens known.
     """
@@ -64,6 +67,8 @@ def step(
             written = row.length if what == DECODE else ends[i]
             if written < row.computed or written > min(row.slots, row.length):
                 return OUT_OF_ORDER, i
+            if pool.aligned and written > row.computed and (written - 1) // size < (row.slots - 1) // size:
+                return STATE_ELSEWHERE, i
         if what & EXTEND:
             end = length if what == DECODE else ends[i]
             if end < 0:
@@ -112,7 +117,7 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
         row = core.rows[batch[i]]
         computed, end = row.written, row.end
         done += 1
-        if row.shared_tail != 0 and end > computed:
+        if row.shared_tail & COPY_TAIL and end > computed:
             for group in range(pool.num_groups):
                 block = core.tables[group, batch[i], entry_of(core.groups[group].kind, computed, size)]
                 if core.refs[block] > 1:
@@ -120,12 +125,11 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
                     copies[0, copied] = block
                     copied += 1
                     available -= 1
+        if pool.windowed and _moves_on(core, batch[i]):
+            available += windows.count_left(core, batch[i], computed, -1)
         if end > row.room:
-            if pool.windowed:
-                available += windows.count_left(core, batch[i], computed, -1)
             for group in range(pool.num_groups):
-                kind = core.groups[group].kind
-                available -= entries(kind, end, size) - entries(kind, row.room, size)
+                available -= blocks_to_grow(core.groups[group].kind, computed, row.room, end, size)
         if available < 0:
             short_at = i
             break
@@ -133,10 +137,16 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
         core.refs[copies[0, i]] += 1
     if pool.windowed:
         for i in range(done):
-            row = core.rows[batch[i]]
-            if row.end > row.room:
-                windows.count_left(core, batch[i], row.written, 1)
+            if _moves_on(core, batch[i]):
+                windows.count_left(core, batch[i], core.rows[batch[i]].written, 1)
     return short_at
+
+
+@inlined
+def _moves_on(core: Core, at_row: int) -> bool:
+    """Whether the call gives back the blocks that the row's windows have left."""
+    row = core.rows[at_row]
+    return bool(row.end > row.room or (row.shared_tail & DROP_SOURCE and row.end > row.written))
 
 
 @compiled
@@ -151,7 +161,7 @@ def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64
             if end > row.room:
                 count += (end + size - 1) // size - row.room // size
             tail = core.tables[group, batch[i], row.computed // size]
-            if row.shared_tail != 0 and end > row.computed and core.refs[tail] > 1:
+            if row.shared_tail & COPY_TAIL and end > row.computed and core.refs[tail] > 1:
                 count += 1
         wanted[i] = count
 
@@ -161,22 +171,26 @@ def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) ->
     """Blocks for the positions below ``end``, after a copy of what the row must not write into."""
     pool, row = core.pool[0], core.rows[at_row]
     size, slot = pool.block_size, row.request
-    if row.shared_tail != 0 and end > row.computed:
+    if pool.windowed and _moves_on(core, at_row):
+        windows.drop_left(core, at_row)
+        if row.room // size == (row.computed + size - 1) // size:
+            row.shared_tail &= ~DROP_SOURCE
+    if row.shared_tail & COPY_TAIL and end > row.computed:
         copied = _copy_shared_tail(core, at_row, copies, copied)
     if end <= row.room:
         return copied
-    if pool.windowed:
-        windows.drop_left(core, at_row)
     held = (end + size - 1) // size
     if pool.num_groups * held > pool.free:
         short = -pool.free
         for group in range(pool.num_groups):
-            kind = core.groups[group].kind
-            short += entries(kind, end, size) - entries(kind, row.room, size)
+            short += blocks_to_grow(core.groups[group].kind, row.computed, row.room, end, size)
         if short > 0:
             evict(core, short, FOR_PREFILL if end <= core.requests[slot].prompt else FOR_DECODE)
     for group in range(pool.num_groups):
         kind = core.groups[group].kind
+        if kind == ALIGNED:
+            copied = states.grow_state(core, at_row, group, held - 1, copies, copied)
+            continue
         for at in range(entries(kind, row.room, size), entries(kind, end, size)):
             core.tables[group, at_row, at] = pop_free(core, kind == FULL, slot)
     row.room = held * size
@@ -198,7 +212,7 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
             release(core, shared, kind == FULL, row.request)  # the others of its request still hold it
             copies[0, copied], copies[1, copied] = shared, own
             copied += 1
-    row.shared_tail = 0
+    row.shared_tail &= ~COPY_TAIL
     return copied
 
 
@@ -206,14 +220,15 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
 def share(core: Core, parent: int, child: int) -> None:
     """The child's row becomes the parent's: all blocks with computed positions are shared."""
     size, old, new = core.pool[0].block_size, core.rows[parent], core.rows[child]
-    computed, states = old.computed, False
+    computed, stateful = old.computed, False
     for group in range(core.groups.size):
         for at in range(core.first[group, parent], entries(core.groups[group].kind, computed, size)):
             block = core.tables[group, parent, at]
-            core.refs[block] += 1  # of the same request: nobody's private count changes
-            core.tables[group, child, at] = block
+            if block != NULL_BLOCK:
+                core.refs[block] += 1  # of the same request: nobody's private count changes
+                core.tables[group, child, at] = block
         core.first[group, child] = core.first[group, parent]
-        states = states or core.groups[group].kind == STATE
+        stateful = stateful or core.groups[group].kind == STATE
     for at in range(old.length):
         core.tokens[child, at] = core.tokens[parent, at]
     for at in range(old.hashed):
@@ -223,8 +238,10 @@ def share(core: Core, parent: int, child: int) -> None:
     new.request, new.room = old.request, (computed + size - 1) // size * size
     # The parent's slots go back to what is computed: writing again takes an extend, which copies.
     new.slots = old.slots = computed
-    if computed % size != 0 or states:  # a state is written in every step
-        new.shared_tail = old.shared_tail = 1
+    new.shared_tail = old.shared_tail & DROP_SOURCE
+    if computed % size != 0 or stateful:  # a state is written in every step
+        new.shared_tail |= COPY_TAIL
+        old.shared_tail |= COPY_TAIL
 
 
 @compiled
@@ -250,6 +267,6 @@ def leave(core: Core, batch: Int64Array) -> None:
         for group in range(pool.num_groups):
             core.first[group, at_row] = 0
         row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
-        row.shared_tail = row.shared = row.salt = row.turn = 0
+        row.shared_tail = row.shared = row.salt = row.turn = row.found = 0
         row.request = -1
         core.requests[slot].live -= 1

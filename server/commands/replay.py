@@ -212,6 +212,7 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
     def times(values: list[float]) -> str:
         return ", ".join(f"{name} {value:,.3f} s" for name, value in quantiles(values).items()) or "-"
 
+    found = f"{100 * result.hit_rate:.2f} % of prompt tokens hit, {result.evictions:,} evictions"
     reasons = "".join(f", {count} {reason}" for reason, count in result.reasons.items())
     return [
         ("trace", f"{trace.name} ({trace.format}), {trace.skipped} lines skipped"),
@@ -225,7 +226,7 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
         ("wait for admission", times(result.waits)),
         ("time to first token", times(result.first_tokens)),
         ("time to the end", times(result.totals)),
-        ("prefix cache", f"{100 * result.hit_rate:.2f} % of prompt tokens hit, {result.evictions:,} evictions"),
+        ("prefix cache", found + _states(setup)),
         ("running at once", f"{result.mean_running:.1f} decode on average, {result.most_running} at most"),
         ("pool in use", f"{100 * result.mean_used:.1f} % on average"),
         ("preemptions", f"{result.preemptions:,}, {100 * result.recomputed_share:.2f} % of tokens recomputed"),
@@ -235,6 +236,17 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
         ),
         ("replayed in", f"{took:.1f} s"),
     ]
+
+
+def _states(setup: Setup) -> str:
+    """What the prefix cache does with recurrent states; nothing for a model without."""
+    from tonnage.cache.blocks.groups import can_cache_states, num_states  # numpy: --help need not wait
+
+    if not setup.enable_prefix_caching or num_states(setup.layout) == 0:
+        return ""
+    if can_cache_states(setup.layout):
+        return f"; recurrent states are cached at ends of blocks, {setup.layout.block_size:,} tokens"
+    return "; off: recurrent states are cached with the blocks of full attention, and there is none"
 
 
 def _write(path: Path, text: str) -> None:

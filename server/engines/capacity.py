@@ -34,6 +34,7 @@ def limits_of(plan: Plan) -> Limits:
     return Limits(
         layout=plan.kv_cache.layout,
         usable_blocks=plan.kv_cache.usable_blocks,
+        cached_states=bool(deployment.enable_prefix_caching),
         **{name: value or 0 for name, value in values.items()},
     )
 

@@ -170,7 +170,7 @@ def test_a_fork_before_anything_is_computed_shares_no_state(extended: bool) -> N
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_fork_copies_the_state_at_the_next_write(ahead: int) -> None:
-    manager = make(FULL, KVGroup("state", (1,)))
+    manager = make(FULL, KVGroup("state", (1,)), caching=False)
     start(manager, 1, list(range(8)), n=2)
     state = int(manager.states[0][manager.row(1)])
     child = manager.fork(1, 2)

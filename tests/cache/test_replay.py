@@ -179,3 +179,65 @@ def test_a_trace_keeps_its_order_by_arrival(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(log_line(later) + "\n" + log_line(earlier))
     trace: Trace = read_trace(tmp_path / "log.jsonl")
     assert [(r.arrival, r.prompt_tokens) for r in trace.requests] == [(0.0, 20), (3.0, 10)]
+
+
+def _sharing(tmp_path: Path) -> Trace:
+    """24 requests: a common start of 1,024 tokens, or of 512, then their own; every third is sent again."""
+    lines = []
+    for number in range(24):
+        own = 100 + number - (number % 3 == 2)
+        ids = [0, 1, own] if number % 4 else [0, own, own + 200]
+        lines.append(
+            f'{{"timestamp": {400 * number}, "input_length": {1100 + 16 * (number % 3 > 0)}, '
+            f'"output_length": {5 + number}, "hash_ids": {ids}}}\n'
+        )
+    (tmp_path / "m.jsonl").write_text("".join(lines))
+    return read_trace(tmp_path / "m.jsonl")
+
+
+HYBRID = replace(SETUP.layout, groups=(KVGroup("full", (0,)), KVGroup("state", (1,)), KVGroup("state", (2,))))
+
+
+@pytest.mark.parametrize(
+    ("mode", "blocks", "scale"),
+    [
+        (AdmissionMode.GUARANTEED, 1025, 1.0),
+        (AdmissionMode.GUARANTEED, 170, 100.0),
+        (AdmissionMode.PREDICTIVE, 170, 100.0),
+    ],
+)
+def test_a_hybrid_finds_its_prefixes_with_their_states(
+    tmp_path: Path, mode: AdmissionMode, blocks: int, scale: float
+) -> None:
+    """``check`` raises where a law is broken; in the small pool all come at once, and states are evicted."""
+    checked = blocks < 200 and mode is AdmissionMode.GUARANTEED
+    trace = share_of(_sharing(tmp_path), 2 if checked else 1)
+    setup = replace(SETUP, layout=HYBRID, num_blocks=blocks, scale=scale, policy=Policy(mode), check=checked)
+    cached = Simulator(trace, setup).run()
+    plain = Simulator(trace, replace(setup, enable_prefix_caching=False)).run()
+    assert cached.finished == plain.finished == len(trace.requests)
+    assert plain.hit_tokens == 0
+    assert cached.hit_tokens % 16 == 0
+    assert cached.prompt_tokens - cached.recomputed_tokens <= plain.prompt_tokens - cached.hit_tokens
+    if blocks > 1000:
+        assert cached.hit_rate > 0.5
+    else:
+        assert cached.evictions > 0
+
+
+def test_leaps_pass_over_no_state(tmp_path: Path) -> None:
+    trace, setup = _sharing(tmp_path), replace(SETUP, layout=HYBRID)
+    leaping, walking = (Simulator(trace, replace(setup, leap=leap)).run() for leap in (True, False))
+    for name in ("steps", "hit_tokens", "evictions", "prompt_tokens", "output_tokens", "most_running"):
+        assert getattr(leaping, name) == getattr(walking, name), name
+
+
+def test_states_cost_their_blocks_where_nothing_is_found_again() -> None:
+    trace = read_trace(AZURE, limit=20)
+    assert not trace.has_prefixes
+    on, off = (
+        Simulator(trace, replace(SETUP, layout=HYBRID, enable_prefix_caching=caching))
+        for caching in (True, False)
+    )
+    assert (on.manager.cached_states, off.manager.cached_states) == (True, False)
+    assert on.run().steps > off.run().steps  # the rest of a prompt is a step of its own

@@ -48,6 +48,17 @@ def test_a_step_reads_the_bytes_of_a_token_once(name: str, tmp_path: Path) -> No
     assert times.kv_bytes_per_token == plan.kv_cache.layout.bytes_per_token
 
 
+def test_a_hybrid_says_where_its_states_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((DATA / "configs" / "Qwen__Qwen3.5-35B-A3B.json").read_text())
+    flags = [TRACE, "--model", str(tmp_path), "--gpu", "h200-141g", "--limit", "20", "--max-model-len", "8192"]
+    assert main(["replay", *flags]) == 0
+    table = capsys.readouterr().out
+    assert "20 finished, 0 refused" in table
+    assert "recurrent states are cached at ends of blocks, 1,056 tokens" in table
+    assert main(["replay", *flags, "--no-enable-prefix-caching"]) == 0
+    assert "recurrent states" not in capsys.readouterr().out
+
+
 def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
     assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
