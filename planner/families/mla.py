@@ -97,7 +97,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
     mlp_bias = fields.boolean("mlp_bias", False) and model_type == "deepseek_v2"  # the others read it nowhere
     common.every_layer_routes(fields)
     sparse = common.sparse_layers(fields, layers, v.dense_layers)
-    index_heads, index_size, indexed = _indexer(fields, layers) if v.indexer else (0, 0, ())
+    index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
 
     table = Table("model.rotary_emb.", d.rotary or d.nope, complex=model_type == "deepseek_v2")
     dropout = common.number(fields, "attention_dropout", 0.0)
@@ -169,7 +169,7 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
     )
 
 
-def _indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
+def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """(heads, key size, which layers have an indexer of their own) of the sparse attention: as listed, else by
     the pattern of letters, else every so many layers behind an offset (configuration_glm_moe_dsa.py,
     transformers 5.19; vLLM 0.32 derives the same from pattern or step, models/deepseek_v2.py)."""

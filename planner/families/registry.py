@@ -98,8 +98,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
+    from tonnage.planner.families.without_adapter import NOT_UNDERSTOOD
+
+    why = NOT_UNDERSTOOD.get(model_type)
+    said = f"{model_type[:60]!r} is not supported"
     return UnsupportedArchitecture(
-        f"{model_type[:60]!r} is not supported", field="model_type", hint=_known(model_type)
+        said if why is None else f"{said}: {why}", field="model_type", hint=_known(model_type)
     )
 
 

@@ -19,7 +19,7 @@ from oracle import Oracle
 
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.architecture import CacheLayer
 
 pytestmark = pytest.mark.oracle
 
@@ -39,6 +39,31 @@ _LING = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     "n_group": 2, "topk_group": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 24,
+}  # fmt: skip
+_TOWER = {
+    "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "patch_size": 8,
+}  # fmt: skip
+_MOLMO: dict[str, Any] = {
+    "vision_config": {**_TOWER, "num_key_value_heads": 4, "head_dim": 16, "image_size": [64, 48]},
+    "adapter_config": {
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+        "intermediate_size": 96, "text_hidden_size": 128, "vision_feature_layer": [2, 1],
+    },
+}  # fmt: skip
+_LATER = {key: value for key, value in _TOWER.items() if key != "patch_size"}
+_ADAPTER = {k: v for k, v in _MOLMO["adapter_config"].items() if k != "vision_feature_layer"}
+_LFM = {**_SMALL, "model_type": "lfm3", "sliding_window": 5, "num_hidden_layers": 5}
+_GRANITE = {key: value for key, value in _SMALL.items() if key != "head_dim"}
+_DELTA = {
+    **_SMALL, "model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 4,
+}  # fmt: skip
+_LARGE = {
+    **{key: value for key, value in _SMALL.items() if key != "head_dim"}, "model_type": "mistral_large4_text",
+    "num_hidden_layers": 4, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4,
 }  # fmt: skip
 _BIASED = {"attention_bias": True, "tie_word_embeddings": True}
 # model_type (-variant) -> (class, config)
@@ -85,7 +110,62 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "BailingHybridForCausalLM",
         {**_LING, "head_dim": 8, "linear_head_dim": 24, "linear_num_heads": 4, "linear_conv_kernel_dim": 5},
     ),
+    "molmo2": ("Molmo2ForConditionalGeneration", {"text_config": _SMALL, **_MOLMO}),
+    "molmo2-olmo": (
+        "Molmo2ForConditionalGeneration",
+        {**_MOLMO,
+         "text_config": {**_SMALL, "qk_norm_type": "olmo", "qkv_bias": True, "additional_vocab_size": 0},
+         "vision_config": {**_LATER, "num_key_value_heads": 2, "head_dim": 10, "image_num_pos": 9,
+                           "attention_bias": False, "image_patch_size": 7},
+         "adapter_config": {**_ADAPTER, "vit_layers": [1], "mlp_bias": True}},
+    ),
+    "lfm3_vl": (
+        "Lfm3VlForConditionalGeneration",
+        {"text_config": _LFM, "vision_config": {**_TOWER, "num_key_value_heads": 2},
+         "projector_hidden_size": 72},
+    ),
+    "lfm3_vl-other": (
+        "Lfm3VlForConditionalGeneration",
+        {"text_config": {**_LFM, "tie_word_embeddings": False}, "projector_bias": False,
+         "tie_word_embeddings": False,
+         "vision_config": {**_TOWER, "num_key_value_heads": 4, "spatial_merge_size": 3, "conv_kernel_size": 5,
+                           "layer_types": ["full_attention", "conv", "conv"]}},
+    ),
+    "granite_docling": (
+        "GraniteDoclingForConditionalGeneration",
+        {"text_config": _GRANITE, "vision_config": {**_TOWER, "image_size": 64, "out_hidden_size": 128}},
+    ),
+    "granite_docling-routed": (
+        "GraniteDoclingForConditionalGeneration",
+        {"text_config": {**_GRANITE, "mlp_bias": True}, "density_router_hidden_size": 24,
+         "vision_config": {**_TOWER, "image_size": 64, "out_hidden_size": 128, "scale_factor": 2,
+                           "deepstack_visual_indexes": [1]}},
+    ),
+    "granite_docling-coarse": (
+        "GraniteDoclingForConditionalGeneration",
+        {"text_config": {**_GRANITE, "tie_word_embeddings": False}, "tie_word_embeddings": False,
+         "vision_config": {**_TOWER, "image_size": 64, "out_hidden_size": 128, "use_fine_route": False}},
+    ),
+    "minicpm_ocr": ("MiniCPMOcrForConditionalGeneration", {"text_config": _DELTA, "vision_config": _TOWER}),
+    "minicpm_ocr-twice": (
+        "MiniCPMOcrForConditionalGeneration",
+        {"text_config": _DELTA, "merger_times": 2, "vision_config": {**_TOWER, "window_kernel_size": [1, 3]}},
+    ),
+    "mistral_large4": (
+        "MistralLarge4ForConditionalGeneration",
+        {"text_config": _LARGE, "vision_config": {**_TOWER, "image_size": 64, "model_type": "pixtral"}},
+    ),
+    "mistral_large4-shared": (
+        "MistralLarge4ForConditionalGeneration",
+        {"multimodal_projector_bias": True, "spatial_merge_size": 3,
+         "text_config": {**_LARGE, "no_rope_layers": [0, 1, 1, 1], "kv_source_layers": [0, 1, 1, 3],
+                         "index_topk_pattern": "FFSF", "attention_bias": True, "first_k_dense_replace": 2,
+                         "n_shared_experts": 2},
+         "vision_config": {**_TOWER, "image_size": 64, "model_type": "pixtral"}},
+    ),
 }  # fmt: skip
+# Where the class's own parts do not fit each other
+_FITTING = {"molmo2": {"adapter_config": {"text_hidden_size": 4096}}}
 # Reasons to refuse: what transformers refuses too, or builds only one form of
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "qkv_bias": ("internlm3", {"qkv_bias": True, "bias": False}),
@@ -100,6 +180,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "moe_shared_expert_intermediate_size": ("bailing_hybrid", {"moe_shared_expert_intermediate_size": 96}),
     "layer_group_size": ("bailing_hybrid", {"layer_group_size": 4}),
+    "q_lora_rank": ("mistral_large4", {"text_config": {**_LARGE, "q_lora_rank": 32}}),
+    "kv_source_layers": ("mistral_large4", {"text_config": {**_LARGE, "kv_source_layers": [0, 0, 2, 3]}}),
+    "text_config.model_type": ("lfm3_vl", {"text_config": {**_LFM, "model_type": "lfm2"}}),
+    "merge_kernel_size": ("minicpm_ocr", {"merge_kernel_size": [4, 4]}),
+    "tie_word_embeddings": ("molmo2", {"tie_word_embeddings": True}),
+    "adapter_config.text_hidden_size": (
+        "molmo2", {"adapter_config": {**_MOLMO["adapter_config"], "text_hidden_size": 64}},
+    ),
     "architectures": ("bailing_hybrid", {"architectures": ["BailingMoeV2_5ForCausalLM"]}),
 }  # fmt: skip
 
@@ -112,7 +200,8 @@ def asked() -> list[dict[str, Any]]:
     whole = [{"class": SMALL[name][0], "config": config_of(name), "whole": True} for name in SMALL]
     classes = {name.partition("-")[0]: SMALL[name][0] for name in SMALL}
     return whole + [
-        {"class": made, "config": {"model_type": name}, "whole": False} for name, made in classes.items()
+        {"class": made, "config": {"model_type": name, **_FITTING.get(name, {})}, "whole": False}
+        for name, made in classes.items()
     ]
 
 
@@ -145,27 +234,37 @@ def test_tensors_and_cache_are_those_of_transformers(name: str, says: dict[str, 
     assert sorted(t.name for t in ours.tensors if t.stored and not t.is_parameter) == real["stored"]
     wide = {t.name for t in ours.tensors if t.is_parameter and t.dtype == "float32"}
     assert wide == {n for n in real["shapes"] if any(piece in n for piece in real["float32"])}
-    assert [kept(ours, layer) for layer in ours.cache_layers] == [held(*layer) for layer in real["cache"]]
+    assert [kept(layer) for layer in ours.cache_layers] == [held(*layer) for layer in real["cache"]]
+    for layer, (_, _, tensors) in zip(ours.cache_layers, real["cache"], strict=True):
+        for state in layer.states:  # a dtype of its own where the planner says so
+            assert state.dtype in (None, tensors[f"{state.name}_states"][0][-1])
 
 
-def kept(model: Architecture, layer: CacheLayer) -> tuple[Any, ...]:
+def kept(layer: CacheLayer) -> tuple[Any, ...]:
     """What the planner says of a layer, as :func:`held` says it of transformers'."""
+    if layer.shares is not None:
+        return ("shared",)
     if layer.kind == "state":
         # of a convolution transformers keeps the newest input too, engines the ones before it
-        return ("state", *(
-            (s.shape[1], s.shape[0] + 1) if s.name == "conv" else (*s.shape, s.dtype) for s in layer.states
-        ))  # fmt: skip
+        conv = [[s.shape[1], s.shape[0] + 1] for s in layer.states if s.name == "conv"]
+        return ("state", conv, [[*sorted(s.shape)] for s in layer.states if s.name == "recurrent"])
     if layer.kind == "mla":
-        return ("full", None, 1, layer.head_size)
-    return (layer.kind, layer.window, layer.kv_heads, 2 * layer.head_size)
+        return ("full", None, 1, layer.head_size, layer.index_size)
+    return (layer.kind, layer.window, layer.kv_heads, 2 * layer.head_size, layer.index_size)
 
 
 def held(kind: str, window: int | None, tensors: dict[str, list[list[Any]]]) -> tuple[Any, ...]:
+    if kind == "DummyLayer":
+        return ("shared",)
     if kind == "LinearAttentionLayer":
-        conv = [tuple(shape[1:-1]) for shape in tensors["conv_states"]]
-        return ("state", *conv, *(tuple(shape[1:]) for shape in tensors.get("recurrent_states", [])))
+        states = (
+            [shape[1:-1] for shape in tensors.get(f"{name}_states", [])] for name in ("conv", "recurrent")
+        )
+        conv, recurrent = states
+        return ("state", conv, [sorted(shape) for shape in recurrent])
     keys, values = tensors["keys"][0], tensors["values"][0]
-    return ("full" if window is None else "sliding", window, keys[1], keys[3] + values[3])
+    index = tensors.get("indexer_keys", [[1, 8, 0, ""]])[0][2]
+    return ("full" if window is None else "sliding", window, keys[1], keys[3] + values[3], index)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name.partition("-")[0] for name in SMALL))
@@ -202,6 +301,11 @@ def test_files_of_the_first_class_say_the_same(name: str, class_name: str, chang
     assert first.tensors == build_architecture(config).tensors
 
 
-def test_a_type_that_nobody_knows_is_named() -> None:
-    with pytest.raises(UnsupportedArchitecture, match="brand_new"):
-        build_architecture({"model_type": "brand_new"})
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("brand_new", "'brand_new' is not supported"), ("dots3_note", "latents of another width"),
+     ("inkling2_text", "four convolution states"), ("pp_doclayout_v4", "generates no text")],
+)  # fmt: skip
+def test_what_is_not_understood_is_named(model_type: str, why: str) -> None:
+    with pytest.raises(UnsupportedArchitecture, match=why):
+        build_architecture({"model_type": model_type})

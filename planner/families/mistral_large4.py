@@ -1,0 +1,192 @@
+"""Mistral Large 4: latent attention with sparse indexers, some layers without rotary positions, experts, a
+Pixtral tower. Shapes after transformers 5.23, models/mistral_large4/ and pixtral/.
+
+A layer without rotary positions keeps the latent alone, no rotary key. Layers may read an earlier one's latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, mla, towers
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.multimodal import moved
+from tonnage.planner.families.tensors import latent
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.records import replace
+
+
+def text(fields: Fields, model_type: str) -> Architecture:
+    d = mla.read_latent(fields, defaults=True)
+    if d.q_rank is not None:
+        raise UnsupportedArchitecture(f"{d.q_rank}: this class does not compress Q", field="q_lora_rank")
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("n_routed_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    shared = inner * fields.integer("n_shared_experts", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    sparse = common.sparse_layers(fields, layers, 1)
+    index_heads, index_size, indexed = mla.indexer(fields, layers)
+    rotated, sources = _rotated(fields, layers), _sources(fields, layers)
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, d.hidden)
+    cache: list[CacheLayer] = []
+    for i, at in t.layers(layers, "model.layers"):
+        own = replace(d, bias=bias, extra=_scaling("self_attn", d.heads))
+        if not rotated[i]:
+            own = replace(own, nope=d.head_size, rotary=0)
+        if indexed[i]:
+            own = replace(own, extra=own.extra + _index(d.hidden, index_heads, index_size))
+        before = len(t.specs)
+        latent(t, at, own)
+        if sources[i] == i:
+            cache += mla.cache((i,), own, {i: index_size} if indexed[i] else None)
+        else:
+            if indexed[i]:
+                raise UnsupportedArchitecture(
+                    f"layer {i} keeps keys of its own indexer and shares the latent of layer {sources[i]}",
+                    field="kv_source_layers",
+                )
+            t.specs[before:] = [s for s in t.specs[before:] if ".kv_a_" not in s.name]
+            cache.append(replace(mla.cache((i,), own)[0], shares=sources[i]))
+        t.layer_norms(at, d.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", d.hidden, dense)
+            continue
+        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
+        t.router(f"{at}.mlp.gate", count, d.hidden, dtype="float32")  # _keep_in_fp32_modules_strict
+        t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
+    t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
+    t.rotary(d.rotary, "model.rotary_emb.")
+    learned = ((d.rotary + 1) // 2,)
+    t.buffer("model.rotary_emb.alpha", learned, "RotaryEmbedding", "float32", "float32")
+    return common.decoder(
+        fields, model_type, "MistralLarge4TextModel", t,
+        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        inner=max(chosen * inner + shared, 0 if all(sparse) else dense),
+        vocab=vocab, rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def _scaling(at: str, heads: int) -> tuple[TensorSpec, ...]:
+    """A learned scale and bias of each head."""
+    names = (f"{at}.softmax_scaling.scale", f"{at}.softmax_scaling.bias")
+    return tuple(TensorSpec(name, (heads,), "attention", "SoftmaxScaling", shard_dim=0) for name in names)
+
+
+def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
+    """The indexer's own; its queries are made of the layer's input."""
+    at = "self_attn.indexer"
+    return (
+        TensorSpec(f"{at}.wq_b.weight", (heads * size, hidden), "attention", "Linear"),
+        TensorSpec(f"{at}.wk.weight", (size, hidden), "attention", "Linear"),
+        TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
+        TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
+        TensorSpec(f"{at}.weights_proj.weight", (heads, hidden), "attention", "KeptLinear"),
+        TensorSpec(f"{at}.q_input_norm.weight", (hidden,), "norm", "LayerNorm"),
+        TensorSpec(f"{at}.q_input_norm.bias", (hidden,), "norm", "LayerNorm"),
+        *(replace(spec, shard_dim=None) for spec in _scaling(at, heads)),
+    )
+
+
+def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """As listed (1: rotary positions), at least as many as layers, else all but every fourth."""
+    every = fields.integer("no_rope_layer_interval", 4, limit="layers")
+    listed = fields.raw("no_rope_layers")
+    if listed is None:
+        return tuple((i + 1) % every != 0 for i in range(layers))
+    if not isinstance(listed, list) or len(listed) < layers or any(v not in (0, 1) for v in listed):
+        raise ConfigError(f"{shown(listed)} is not 0 or 1 for {layers} layers", field="no_rope_layers")
+    return tuple(bool(v) for v in listed[:layers])
+
+
+def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Of each layer the one whose latent it reads, itself by default."""
+    listed = fields.raw("kv_source_layers")
+    if listed is None:
+        return tuple(range(layers))
+    known = isinstance(listed, list) and len(listed) == layers
+    if not known or not all(type(s) is int and 0 <= s <= i and listed[s] == s for i, s in enumerate(listed)):
+        raise ConfigError(
+            f"{shown(listed)} does not name, for each of {layers} layers, it or an earlier one with its own",
+            field="kv_source_layers",
+        )
+    return tuple(listed)
+
+
+def build(fields: Fields, model_type: str) -> Architecture:
+    from tonnage.planner.families.registry import build_text
+
+    config = fields.mapping("text_config")
+    if config is None:
+        raise ConfigError("missing", field="text_config")
+    tied = fields.boolean("tie_word_embeddings", False)
+    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", False) is True:
+        raise ConfigError("contradicts the model around it", field="text_config.tie_word_embeddings")
+    inside = build_text({**config, "tie_word_embeddings": tied}, "mistral_large4_text")
+    t = Tensors()
+    t.role = "vision"
+    hidden = _pixtral(t, "model.vision_tower", fields.mapping("vision_config") or {})
+    t.role = "projector"
+    at, merge = "model.multi_modal_projector", fields.integer("spatial_merge_size", 2, limit="width")
+    bias = fields.boolean("multimodal_projector_bias", False)
+    taken = fields.raw("vision_feature_layer")
+    times = len(taken) if isinstance(taken, list) else 1
+    t.norm(f"{at}.norm", hidden)
+    t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
+    t.linear(f"{at}.linear_1", inside.hidden_size, hidden * times, bias=bias)
+    t.linear(f"{at}.linear_2", inside.hidden_size, inside.hidden_size, bias=bias)
+    tensors = (*t.specs, *moved(inside.tensors, "model.", "model.language_model."))
+    name = "MistralLarge4ForConditionalGeneration"
+    return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
+
+
+# The tower of MistralLarge4Config where the file has no vision_config
+_TOWER = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """A Llama of patches, without a bias anywhere. Returns the hidden size."""
+    v = Fields(config or _TOWER)
+    hidden, heads = v.integer("hidden_size", limit="width"), v.integer("num_attention_heads", limit="heads")
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+    patch = v.integer("patch_size", limit="width")
+    towers.conv(
+        t, f"{at}.patch_conv", (hidden, v.integer("num_channels", 3, limit="width"), patch, patch), False
+    )
+    t.norm(f"{at}.ln_pre", hidden)
+    inner = v.integer("intermediate_size", limit="width")
+    for i in range(v.integer("num_hidden_layers", limit="layers")):
+        here = f"{at}.transformer.layers.{i}"
+        t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
+        t.gated_mlp(f"{here}.feed_forward", hidden, inner)
+        t.norm(f"{here}.attention_norm", hidden)
+        t.norm(f"{here}.ffn_norm", hidden)
+    t.rotary(hidden // heads, f"{at}.patch_positional_embedding.")
+    return hidden
+
+
+_TOP = (
+    "text_config", "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
+    "vision_feature_layer",
+)  # fmt: skip
+FAMILIES = {
+    "mistral_large4": Family(build, ignored=_TOP, hf="latent", files=RENAMED),
+    "mistral_large4_text": Family(
+        text, aliases={"n_routed_experts": "num_local_experts"},
+        absent={"qk_nope_head_dim": 64, "index_n_heads": 32, "n_shared_experts": 1}, hf="latent",
+    ),
+}  # fmt: skip

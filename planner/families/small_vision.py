@@ -1,0 +1,295 @@
+"""Vision-language models with towers of their own: Molmo 2, LFM3-VL, Granite Docling, MiniCPM-OCR. Shapes after
+transformers 5.23, models/<family>/. The KV cache is the text model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, towers
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.multimodal import moved
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import Heads
+from tonnage.planner.records import replace
+
+_TOP = (
+    "text_config", "vision_config", "adapter_config", "image_token_id", "video_token_id", "image_patch_id",
+    "vision_start_token_id", "vision_end_token_id", "image_start_token_id", "image_end_token_id",
+    "low_res_image_start_token_id", "frame_start_token_id", "frame_end_token_id", "projector_hidden_act",
+    "vocab_size",
+)  # fmt: skip
+
+
+def _text(fields: Fields, text_type: str, tied: bool) -> Architecture:
+    """The language model of ``text_config``. The wrapper says whether its head is tied, or its config class's
+    default, ``tied``."""
+    from tonnage.planner.families.registry import build_text
+
+    config = fields.mapping("text_config")
+    if config is None:
+        raise ConfigError("missing", field="text_config")
+    kind = config.get("model_type", text_type)
+    if kind != text_type and (kind, text_type) != ("granite_docling_text", "granite"):
+        raise UnsupportedArchitecture(f"{shown(kind)} is not {text_type}", field="text_config.model_type")
+    own = fields.boolean("tie_word_embeddings", tied)
+    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", own) != own:
+        raise ConfigError(
+            f"{not own} contradicts the model around it, whose own field is missing and then {own}",
+            field="text_config.tie_word_embeddings",
+        )
+    default = {"num_key_value_heads": 4} if text_type == "granite" else {}  # of Granite Docling's text class
+    return build_text({**default, **config, "tie_word_embeddings": own}, text_type)
+
+
+def _joined(text: Architecture, model_type: str, name: str, t: Tensors, at: str) -> Architecture:
+    tensors = (*t.specs, *moved(text.tensors, "model.", at))
+    return replace(text, model_type=model_type, class_name=name, tensors=tensors, recipe=None)
+
+
+def _of(fields: Fields, name: str) -> Mapping[str, Any]:
+    return fields.mapping(name) or {}
+
+
+def molmo2(fields: Fields, model_type: str) -> Architecture:
+    common.never_tied(fields)
+    text = _text(fields, "molmo2_text", False)
+    t = Tensors()
+    t.role = "vision"
+    v = Fields(
+        _of(fields, "vision_config"),
+        {"patch_size": "image_patch_size", "image_size": "image_default_input_size",
+         "num_position_embeddings": "image_num_pos"},
+    )  # fmt: skip
+    at, hidden = "model.vision_tower", v.integer("hidden_size", 1152, limit="width")
+    patch = v.integer("patch_size", 14, limit="width")
+    size = v.raw("image_size") or [378, 378]
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n >= patch for n in size):
+        raise ConfigError(f"{shown(size)} is not a height and a width", field="vision_config.image_size")
+    places = v.optional_integer("num_position_embeddings", limit="width")
+    places = places or (size[0] // patch) * (size[1] // patch)
+    inner = v.integer("intermediate_size", 4304, limit="width")
+    t.add(f"{at}.positional_embedding", (places, hidden), "vision", "Molmo2VisionModel")
+    channels = v.integer("num_channels", 3, limit="width")
+    t.linear(f"{at}.patch_embedding", hidden, patch * patch * channels, bias=True)
+    for i in range(v.integer("num_hidden_layers", 25, limit="layers")):
+        here = f"{at}.layers.{i}"
+        _molmo_attention(t, f"{here}.self_attn", v, hidden, hidden)
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.layer_norm1", hidden, "layer")
+        t.norm(f"{here}.layer_norm2", hidden, "layer")
+    t.role = "projector"
+    a = Fields(_of(fields, "adapter_config"), {"vision_feature_layer": "vit_layers"})
+    at, width = "model.multi_modal_projector", a.integer("hidden_size", 1152, limit="width")
+    taken = a.raw("vision_feature_layer")
+    taken = [24, 18] if taken is None else taken
+    if not isinstance(taken, list) or not taken:
+        raise ConfigError(
+            f"{shown(taken)} is not a list of layers", field="adapter_config.vision_feature_layer"
+        )
+    if width != hidden:
+        raise ConfigError(f"{width} is not the tower's {hidden}", field="adapter_config.hidden_size")
+    out = a.integer("text_hidden_size", 3584, limit="width")
+    if out != text.hidden_size:
+        raise ConfigError(
+            f"{out} is not the text's {text.hidden_size}", field="adapter_config.text_hidden_size"
+        )
+    _molmo_attention(t, f"{at}.image_pooling_2d", a, width, width * len(taken))
+    inner, bias = a.integer("intermediate_size", 18_944, limit="width"), a.boolean("mlp_bias", False)
+    for name in ("gate_proj", "up_proj"):
+        t.linear(f"{at}.image_projector.{name}", inner, width, bias=bias)
+    t.linear(f"{at}.image_projector.down_proj", out, inner)
+    return _joined(text, model_type, "Molmo2ForConditionalGeneration", t, "model.language_model.")
+
+
+def _molmo_attention(t: Tensors, at: str, f: Fields, hidden: int, into: int) -> None:
+    heads = f.integer("num_attention_heads", 16, limit="heads")
+    kv_heads = f.integer("num_key_value_heads", 16, limit="heads")
+    size, bias = f.integer("head_dim", 72, limit="width"), f.boolean("attention_bias", True)
+    for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+        t.linear(f"{at}.{name}", rows * size, into, bias=bias)
+    t.linear(f"{at}.o_proj", hidden, heads * size, bias=bias)
+
+
+def molmo2_text(fields: Fields, model_type: str) -> Architecture:
+    """Llama with norms of Q and K; the embedding has more rows than the head."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    added = fields.integer("additional_vocab_size", 128, limit="vocab", minimum=0)
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("attention_bias", False)
+    norm = fields.raw("qk_norm_type")
+    if norm not in (None, "qwen3", "olmo"):
+        raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
+    if fields.boolean("use_qk_norm", True) is False:  # of the files' first code
+        raise UnsupportedArchitecture("false is not known", field="use_qk_norm")
+    common.never_tied(fields)
+    fields.ignore("rope_scaling_layers", "norm_after")
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab + added, dims.hidden)
+    for _, at in t.layers(layers, "model.layers"):
+        t.attention(f"{at}.self_attn", dims, bias=bias, qk_norm="full" if norm == "olmo" else "head")
+        t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
+        t.layer_norms(at, dims.hidden)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, False)
+    for name in ("rotary_emb", "rotary_emb_unscaled"):
+        t.rotary(dims.head_size, f"model.{name}.")
+    return common.decoder(
+        fields, model_type, "Molmo2ForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 2),
+    )  # fmt: skip
+
+
+def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
+    """A tower of gated convolutions over the picture and attention in every other layer."""
+    text = _text(fields, "lfm3", True)
+    v = Fields(_of(fields, "vision_config"))
+    t = Tensors()
+    t.role = "vision"
+    at, hidden = "model.vision_tower", v.integer("hidden_size", 1024, limit="width")
+    heads = v.integer("num_attention_heads", 16, limit="heads")
+    kv_heads = v.integer("num_key_value_heads", 8, limit="heads")
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+    size, inner = hidden // heads, v.integer("intermediate_size", 2560, limit="width")
+    patch, frames = (
+        v.integer("patch_size", 16, limit="width"),
+        v.integer("temporal_patch_size", 2, limit="width"),
+    )
+    kernel = v.integer("conv_kernel_size", 3, limit="width")
+    layers = v.integer("num_hidden_layers", 14, limit="layers")
+    convolved = v.listed("layer_types", layers, {"conv": True, "full_attention": False})
+    convolved = convolved or tuple(i < 2 or i % 2 == 1 for i in range(layers))
+    t.linear(f"{at}.patch_embed", hidden, v.integer("in_channels", 3, limit="width") * frames * patch * patch)
+    t.norm(f"{at}.embedding_norm", hidden)
+    for i in range(layers):
+        here = f"{at}.layers.{i}"
+        if convolved[i]:
+            t.linear(f"{here}.conv.in_proj", 3 * hidden, hidden)
+            towers.conv(t, f"{here}.conv.spatial_conv", (hidden, 1, kernel, kernel), False)
+            t.linear(f"{here}.conv.out_proj", hidden, hidden)
+        else:
+            dims = Heads(hidden, heads, kv_heads, size)
+            t.attention(f"{here}.self_attn", dims, out="out_proj", qk_norm="head")
+        t.gated_mlp(f"{here}.feed_forward", hidden, inner, names=("w1", "w3", "w2"))
+        t.norm(f"{here}.operator_norm", hidden)
+        t.norm(f"{here}.ffn_norm", hidden)
+    t.rotary(size // 2, f"{at}.rotary_pos_emb.")
+    t.role = "projector"
+    at, merge = "model.multi_modal_projector", v.integer("spatial_merge_size", 2, limit="width")
+    wide, bias = (
+        fields.integer("projector_hidden_size", 4096, limit="width"),
+        fields.boolean("projector_bias", True),
+    )
+    t.norm(f"{at}.layer_norm", hidden, "layer")
+    t.linear(f"{at}.linear_1", wide, hidden * merge * merge, bias=bias)
+    t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
+    return _joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
+
+
+def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
+    """SigLIP without its pooling head; ``side``: image_size where the file has none."""
+    return towers.siglip(t, at, {**vision, "vision_use_head": False}, {**towers.SIGLIP, "image_size": side})
+
+
+def granite_docling(fields: Fields, model_type: str) -> Architecture:
+    """SigLIP, and a connector of one path or two; early layers of the tower are added to the text's too."""
+    text = _text(fields, "granite", True)
+    vision = _of(fields, "vision_config")
+    v = Fields(vision)
+    t = Tensors()
+    t.role = "vision"
+    hidden = _siglip(t, "model.vision_model", vision, 512)
+    t.role = "projector"
+    at, out = "model.vision_model.connector", v.integer("out_hidden_size", 1024, limit="width")
+    if out != text.hidden_size:
+        raise ConfigError(f"{out} is not the text's {text.hidden_size}", field="vision_config.out_hidden_size")
+    side = v.integer("image_size", 512, limit="width") // v.integer("patch_size", 16, limit="width")
+    factor = v.integer("scale_factor", 4, limit="width")
+    taken = v.raw("deepstack_visual_indexes")
+    taken = [3, 7, 10] if taken is None else taken
+    if not isinstance(taken, list) or len(taken) > 1000:
+        raise ConfigError(f"{shown(taken)} is not a list of layers", field="deepstack_visual_indexes")
+    paths = {"coarse": factor} | ({"fine": factor // 2} if v.boolean("use_fine_route", True) else {})
+    for name, by in paths.items():
+        if by < 1 or side < by:
+            raise ConfigError(
+                f"{factor} does not fit {side} patches a side", field="vision_config.scale_factor"
+            )
+        here, merged = f"{at}.{name}", hidden * by * by
+        t.linear(f"{here}.projection", out, merged)
+        t.buffer(f"{here}.pos_embed.pos_embed", ((side // by) ** 2, out), "PositionEmbedding", "float32")
+        for k in range(len(taken)):
+            merger = f"{here}.deepstack_mergers.{k}"
+            t.norm(f"{merger}.layer_norm", merged, "layer")
+            t.linear(f"{merger}.linear_1", out, merged, bias=True)
+            t.linear(f"{merger}.linear_2", out, out, bias=True)
+    t.norm(f"{at}.ln_in", hidden, "layer")
+    t.norm(f"{at}.ln_mid", out, "layer")
+    t.linear(f"{at}.mlp_fc2", out, out)
+    t.norm(f"{at}.ln_out", out, "layer")
+    router = fields.optional_integer("density_router_hidden_size", limit="width")
+    if router is not None:
+        at = "model.density_router"
+        t.linear(f"{at}.att", 1, hidden, bias=True)
+        t.norm(f"{at}.norm", hidden, "layer")
+        t.linear(f"{at}.fc1", router, hidden, bias=True)
+        t.linear(f"{at}.fc2", 1, router, bias=True)
+    return _joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
+
+
+def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
+    """SigLIP with a merger of windows amid its layers and mergers behind."""
+    text = _text(fields, "qwen3_5_text", True)
+    vision = _of(fields, "vision_config")
+    v = Fields(vision)
+    fields.ignore("insert_layer_id", "downsample_mode", "patch_size")
+    t = Tensors()
+    t.role = "vision"
+    at = "model.vision_tower"
+    hidden = _siglip(t, at, vision, 224)
+    t.specs = [spec for spec in t.specs if spec.role != "buffer"]  # places are made of each picture's size
+    inner = v.integer("intermediate_size", 3072, limit="width")
+    pair = v.raw("window_kernel_size")
+    pair = [2, 2] if pair is None else pair
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(k) is int and 0 < k < 64 for k in pair):
+        raise ConfigError(f"{shown(pair)} is not two small integers", field="vision_config.window_kernel_size")
+    times = pair[0] * pair[1]
+    at = f"{at}.vit_merger"
+    t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
+    t.norm(f"{at}.layer_norm1", hidden, "layer")
+    t.norm(f"{at}.pre_norm", hidden * times, "layer")
+    t.linear(f"{at}.linear_1", inner * times, hidden * times, bias=True)
+    t.linear(f"{at}.linear_2", hidden, inner * times, bias=True)
+    t.role = "projector"
+    rounds = fields.integer("merger_times", 1, limit="layers")
+    if fields.raw("merge_kernel_size") not in (None, [2, 2]):
+        raise UnsupportedArchitecture(
+            "is not [2, 2], which the mergers' widths are of", field="merge_kernel_size"
+        )
+    for i in range(rounds):
+        here, merged = f"model.merger.mlp.{i}", 4 * hidden
+        t.norm(f"{here}.pre_norm", merged, "layer")
+        t.linear(f"{here}.linear_1", merged, merged, bias=True)
+        t.linear(f"{here}.linear_2", text.hidden_size if i == rounds - 1 else hidden, merged, bias=True)
+    return _joined(text, model_type, "MiniCPMOcrForConditionalGeneration", t, "model.language_model.")
+
+
+FAMILIES = {
+    "molmo2": Family(molmo2, ignored=_TOP, files=RENAMED),
+    "molmo2_text": Family(
+        molmo2_text, aliases={"attention_bias": "qkv_bias"},
+        absent={"num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "lfm3_vl": Family(lfm3_vl, ignored=_TOP, hf="recurrent", files=RENAMED),
+    "granite_docling": Family(
+        granite_docling, ignored=(*_TOP, "density_router_threshold", "density_router_loss_weight"),
+        files=RENAMED,
+    ),
+    "minicpm_ocr": Family(
+        minicpm_ocr, ignored=_TOP, hf="recurrent", vllm=InVLLM(float32_states=True), files=RENAMED,
+    ),
+}  # fmt: skip
