@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
@@ -24,6 +25,7 @@ examples:
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
   tonnage plan ./Qwen3-32B --sweep --html sweep.html
   tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
+  tonnage plan ./Qwen3-32B --gpu h100-80g --trace azure.csv
   tonnage plan ./Qwen3-32B --gpu h100-80g --compare 0.19.0 0.32.0
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --emit helm-values > plan.yaml
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --replicas auto --rate 20 --trace azure.csv
@@ -124,7 +126,7 @@ def run(argv: list[str]) -> int:
     """Run ``tonnage plan`` with ``argv`` (without the sub-command's name). Returns the exit code."""
     try:
         args = parser().parse_args(argv)
-        return _answer(args)
+        return answer(args)
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
@@ -132,7 +134,9 @@ def run(argv: list[str]) -> int:
         return BAD_INPUT
 
 
-def _answer(args: argparse.Namespace) -> int:
+def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]] | None = None) -> int:
+    """Print what the flags ask. ``trace``: name and (prompt, output) tokens of its requests. Returns the exit
+    code; raises TonnageError."""
     # imported here: --help needs none of it
     from tonnage.planner.source.resolve import resolve_model
 
@@ -148,13 +152,15 @@ def _answer(args: argparse.Namespace) -> int:
         wanted = None if target is None else parse_count(target, "--target-concurrency")
         return run_sweep(resolve_model(args.model), deployment, wanted, args)
     from tonnage.planner.api import plan_or_advise
-    from tonnage.planner.planning.requests import parse_request, with_requests
+    from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 
     asked = given(args, Deployment)
     lengths = [parse_request(text) for text in args.request or ()]
     plan = plan_or_advise(resolve_model(args.model), deployment, engine_given="engine" in asked)
     if lengths:
         plan = with_requests(plan, lengths)
+    if trace is not None:
+        plan = with_trace(plan, *trace)
     if args.html:
         from tonnage.planner.markup import write_page
 

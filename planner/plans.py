@@ -7,9 +7,17 @@ from typing import Literal, get_args
 
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flag
+from tonnage.planner.model.capacity import (
+    MixCapacity,
+    RequestCapacity,
+    capacity_line,
+    hold,
+    law_lines,
+    mix_line,
+)
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
-from tonnage.planner.model.requests import RequestCapacity, RequestLaw, capacity_line, hold, law_lines
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import GiB, MiB, gib
 
@@ -351,6 +359,7 @@ class Plan:
     engine_name: str = ""  # as people call it: with its version, where it has one
     host: HostMemory | None = None  # beside the GPUs; None on a CPU, where the plan itself is of the host
     requests: tuple[RequestCapacity, ...] = ()  # of the lengths asked for
+    mix: MixCapacity | None = None  # of a trace
 
     @property
     def rank(self) -> RankPlan:
@@ -358,7 +367,7 @@ class Plan:
         return self.ranks[self.worst_rank]
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """How many requests of these lengths the pool holds at once, none preempted and none sharing a prefix.
+        """How many requests of these lengths, none sharing a prefix, the pool holds at once.
 
         Raises DeploymentError for one longer than max_model_len, UnsupportedArchitecture where it is not known
         what a request takes.
@@ -373,10 +382,16 @@ class Plan:
                 f"{asked} is {prompt_tokens + output_tokens:,} tokens, above max_model_len {limit:,}",
                 field="--request", hint="a larger --max-model-len, if the model has it",
             )  # fmt: skip
+        limit = self.deployment.max_num_seqs or 1
+        return hold(cache.law, prompt_tokens, output_tokens, self.usable_bounds, limit)
+
+    @property
+    def usable_bounds(self) -> tuple[int, int, int]:
+        """Usable blocks: as planned, the fewest and the most there may be."""
+        cache = self.kv_cache
         empty = cache.num_blocks - cache.usable_blocks
         low, high = self.intervals.get("num_blocks", (cache.num_blocks, cache.num_blocks))
-        usable = cache.usable_blocks, int(low) - empty, int(high) - empty
-        return hold(cache.law, prompt_tokens, output_tokens, usable, self.deployment.max_num_seqs or 1)
+        return cache.usable_blocks, max(0, int(low) - empty), max(0, int(high) - empty)
 
     def headline(self) -> tuple[str, str]:
         """Two lines: the model, and how it is served."""
@@ -449,6 +464,7 @@ class Plan:
                 lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
         if cache.law is not None and (self.requests or cache.law.bends):
             lines += law_lines(cache.law, cache.usable_blocks, flags.max_num_seqs or 1)
+        lines += [mix_line(self.mix)] if self.mix else []
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:

@@ -92,6 +92,8 @@ def _dispatch(arguments: list[str]) -> int:
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
         module = "tonnage.server.commands.replicas"  # it replays; the planner alone knows no cache
+    elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
+        module = "tonnage.server.commands.lengths"  # traces are the cache's
     run: Callable[[list[str]], int] = import_module(module).run
     code = run(rest)
     if sys.stdout is not None:

@@ -18,7 +18,7 @@ from math import lcm
 from typing import Literal
 
 from tonnage.planner.records import dataclass
-from tonnage.planner.units import ceil_div, gib
+from tonnage.planner.units import ceil_div
 
 HeldKind = Literal["all", "window", "chunk", "state", "fixed"]
 
@@ -100,6 +100,7 @@ class RequestLaw:
     hit_tokens: int | None
     source: str
     reserves: bool = False
+    note: str = ""  # where these are not quite the rules of the version planned
 
     @property
     def floor_blocks(self) -> int:
@@ -150,6 +151,11 @@ class RequestLaw:
         last = started if output - 1 == settled else self._decoding(final)
         arrival = max(asked, *held, *early)
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
+
+    def together(self, prompt: int) -> int:
+        """Most prompts that may be computed and not yet processed at one time: those of the steps in flight,
+        one of which may have begun in the step before."""
+        return self.in_flight * (self.step_tokens // prompt) + 1
 
     def _prefill(self, prompt: int) -> Iterator[Step]:
         ends = [0]
@@ -220,13 +226,14 @@ class RequestLaw:
 
     def _states(self, group: GroupLaw, steps: list[Step]) -> int:
         """States kept: of the blocks that steps ended in, those not yet given back."""
-        kept = set()
-        for step in steps:
+        kept, low = set(), group.given_back(steps[-1].processed)
+        for step in reversed(steps):
             block = ceil_div(step.end, group.block_size) - 1
+            if block < low:
+                break
             kept.add(block)
             if group.checkpoint and step.closes and self._exports(step.start, step.end):
                 kept.add(block - 1)
-        low = group.given_back(steps[-1].processed)
         return sum(block >= low for block in kept)
 
     def _decoding(self, at: int) -> int:
@@ -245,86 +252,3 @@ class RequestLaw:
             yield from (low, high)
         for size in sizes:
             yield from range(ceil_div(since, size) * size, high + 1, size)
-
-
-def most_at_once(usable: int, peak: int, each: int) -> int:
-    """Requests in ``usable`` blocks of which one holds ``peak`` and the others ``each``."""
-    return 0 if peak > usable else 1 + (usable - peak) // each
-
-
-@dataclass(frozen=True, slots=True)
-class RequestCapacity:
-    """How many requests of ``prompt_tokens`` + ``output_tokens`` a pool holds at once, none preempted.
-
-    ``at_once``: one of them at its peak, the others at the fullest step of their decode, whichever steps they
-    are at; ``bounds``: the same at the ends of the pool's interval. ``at_last``: with the others at their last
-    token. ``started``: prompts processed, answers not begun: more of them than ``at_once`` are admitted and
-    preempted later. ``limit``: --max-num-seqs, below which all of these count.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    blocks: RequestBlocks
-    bytes: int
-    at_once: int
-    bounds: tuple[int, int]
-    at_last: int
-    started: int
-    limit: int
-
-    @property
-    def running(self) -> int:
-        return min(self.at_once, self.limit)
-
-
-def hold(
-    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
-) -> RequestCapacity:
-    """``usable``: blocks as planned, the fewest and the most there may be."""
-    blocks = law.blocks(prompt, output)
-    planned, low, high = (most_at_once(count, blocks.peak, blocks.fullest) for count in usable)
-    return RequestCapacity(
-        prompt, output, blocks, blocks.fullest * law.bytes_per_block, planned, (low, high),
-        most_at_once(usable[0], blocks.peak, blocks.last),
-        most_at_once(usable[0], blocks.arrival, blocks.started), limit,
-    )  # fmt: skip
-
-
-def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
-    """The law in words. ``usable`` blocks, ``limit`` sequences."""
-    parts = []
-    if law.fixed_blocks:
-        parts.append(f"{law.fixed_blocks * law.bytes_per_block:,} bytes whatever its length")
-    if law.token_bytes:
-        parts.append(f"{law.token_bytes:,} bytes a token")
-    parts += [f"{size:,} bytes a token up to {window:,}" for window, size in law.windows]
-    sizes = sorted({group.block_size for group in law.groups if group.kind not in ("fixed",)})
-    whole = f", in blocks of {' and '.join(f'{size:,}' for size in sizes)} tokens" if sizes else ""
-    extra = "; one more state in each group where a block ends" if any(g.aligned for g in law.groups) else ""
-    floor = law.floor_blocks
-    lines = [
-        f"A request takes {' + '.join(parts)}{whole}{extra}; at least {floor * law.bytes_per_block:,} bytes "
-        f"({floor} block{'s' if floor > 1 else ''})"
-    ]
-    hits = "none" if law.hit_tokens is None else f"multiples of {law.hit_tokens:,} tokens"
-    most = usable // floor
-    few = f"; at most {most:,} requests of any length, --max-num-seqs {limit:,}" if most < limit else ""
-    lines.append(f"Prefix hits: {hits}{few}")
-    return lines
-
-
-def capacity_line(request: RequestCapacity) -> str:
-    blocks, (low, high) = request.blocks, request.bounds
-    count, ends = f"{request.at_once:,} at once", ""
-    if low < high:
-        count, ends = f"about {count}", f", {low:,} to {high:,}"
-    text = f"Requests of {request.prompt_tokens:,}+{request.output_tokens:,} tokens: {count}{ends}"
-    text += f" ({blocks.fullest:,} blocks each, {gib(request.bytes)}"
-    if blocks.peak > blocks.fullest:
-        text += f"; {blocks.peak:,} for the one whose prompt is computed"
-    text += ")"
-    if request.at_last > request.at_once:
-        text += f"; {request.at_last:,} at their last token ({blocks.last:,} blocks)"
-    if request.at_once > request.limit:
-        text += f"; --max-num-seqs lets {request.limit:,} run"
-    return text

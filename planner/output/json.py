@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.model.requests import RequestCapacity, RequestLaw
+from tonnage.planner.model.capacity import RequestCapacity
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.plans import HostMemory, Plan, RankPlan
 from tonnage.planner.records import asdict
 
@@ -51,6 +52,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "per_request": _law(cache.law),
         },
         "requests": [_request(request) for request in plan.requests],
+        "trace": None if plan.mix is None else asdict(plan.mix),
         "fits": plan.fits,
         "reasons": list(plan.reasons),
         "stops_with": plan.stops_with,
@@ -101,7 +103,9 @@ def _request(request: RequestCapacity) -> dict[str, Any]:
         "bounds": list(request.bounds),
         "at_last": request.at_last,
         "started": request.started,
+        "together": request.together,
         "running": request.running,
+        "share": request.share or None,
     }
 
 

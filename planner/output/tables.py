@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from typing import TextIO
 
-from tonnage.planner.model.requests import RequestCapacity
+from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass
 

@@ -1,16 +1,18 @@
-"""Requests of given lengths: ``tonnage plan --request 2000+300``."""
+"""Requests of given lengths: ``tonnage plan --request 2000+300``, or ``--trace FILE``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.capacity import MixCapacity, RequestCapacity
 from tonnage.planner.planning.terms import request_terms
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import replace
 from tonnage.planner.units import parse_count
 
 FLAG = "--request"
+_SHARES = ((0.5, "half"), (0.9, "90 %"), (0.99, "99 %"), (1.0, "all"))
 
 
 def parse_request(text: str) -> tuple[int, int]:
@@ -27,6 +29,40 @@ def parse_request(text: str) -> tuple[int, int]:
 
 def with_requests(plan: Plan, lengths: Iterable[tuple[int, int]]) -> Plan:
     """``plan`` with how many requests of each (prompt, output) its pool holds. Raises as Plan.hold."""
-    found = tuple(plan.hold(prompt, output) for prompt, output in lengths)
-    plan = replace(plan, requests=found)
-    return replace(plan, terms=(*plan.terms, *request_terms(plan)))
+    return _told(plan, tuple(plan.hold(prompt, output) for prompt, output in lengths))
+
+
+def _told(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
+    note = plan.kv_cache.law.note if plan.kv_cache.law else ""
+    plan = replace(plan, requests=(*plan.requests, *found))
+    if note and note not in plan.notes:
+        plan = replace(plan, notes=(*plan.notes, note))
+    return replace(plan, terms=(*plan.terms, *request_terms(plan, found)))
+
+
+def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
+    """``plan`` with how many requests like those of a trace its pool holds: on average, and of those that half,
+    90 and 99 % and all of them take no more than. Raises as Plan.hold, where none is within max_model_len."""
+    counted: dict[tuple[int, int], int] = {}
+    for pair in lengths:
+        counted[pair] = counted.get(pair, 0) + 1
+    limit = plan.deployment.max_model_len or 0
+    within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
+    if plan.kv_cache.law is None or not within:
+        plan.hold(*lengths[0])  # which says why
+    law, total = plan.kv_cache.law, sum(within.values())
+    assert law is not None
+    held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())
+    steps = sum(pair[1] * count for _, pair, count in held)
+    mean = sum(blocks * pair[1] * count for blocks, pair, count in held) / steps
+    planned, low, high = (int(usable / mean) for usable in plan.usable_bounds)
+    found = []
+    for share, word in _SHARES:
+        below = 0
+        for _, pair, count in held:
+            below += count
+            if below >= share * total:
+                found.append(replace(plan.hold(*pair), share=word))
+                break
+    mix = MixCapacity(name, total, len(lengths) - total, mean, planned, (low, high))
+    return _told(replace(plan, mix=mix), tuple(found))

@@ -10,6 +10,7 @@ from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.plans import Deployment, Plan, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
@@ -165,16 +166,16 @@ def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
     return engine_of(flags.engine).environment_notes(flags)
 
 
-def request_terms(plan: Plan) -> tuple[Term, ...]:
+def request_terms(plan: Plan, requests: tuple[RequestCapacity, ...]) -> tuple[Term, ...]:
     """How the counts of requests came about."""
     law, usable = plan.kv_cache.law, plan.kv_cache.usable_blocks
     return tuple(
         Term(
             f"requests[{found.prompt_tokens}+{found.output_tokens}].at_once",
             found.at_once,
-            f"1 + ({usable:,} usable blocks - {found.blocks.peak:,} of one at its peak) // "
-            f"{found.blocks.fullest:,} of each other at the fullest step of its decode",
+            f"{usable:,} usable blocks: {found.blocks.fullest:,} each at the fullest step of its decode, "
+            f"{found.blocks.arrival:,} while a prompt is computed, {found.together:,} of them at a time",
             law.source if law else "",
         )
-        for found in plan.requests
+        for found in requests
     )

@@ -11,7 +11,7 @@ from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner import plan
 from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.model.requests import most_at_once
+from tonnage.planner.model.capacity import most_at_once
 
 MIB = 1 << 20
 
@@ -60,10 +60,10 @@ def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tm
     first, second = out["requests"]
     usable = out["kv_cache"]["usable_blocks"]
     assert first["blocks"] == {"arrival": 8, "peak": 9, "started": 5, "fullest": 9, "last": 6}
-    assert first["at_once"] == most_at_once(usable, 9, 9)
+    assert first["at_once"] == usable // 9
     assert first["at_last"] == most_at_once(usable, 9, 6)
     low, high = out["intervals"]["num_blocks"]
-    assert first["bounds"] == [most_at_once(low - 1, 9, 9), most_at_once(high - 1, 9, 9)]
+    assert first["bounds"] == [(low - 1) // 9, (high - 1) // 9]
     assert second["at_once"] == usable // 4 == second["running"]
     law = out["kv_cache"]["per_request"]
     assert (law["floor_blocks"], law["prefix_hit_tokens"], law["bytes_per_token"]) == (4, 1056, 20480)
@@ -125,6 +125,44 @@ def test_what_the_law_does_not_know_is_named(model):
     found = plan(model("google/gemma-2-2b"), engine="sglang", device_memory=24 << 30)
     with pytest.raises(UnsupportedArchitecture, match="SGLang's pool of sliding layers"):
         found.hold(100, 10)
+
+
+def test_an_encoder_has_no_requests_to_hold(model):
+    found = plan(model("BAAI/bge-large-en"), engine="vllm", device_memory=24 << 30)
+    with pytest.raises(UnsupportedArchitecture, match="an encoder keeps nothing between steps"):
+        found.hold(100, 10)
+
+
+def test_a_pool_that_may_be_empty_holds_none(model):
+    found = plan(model("meta-llama/Llama-3.1-70B-Instruct"), gpu="h100-80g", quantization="fp8").hold(2000, 300)
+    assert found.bounds[0] == 0 <= found.at_once <= found.bounds[1]
+
+
+def test_prompts_of_one_step_hold_more_than_their_windows(model):
+    flags = {"engine": "vllm", "engine_version": "0.32.0", "max_model_len": 4096, "device_memory": 64 << 30}
+    folder = model("mistralai/Mistral-7B-v0.1", sliding_window=256)
+    found = plan(folder, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048, **flags)
+    held = found.hold(500, 30)
+    # four prompts of 4 blocks in a step, and one that began in the step before; 3 in the window's 256 tokens
+    assert (held.blocks.arrival, held.blocks.fullest, held.together) == (4, 3, 5)
+    assert held.at_once == 5 + (found.kv_cache.usable_blocks - 5 * 4) // 3
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "words"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", "0.33.0", None),
+        ("Qwen/Qwen3.5-35B-A3B", "0.31.0", "that of 0.31.0 keeps states at other block borders"),
+        ("meta-llama/Llama-3.2-1B", "0.31.0", None),
+        ("meta-llama/Llama-3.2-1B", "0.19.0", "that of 0.19.0 was not read"),
+    ],
+)
+def test_whose_rules_they_are(name, version, words, model, capsys):
+    flags = (model(name), "--gpu", "h200", "--engine-version", version, "--max-model-len", "4096")
+    lines = lines_of(capsys, *flags, "--request", "100+10")
+    notes = [line for line in lines if "block manager of vLLM 0.32" in line]
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
 
 
 def test_lengths_from_python(model):

@@ -1,6 +1,6 @@
 """How many requests of given lengths a pool holds, against vLLM 0.32.0's own KVCacheManager: it is given equal
-requests until it has no blocks for one more (vllm_requests_child.py). Its answers are stored
-(tests/data/oracles); `make test-oracles` asks again.
+requests until it has no blocks for one more, and its scheduler as many together (vllm_requests_child.py). Its
+answers are stored (tests/data/oracles); `make test-oracles` asks again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cut_configs import cut
 from oracle import Oracle, vllm_says
 
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.model.requests import most_at_once
+from tonnage.planner.model.capacity import hold, most_at_once
 from tonnage.planner.planning.build import Sizer
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.oracle
 
 POOL = 1 << 31
 LENGTH = 4096
-BLOCKS = 400
+BLOCKS = 160
 BATCHES = (1, 2)  # steps in flight: one after the other, and asynchronous scheduling
 OFF = {"enable_prefix_caching": False}
 SMALL_STEPS = {"max_num_batched_tokens": 500}
@@ -81,7 +81,7 @@ IDS = [f"{name}-{i}" for i, (name, *_) in enumerate(CASES)]
 # shorter than a block, at the borders of blocks and windows, in several steps, and with long answers
 REQUESTS = (
     (1, 1), (20, 3), (127, 1), (127, 3), (128, 1), (256, 2), (500, 30), (511, 130), (1024, 1), (1024, 3),
-    (1300, 300), (2047, 1), (2049, 600), (3500, 150),
+    (1300, 300), (2047, 1), (2049, 300), (3500, 150),
 )  # fmt: skip
 
 
@@ -138,6 +138,9 @@ def test_as_many_requests_as_the_real_manager(case, answers):
                 "last": most_at_once(BLOCKS - 1, blocks.peak, blocks.last),
             }
             assert ours == {name: real[name] for name in ours}, (batches, prompt, output, blocks)
+            if real["unpreempted"] is not None:
+                sure = hold(law, prompt, output, (BLOCKS - 1,) * 3, BLOCKS).at_once
+                assert 0 < sure <= real["unpreempted"], (prompt, output, sure, real)
             if real["hit"] is not None:  # a second request of the same prompt; its last token is computed again
                 size = law.hit_tokens or prompt
                 assert real["hit"] == (prompt - 1) // size * size, (prompt, output)

@@ -40,6 +40,9 @@ def ask(folder: str, config, found) -> dict:
     return {"groups": groups, "caching": config.cache_config.enable_prefix_caching, "counts": asked}
 
 
+LONG = 30  # tokens of an answer from which on requests run side by side
+
+
 class Pool:
     """The manager and the scheduler's own cut of a prompt."""
 
@@ -56,15 +59,20 @@ class Pool:
         self.config, self.found, self.batches = config, found, batches
         self.block_size, self.hash_size = resolve_kv_cache_block_sizes(found, config)
         self.hasher = get_request_block_hasher(self.hash_size, sha256)
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config, kv_cache_config=found, structured_output_manager=Grammars(config),
+        self.grammars = Grammars(config)
+        self.scheduler = self.new_scheduler()
+        self.made = 0
+
+    def new_scheduler(self):
+        return self.config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.config, kv_cache_config=self.found, structured_output_manager=self.grammars,
             block_size=self.block_size, hash_block_size=self.hash_size,
         )  # fmt: skip
-        self.made = 0
 
     def counts(self, prompt: int, output: int) -> dict:
         """How many are held at once: when their prompts are processed, at the fullest step of their decode
-        after that, at their last token; and the tokens that a second request of the same prompt finds."""
+        after that, at their last token; the tokens that a second request of the same prompt finds; and of
+        the second count as many as the scheduler runs without a preemption when they arrive together."""
         self.manager = self.new_manager()
         usable = self.manager.block_pool.get_num_free_blocks()
         held: list[int] = []
@@ -79,12 +87,40 @@ class Pool:
         settled = min(self.batches, output - 1)
         decode = held[-output:][settled:]
         fullest = settled + decode.index(max(decode)) if grown else settled
+        many = self.count(prompt, output, fullest)
+        asked = many and output >= LONG and self.batches == 1  # the scheduler's own on a CPU
         return {
             "started": self.count(prompt, output, settled),
-            "fullest": self.count(prompt, output, fullest),
+            "fullest": many,
             "last": self.count(prompt, output, output - 1),
             "hit": hit,
+            "unpreempted": self.unpreempted(many, prompt, output) if asked else None,
         }
+
+    def unpreempted(self, many: int, prompt: int, output: int) -> int:
+        while many and self.preempted(many, prompt, output):
+            many -= 1
+        return many
+
+    def preempted(self, many: int, prompt: int, output: int) -> int:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        scheduler = self.new_scheduler()
+        scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = many
+        requests = [self.request(prompt, output) for _ in range(many)]
+        for request in requests:
+            scheduler.add_request(request)
+        while scheduler.get_num_unfinished_requests():
+            step = scheduler.schedule()
+            ids = list(step.num_scheduled_tokens)
+            assert ids, "nobody can go on"
+            whole = (
+                scheduler.requests[id].num_computed_tokens >= scheduler.requests[id].num_tokens for id in ids
+            )
+            tokens = [[7] if done else [] for done in whole]
+            at = {id: place for place, id in enumerate(ids)}
+            scheduler.update_from_output(step, ModelRunnerOutput(ids, at, tokens))
+        return sum(request.num_preemptions for request in requests)
 
     def new_manager(self):
         from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -26,12 +26,13 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
     if not version.cuts_prompts:
         raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
-    caching = bool(flags.enable_prefix_caching)
+    # an encoder's output is no prefix: caching is off (CrossAttentionManager)
+    caching = bool(flags.enable_prefix_caching) and all(group.kind != "cross" for group in pool.layout.groups)
     groups = tuple(
         _group(group, demand, caching) for group, demand in zip(pool.layout.groups, pool.demands, strict=True)
     )
-    sizes = {group.block_size for group in groups}
-    if any(group.aligned for group in groups) and len(sizes) > 1:
+    sizes, aligned = {group.block_size for group in groups}, any(group.aligned for group in groups)
+    if aligned and len(sizes) > 1:
         raise _refused("states in blocks of another size than attention's", "--block-size")
     return RequestLaw(
         groups=groups,
@@ -41,7 +42,19 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
         # hits end where a block of every group ends
         hit_tokens=lcm(*sizes) if caching else None,
         source="vLLM's block manager (v1/core of 0.32)",
+        note=_note(chosen, aligned),
     )
+
+
+def _note(chosen: Resolved, aligned: bool) -> str:
+    """What of the managers of other versions is known to differ, or was not read: 0.30, 0.31 and 0.33 were, and
+    cut the prompts of hybrids elsewhere before 0.32 (get_mamba_prefill_checkpoint_position)."""
+    version = chosen.version
+    if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):
+        return ""
+    why = "keeps states at other block borders" if version >= (0, 30, 0) else "was not read"
+    name = chosen.flags.engine_version
+    return f"requests are counted by the block manager of vLLM 0.32; that of {name} {why}"
 
 
 def _refused(what: str, field: str) -> UnsupportedArchitecture:

@@ -1,0 +1,65 @@
+"""tonnage plan --trace: requests like those of a trace, by their lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tonnage.cache.errors import CacheError
+from tonnage.cache.replay.trace import read_trace
+from tonnage.planner import plan
+from tonnage.planner.errors import DeploymentError
+from tonnage.server.cli import main
+from tonnage.server.commands.lengths import run
+
+TRACE = next((Path(__file__).resolve().parents[1] / "data" / "traces").glob("azure*.csv"))
+FLAGS = ("demo", "--engine", "vllm", "--engine-version", "0.32.0", "--device-memory", "16GiB",
+         "--kv-cache-memory-bytes", "512MiB")  # fmt: skip
+
+
+def test_the_mean_is_weighted_by_steps_and_the_shares_are_requests_of_the_trace(capsys):
+    assert run([*FLAGS, "--max-model-len", "2048", "--trace", str(TRACE), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    same = plan("demo", engine="vllm", engine_version="0.32.0", device_memory=16 << 30,
+                kv_cache_memory_bytes=512 << 20, max_model_len=2048)  # fmt: skip
+    lengths = [(request.prompt_tokens, request.output_tokens) for request in read_trace(TRACE).requests]
+    within = [pair for pair in lengths if sum(pair) <= 2048]
+    assert 0 < len(within) < len(lengths)
+    blocks = [same.hold(*pair).blocks.fullest for pair in within]
+    steps = sum(output for _, output in within)
+    mean = sum(held * output for held, (_, output) in zip(blocks, within, strict=True)) / steps
+    mix = out["trace"]
+    assert (mix["requests"], mix["longer"]) == (len(within), len(lengths) - len(within))
+    assert mix["blocks"] == pytest.approx(mean)
+    assert mix["at_once"] == int(same.kv_cache.usable_blocks / mean)
+    shares = [(found["share"], found["blocks"]["fullest"]) for found in out["requests"]]
+    ranked = sorted(blocks)
+    assert shares == [
+        (word, ranked[-(-len(ranked) * percent // 100) - 1])
+        for word, percent in (("half", 50), ("90 %", 90), ("99 %", 99), ("all", 100))
+    ]
+
+
+def test_in_text_and_beside_lengths_of_ones_own(capsys):
+    assert main(["plan", *FLAGS, "--trace", str(TRACE), "--limit", "20", "--request", "100+20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(f"Requests like those of {TRACE.name} (20): about ")]
+    said = [line.partition(" tokens")[2][:20] for line in lines if line.startswith("Requests of")]
+    assert len(said) == 5
+    assert said[1].startswith(", half take no more")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--trace", "no/such/file.csv"), "No such file"),
+        (("--trace", str(TRACE), "--sweep"), "--trace: is about one plan, --sweep about many"),
+        (("--trace", str(TRACE), "--max-model-len", "16"), "above max_model_len 16"),
+        (("--trace", str(TRACE), "--limit", "0"), "--limit"),
+    ],
+)
+def test_what_is_refused(flags, named):
+    with pytest.raises((DeploymentError, CacheError), match=named):
+        run([*FLAGS, *flags])
