@@ -105,6 +105,26 @@ class Deployment:
     num_gpu_blocks_override: int | None = flag(
         None, "blocks of the pool, whatever the memory", group=_CACHE, engine="vllm"
     )
+    limit_mm_per_prompt: str = flag(
+        "{}", """most pictures of a prompt, for example '{"image": 2, "video": 0}' (default: any number)""",
+        group=_CACHE, metavar="JSON", engine="vllm",
+    )  # fmt: skip
+    mm_processor_kwargs: str = flag(
+        "{}", """sizes of pictures, for example '{"max_pixels": 1003520}' (default: the processor's own)""",
+        group=_CACHE, metavar="JSON", engine="vllm",
+    )  # fmt: skip
+    language_model_only: bool = flag(False, "no pictures: towers are not loaded", group=_MODEL, engine="vllm")
+    skip_mm_profiling: bool = flag(
+        False, "the profile run encodes no pictures: what they take is not reserved", group=_CACHE,
+        engine="vllm",
+    )  # fmt: skip
+    disable_chunked_mm_input: bool = flag(
+        False, "a picture is not cut into several steps", group=_CACHE, engine="vllm"
+    )
+    mm_encoder_tp_mode: str = flag(
+        "weights", "ranks divide the tower, or the pictures", group=_EXTRAS, choices=("weights", "data"),
+        engine="vllm",
+    )  # fmt: skip
     tensor_parallel_size: int = flag(1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS)
     pipeline_parallel_size: int = flag(1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS)
     data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS)

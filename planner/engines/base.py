@@ -158,6 +158,10 @@ class Engine(ABC):
         """What is really held, where it differs from transformers' modules."""
         return architecture.tensors
 
+    def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
+        """Whether every tensor-parallel rank holds the towers whole."""
+        return False
+
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
         """Bytes that kernels add to the weights after the load: padding, copies in another type."""
         return 0

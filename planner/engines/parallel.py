@@ -22,13 +22,15 @@ _TP = "--tensor-parallel-size"
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Sizes of the parallel groups; ``expert``: whole experts per rank instead of slices."""
+    """Sizes of the parallel groups; ``expert``: whole experts per rank instead of slices,
+    ``whole_towers``: whole towers."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     expert: bool = False
     pad_vocabulary: bool = True
+    whole_towers: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -124,7 +126,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
     if tensor.role == "expert":
         return _shard_experts(tensor, parallel)
     dim, ranks = tensor.shard_dim, parallel.tensor
-    if dim is None or ranks == 1:
+    if dim is None or ranks == 1 or (parallel.whole_towers and tensor.role in TOWER_ROLES):
         return tensor
     size = tensor.shape[dim]
     if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:

@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import common, gemma3n_towers, towers
+from tonnage.planner.families import common, gemma3n_towers, pictures, towers
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.vision import Vision
 from tonnage.planner.records import replace
 
 _TOP = (
@@ -29,7 +30,7 @@ _TOP = (
     "vision_config", "use_unified_vision_chunk", "video_placeholder", "language_model_only",
     "image_grid_pinpoints",
     "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
-    "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index",
+    "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index", *pictures.FILES,
 )  # fmt: skip
 
 
@@ -37,11 +38,12 @@ _EITHER = ("llama", "mistral", "qwen2", "minimax_m3")  # wrappers that take the 
 _TIED = ("gemma", "deepseek_v3")  # text models whose wrappers (Gemma 3 and 4, Kimi K2.5) tie by default
 
 
-def _text(
-    fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True
+def text_of(
+    fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True, own: bool = False
 ) -> Architecture:
     """The language model of ``config`` by its own adapter. Whether the head is tied is the wrapper's own field
-    or its config class's default (transformers 5.19, modeling_utils.py); ``tie`` False: it has no say."""
+    or its config class's default (transformers 5.19, modeling_utils.py); ``tie`` False: it has no say; ``own``:
+    the text model has none."""
     from tonnage.planner.families.registry import build_text
 
     if config is None:
@@ -50,7 +52,7 @@ def _text(
         return build_text(config, text_type)
     default = text_type.startswith(_TIED)
     tied = fields.boolean("tie_word_embeddings", default)
-    if text_type in _EITHER:
+    if text_type in _EITHER and not own:
         tied = tied or config.get("tie_word_embeddings") is True
     elif "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
@@ -73,15 +75,18 @@ def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]
     return [replace(s, name=name(s.name), tied_to=name(s.tied_to) if s.tied_to else None) for s in specs]
 
 
-def _joined(
-    text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model."
-) -> Architecture:
+def joined(
+    text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model.",
+    *, vision: Vision | None = None,
+) -> Architecture:  # fmt: skip
     tensors = (*t.specs, *moved(text.tensors, "model.", new))
-    return replace(text, model_type=model_type, class_name=class_name, tensors=tensors, recipe=None)
+    return replace(
+        text, model_type=model_type, class_name=class_name, tensors=tensors, recipe=None, vision=vision
+    )
 
 
 def gemma3(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "gemma3_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma3_text", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -92,11 +97,12 @@ def gemma3(fields: Fields, model_type: str) -> Architecture:
         f"{at}.mm_input_projection_weight", (hidden, text.hidden_size), "projector", "Gemma3MultiModalProjector"
     )
     t.norm(f"{at}.mm_soft_emb_norm", hidden)
-    return _joined(text, model_type, "Gemma3ForConditionalGeneration", t)
+    seen = pictures.gemma3(fields, vision, text.hidden_size)
+    return joined(text, model_type, "Gemma3ForConditionalGeneration", t, vision=seen)
 
 
 def gemma3n(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "gemma3n_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma3n_text", fields.mapping("text_config"))
     fields.ignore("audio_soft_tokens_per_image")
     t = Tensors()
     vision, sound = _vision(fields), fields.mapping("audio_config") or {}
@@ -108,20 +114,20 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
     stated = Fields(vision).integer("hidden_size", gemma3n_towers.VISION_WIDTH, limit="width")
     gemma3n_towers.embedder(t, "model.embed_vision", vision, stated, text.hidden_size)
     gemma3n_towers.embedder(t, "model.embed_audio", sound, width, text.hidden_size)
-    return _joined(text, model_type, "Gemma3nForConditionalGeneration", t)
+    return joined(text, model_type, "Gemma3nForConditionalGeneration", t)
 
 
 def gemma4(fields: Fields, model_type: str) -> Architecture:
     if fields.raw("audio_config") is not None:
         raise UnsupportedArchitecture("the audio tower is not planned yet", field="audio_config")
-    text = _text(fields, "gemma4_text", fields.mapping("text_config"))
+    text = text_of(fields, "gemma4_text", fields.mapping("text_config"))
     t = Tensors()
     if fields.raw("vision_config") is not None:
         t.role = "vision"
         hidden = towers.gemma4(t, "model.vision_tower", _vision(fields))
         t.role = "projector"
         t.linear("model.embed_vision.embedding_projection", text.hidden_size, hidden)
-    return _joined(text, model_type, "Gemma4ForConditionalGeneration", t)
+    return joined(text, model_type, "Gemma4ForConditionalGeneration", t)
 
 
 # LlamaConfig's and LlavaConfig's own defaults (transformers 5.19), which the published files leave out
@@ -131,11 +137,9 @@ _LLAMA = {
 }  # fmt: skip
 
 
-def llava(fields: Fields, model_type: str) -> Architecture:
-    """LLaVA 1.5. The first published files are flat: Llama's fields, and the tower by name alone."""
+def _llava_text(fields: Fields, model_type: str) -> Architecture:
+    """The language model. The first published files are flat: Llama's fields, and the tower by name alone."""
     config = fields.mapping("text_config")
-    t = Tensors()
-    t.role = "vision"
     if config is None:
         tower = fields.raw("mm_vision_tower")
         if tower != "openai/clip-vit-large-patch14-336":
@@ -145,34 +149,104 @@ def llava(fields: Fields, model_type: str) -> Architecture:
         config = {
             k: v for k, v in fields.config.items() if not k.startswith(("mm_", "tune_", "freeze_", "use_mm"))
         }
-        for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures"):
+        for name in ("image_aspect_ratio", "unfreeze_mm_vision_tower", "architectures", *pictures.FILES):
             config.pop(name, None)
         fields.ignore(*fields.config)
-        text = _text(fields, "llama", config)
-    else:
-        kind = config.get("model_type", "llama")
-        if kind not in ("llama", "mistral", "qwen2"):
-            raise UnsupportedArchitecture(
-                f"{shown(kind)} is not known below llava", field="text_config.model_type"
-            )
-        text = _text(fields, kind, {**_LLAMA, **config} if kind == "llama" else config)
-    vision = _vision(fields)
+        return text_of(fields, "llama", config)
+    own = model_type == "llava_next"
+    kind = config.get("model_type", "llama")
+    if kind not in ("llama", "mistral", "qwen2"):
+        raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
+    return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=own)
+
+
+_LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
+
+
+def llava(fields: Fields, model_type: str) -> Architecture:
+    """LLaVA 1.5, LLaVA-NeXT (several tiles of a picture, and a learned end of line) and Pixtral."""
+    t = Tensors()
+    t.role = "vision"
+    text = _llava_text(fields, model_type)
+    vision, following = _vision(fields), model_type == "llava_next"
     kind = vision.get("model_type", "clip_vision_model")
-    if kind not in ("clip_vision_model", "siglip_vision_model"):
+    if kind not in _LLAVA_TOWERS[: 2 if following else 3]:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
     # LlavaConfig's default tower is CLIP large; a stated one starts from CLIPVisionConfig's own defaults
     defaults = towers.CLIP if vision else towers.LLAVA_CLIP
+    seen: Vision | None
     if kind == "clip_vision_model":
         hidden = towers.clip(t, "model.vision_tower", vision, defaults)
+        seen = pictures.square("clip", vision, defaults, text.hidden_size)
+    elif kind == "pixtral":
+        hidden = towers.pixtral(t, "model.vision_tower", vision)
+        seen = pictures.pixtral(vision, towers.PIXTRAL, text.hidden_size, 1)
     else:
         hidden = towers.siglip(t, "model.vision_tower", vision)
+        seen = pictures.square("siglip", vision, towers.SIGLIP, text.hidden_size)
     t.role = "projector"
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
-    return _joined(text, model_type, "LlavaForConditionalGeneration", t)
+    name = "LlavaForConditionalGeneration"
+    if kind == "clip_vision_model" and fields.raw("vision_feature_select_strategy") not in (None, "default"):
+        seen = None  # the class token is an embedding too
+    if following:
+        name = "LlavaNextForConditionalGeneration"
+        t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
+        seen = pictures.tiles(fields, seen) if kind == "clip_vision_model" else None
+    return joined(text, model_type, name, t, vision=seen)
+
+
+def mistral3(fields: Fields, model_type: str) -> Architecture:
+    """Mistral Small 3.1 and 3.2, and what else has a Pixtral tower whose patches are merged."""
+    config = fields.mapping("text_config")
+    kind = "mistral" if config is None else config.get("model_type", "mistral")
+    if kind != "mistral":
+        raise UnsupportedArchitecture(
+            f"{shown(kind)} is not known below mistral3", field="text_config.model_type"
+        )
+    # the published files say nothing and store a head (24.0 B parameters in Mistral-Small-3.1-24B)
+    text = text_of(fields, kind, config, own=True)
+    if fields.raw("vision_feature_layer") not in (None, -1):
+        raise UnsupportedArchitecture("only the last layer is known", field="vision_feature_layer")
+    t = Tensors()
+    t.role = "vision"
+    vision = _vision(fields)
+    defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}
+    hidden = towers.pixtral(t, "model.vision_tower", vision, defaults)
+    merge = fields.integer("spatial_merge_size", 2, limit="width")
+    t.role = "projector"
+    at = "model.multi_modal_projector"
+    bias = fields.boolean("multimodal_projector_bias", False)
+    t.norm(f"{at}.norm", hidden)
+    t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
+    t.linear(f"{at}.linear_1", text.hidden_size, hidden, bias=bias)
+    t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    seen = pictures.pixtral(vision, defaults, text.hidden_size, merge, fields)
+    return joined(text, model_type, "Mistral3ForConditionalGeneration", t, vision=seen)
+
+
+def kimi_vl(fields: Fields, model_type: str) -> Architecture:
+    # remote code: the language model's own file says whether its head is tied
+    text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
+    t = Tensors()
+    t.role = "vision"
+    vision = _vision(fields)
+    hidden = towers.moonvit_2d(t, "vision_tower", vision)
+    if vision.get("merge_kernel_size", [2, 2]) != [2, 2]:
+        raise UnsupportedArchitecture("only [2, 2] is known", field="vision_config.merge_kernel_size")
+    t.role = "projector"
+    t.norm("multi_modal_projector.pre_norm", hidden, "layer")
+    t.linear("multi_modal_projector.linear_1", 4 * hidden, 4 * hidden, bias=True)
+    t.linear("multi_modal_projector.linear_2", text.hidden_size, 4 * hidden, bias=True)
+    tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
+    return replace(
+        text, model_type=model_type, class_name="KimiVLForConditionalGeneration", tensors=tensors, recipe=None,
+        vision=pictures.kimi_vl(fields, vision, text.hidden_size),
+    )  # fmt: skip
 
 
 _QWEN = {
@@ -199,21 +273,23 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
         fields.ignore(*fields.config)
     if text_type in _QWEN_KV:
         config = {"num_key_value_heads": _QWEN_KV[text_type], **config}
-    text = _text(fields, text_type, config)
+    text = text_of(fields, text_type, config)
     t = Tensors()
     t.role = "vision"
-    towers.qwen(t, "model.visual", _vision(fields), model_type)
-    return _joined(text, model_type, class_name, t)
+    vision = _vision(fields)
+    towers.qwen(t, "model.visual", vision, model_type)
+    seen = pictures.qwen(fields, vision, model_type, text.hidden_size)
+    return joined(text, model_type, class_name, t, vision=seen)
 
 
 def mllama(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "mllama_text_model", fields.mapping("text_config"))
+    text = text_of(fields, "mllama_text_model", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
     width = towers.mllama(t, "model.vision_model", _vision(fields))
     t.role = "projector"
     t.linear("model.multi_modal_projector", text.hidden_size, width, bias=True)
-    return _joined(text, model_type, "MllamaForConditionalGeneration", t)
+    return joined(text, model_type, "MllamaForConditionalGeneration", t)
 
 
 def mllama_text(fields: Fields, model_type: str) -> Architecture:
@@ -253,7 +329,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
 
 def llama4(fields: Fields, model_type: str) -> Architecture:
     # the wrapper ties nothing, whatever its own tie_word_embeddings says
-    text = _text(fields, "llama4_text", fields.mapping("text_config"), tie=False)
+    text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
     width = towers.llama4(t, "vision_model", _vision(fields))
@@ -264,7 +340,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "deepseek_v3", fields.mapping("text_config"))
+    text = text_of(fields, "deepseek_v3", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
     vision = _vision(fields)
@@ -283,11 +359,11 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
     t.linear("model.mm_projector.out_proj", text.hidden_size, merged, bias=True)
-    return _joined(text, model_type, "Kimi_K25ForConditionalGeneration", t)
+    return joined(text, model_type, "Kimi_K25ForConditionalGeneration", t)
 
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
-    text = _text(fields, "minimax_m3", fields.mapping("text_config"))
+    text = text_of(fields, "minimax_m3", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
     hidden = towers.minimax(t, "model.vision_tower", _vision(fields))
@@ -301,7 +377,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
         ("merge_linear_1", wide, merged), ("merge_linear_2", text.hidden_size, wide),
     ):  # fmt: skip
         t.linear(f"{at}.{name}", out, into, bias=bias)
-    return _joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)
+    return joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)
 
 
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
@@ -316,14 +392,14 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
         )
     config = fields.mapping("language_config")
     fields.ignore(*fields.config)
-    text = _text(fields, "deepseek_v2", config)
+    text = text_of(fields, "deepseek_v2", config)
     t = Tensors()
     t.role = "vision"
     hidden = towers.ocr2(t, _vision(fields))
     t.role = "projector"
     t.linear("model.projector.layers", text.hidden_size, hidden, bias=True)
     t.add("model.view_seperator", (text.hidden_size,), "projector", "DeepseekOCR2Model")
-    return _joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
+    return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
 
 
 # Step3p7Config's text defaults (transformers 5.23, configuration_step3p7.py), which is what a file without
@@ -349,7 +425,7 @@ def step(fields: Fields, model_type: str) -> Architecture:
                 )  # fmt: skip
         config = {**_STEP, "layer_types": fields.config.get("layer_types")}
         fields.ignore(*fields.config)
-    text = _text(fields, "step3p7_text", config)
+    text = text_of(fields, "step3p7_text", config)
     t = Tensors()
     t.role = "vision"
     width = towers.step(t, "model.vision_model", _vision(fields))
@@ -357,7 +433,7 @@ def step(fields: Fields, model_type: str) -> Architecture:
     t.linear(
         "model.multi_modal_projector", text.hidden_size, width, bias=fields.boolean("projector_bias", False)
     )
-    return _joined(text, model_type, "Step3p7ForConditionalGeneration", t)
+    return joined(text, model_type, "Step3p7ForConditionalGeneration", t)
 
 
 _family = partial(Family, ignored=_TOP)
@@ -367,6 +443,9 @@ FAMILIES = {
     "gemma3n": _family(gemma3n, final_norm="rms-one"),
     "gemma4": _family(gemma4, final_norm="rms-one", files=RENAMED),
     "llava": _family(llava, first_class="LlavaLlamaForCausalLM", files=RENAMED),
+    "llava_next": _family(llava, files=RENAMED),
+    "mistral3": _family(mistral3, files=RENAMED),
+    "kimi_vl": _family(kimi_vl, files=RENAMED),
     "qwen2_vl": _family(qwen, files=RENAMED),
     "qwen2_5_vl": _family(qwen, files=RENAMED),
     "qwen3_vl": _family(qwen, vllm=InVLLM(one_mrope_length=True), files=RENAMED),

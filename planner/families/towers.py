@@ -94,6 +94,30 @@ def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, 
     return hidden
 
 
+PIXTRAL = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": 3, "image_size": 1024, "patch_size": 16,
+}  # fmt: skip
+
+
+def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
+    """A Llama of patches, without a bias anywhere. Returns the hidden size."""
+    v = _sizes(Fields(config), defaults)
+    hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+    conv(t, f"{at}.patch_conv", (hidden, v["num_channels"], v["patch_size"], v["patch_size"]), False)
+    t.norm(f"{at}.ln_pre", hidden)
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.transformer.layers.{i}"
+        t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
+        t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"])
+        t.norm(f"{here}.attention_norm", hidden)
+        t.norm(f"{here}.ffn_norm", hidden)
+    name = f"{at}.patch_positional_embedding.inv_freq"
+    t.buffer(name, (side * side, hidden // heads), "PixtralRotaryEmbedding", "float32")
+    return hidden
+
+
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], model_type: str) -> None:
     """Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv, a merger in front of the text. What a
     file leaves out is the vision config class's own default."""
@@ -322,6 +346,29 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     t.norm(f"{at}.final_layernorm", hidden, "layer")
     t.rotary(hidden // heads // 2, f"{at}.rotary_emb.")
+    return hidden
+
+
+def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
+    """Kimi-VL's tower (remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py). Returns its hidden
+    size."""
+    f = Fields(config)
+    v = _sizes(
+        f, {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64},
+    )  # fmt: skip
+    hidden = v["hidden_size"]
+    conv(t, f"{at}.patch_embed.proj", (hidden, 3, v["patch_size"], v["patch_size"]), True)
+    places = (v["init_pos_emb_height"], v["init_pos_emb_width"], hidden)
+    t.add(f"{at}.patch_embed.pos_emb.weight", places, "vision", "Learnable2DInterpPosEmb")
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.encoder.blocks.{i}"
+        t.norm(f"{here}.norm0", hidden, "layer")
+        t.norm(f"{here}.norm1", hidden, "layer")
+        t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc0", "fc1"))
+        t.linear(f"{here}.wqkv", 3 * hidden, hidden, bias=True, shard="column")
+        t.linear(f"{here}.wo", hidden, hidden, bias=True, shard="row")
+    t.norm(f"{at}.encoder.final_layernorm", hidden, "layer")
     return hidden
 
 

@@ -10,6 +10,7 @@ from tonnage.planner.records import dataclass
 
 if TYPE_CHECKING:  # not loaded for families without one
     from tonnage.planner.model.recipe import Recipe
+    from tonnage.planner.model.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Architecture:
     routed experts (0: dense); ``intermediate_size`` is the widest MLP of one token (with MoE: all experts
     a token goes through, and the shared ones). ``unread``: switches of the config that no adapter knows and
     that may add biases and norms to ``tensors``. ``recipe``: the layers as data (None: not written as one).
+    ``vision``: the tower that reads pictures, where its processor's sizes are known.
     """
 
     model_type: str
@@ -108,6 +110,7 @@ class Architecture:
     unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"  # meta: transformers' own modules (planner/families/meta.py)
     recipe: Recipe | None = None
+    vision: Vision | None = None
 
     @property
     def parameters(self) -> int:

@@ -109,6 +109,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         data=flags.data_parallel_size,
         expert=flags.enable_expert_parallel,
         pad_vocabulary=engine.pads_vocabulary,
+        whole_towers=engine.whole_towers(architecture, flags),
     )
     return parallel.rank_architecture(architecture, sizes, stage)
 

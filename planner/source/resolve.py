@@ -107,7 +107,8 @@ def _demo() -> ModelSource:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json, with the ``hf_quant_config.json`` that ModelOpt writes beside it where the config itself
-    does not say how the weights are stored, and an encoder's longest text from sentence_bert_config.json."""
+    does not say how the weights are stored, an encoder's longest text from sentence_bert_config.json, and the
+    processor's files of a model that reads pictures."""
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
@@ -119,6 +120,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # how large pictures may be
+        if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
+            config[name] = load_config(beside)
     return config
 
 

@@ -39,6 +39,7 @@ KINDS = {
 KNOWN = {
     **{(name, "tie_word_embeddings"): "forced to true by the config class; checkpoints with false have a head"
        for name in ("t5", "mt5", "umt5")},
+    ("mistral3", "tie_word_embeddings"): "files leave it out and have a head, which unties it",
 }  # fmt: skip
 
 

@@ -70,8 +70,11 @@ RELEASED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
          "use_qk_norm": False},
     ),
 }  # fmt: skip
-# Sizes that a class leaves open
-NEEDED = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}}
+# Sizes that a class leaves open, or whose heads do not divide its width
+NEEDED = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "qwen3_omni_moe": {"thinker_config": {"text_config": {"num_attention_heads": 32}}},
+}
 
 
 def written(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:

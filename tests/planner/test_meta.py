@@ -54,8 +54,8 @@ TOWERS = {
     "internvl": beside(
         "qwen3", vision_config={"model_type": "internvl_vision", **SEES, "image_size": [28, 28]}
     ),
-    "llava_next": beside("mistral", vision_config={"model_type": "clip_vision_model", **SEES}),
-    "mistral3": beside("mistral", vision_config={"model_type": "pixtral", **SEES, "head_dim": 16}),
+    "vipllava": beside("llama", vision_config={"model_type": "clip_vision_model", **SEES}),
+    "lighton_ocr": beside("qwen3", vision_config={"model_type": "pixtral", **SEES, "head_dim": 16}),
     "paligemma": beside(
         "gemma", vision_config={"model_type": "siglip_vision_model", **SEES}, projection_dim=64
     ),

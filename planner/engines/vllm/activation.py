@@ -1,9 +1,10 @@
 """vLLM on a GPU: the most PyTorch allocates while vLLM profiles (``profile_run``), beside the weights.
 
-The larger of two moments, on top of what stays allocated through both. Read out of vLLM 0.10 to 0.33
+The largest of three moments, on top of what stays allocated through all. Read out of vLLM 0.10 to 0.33
 (v1/worker/gpu_model_runner.py _dummy_run and _dummy_sampler_run, v1/sample, v1/worker/workspace.py,
 model_executor/layers/fused_moe), held against tests/data/startups:
 
+* the tower, on the largest pictures (encoder.py);
 * the sampler, on the logits of max_num_seqs rows, with the hidden states of the whole step;
 * the widest layer of a step of max_num_batched_tokens tokens.
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
-from tonnage.planner.engines.vllm.versions import Rules, rules
+from tonnage.planner.engines.vllm.encoder import Encoding, encoding
+from tonnage.planner.engines.vllm.multimodal import drops_towers
+from tonnage.planner.engines.vllm.versions import Rules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.tensor import TensorSpec
@@ -42,24 +45,34 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes at each moment (0: not on this stage) and what stays allocated through both."""
+    """Bytes at each moment (0: not on this stage) and what stays allocated from then on: the buffer of the
+    experts is made after pictures were encoded. ``encoder`` None: no tower whose profile is known."""
 
     forward: int
     sampler: int
     workspace: int
     experts: int
+    encoder: Encoding | None = None
 
     @property
     def total(self) -> int:
-        return max(self.forward, self.sampler) + self.workspace + self.experts
+        encoded = self.encoder.peak if self.encoder else 0
+        return max(max(self.forward, self.sampler) + self.experts, encoded) + self.workspace + self._deep
+
+    @property
+    def _deep(self) -> int:
+        return self.encoder.deep if self.encoder else 0
 
     @property
     def formula(self) -> str:
         kept = f" + buffer of the experts {self.experts:,}" if self.experts else ""
-        return (
-            f"max(forward pass {self.forward:,}, sampler {self.sampler:,}) + workspace of matrix "
-            f"multiplications {self.workspace:,}{kept}"
-        )
+        text = f"max(forward pass {self.forward:,}, sampler {self.sampler:,}){kept}"
+        if self.encoder and self.encoder.peak:
+            text = f"max({text}, encoder {self.encoder.peak:,})"
+        if self._deep:
+            text += f" + buffers of deep features {self._deep:,}"
+        text += f" + workspace of matrix multiplications {self.workspace:,}"
+        return text + (f"; encoder: {self.encoder.formula}" if self.encoder and self.encoder.peak else "")
 
 
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Peak:
@@ -73,7 +86,10 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     # a later stage receives hidden states and residual into buffers of its own
     # (make_empty_intermediate_tensors)
     received = 0 if first else 2 * stream
-    if first and has_towers(architecture):
+    encoded = encoding(architecture, chosen) if first else None
+    if encoded is not None:
+        received += encoded.kept
+    elif first and has_towers(architecture) and not drops_towers(architecture, flags, chosen.version):
         received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
@@ -81,6 +97,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
         sampler=_sampler(architecture, chosen, known, fitted) + stream + received if samples else 0,
         workspace=_CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
         experts=_expert_buffer(architecture, chosen) if known.expert_buffer else 0,
+        encoder=encoded,
     )
 
 
@@ -104,14 +121,6 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted:
         return int(rows * vocabulary * fitted.sampler_sort)
     buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if known.sampler == "triton" and rows >= 8 else 0
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
-
-
-def on_second_runner(architecture: Architecture, known: Rules) -> bool:
-    """config/vllm.py _is_default_v2_model_runner_model."""
-    if architecture.class_name in known.runner_v2 or known.runner_v2 == ("*",):
-        return True
-    plain = not architecture.experts and all(layer.kind != "state" for layer in architecture.cache_layers)
-    return known.runner_v2_dense and plain
 
 
 def _forward(architecture: Architecture, chosen: Resolved) -> int:

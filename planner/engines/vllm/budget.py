@@ -12,6 +12,9 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.records import replace
 
 _UNLOGGED = (0, 20, 0)  # from here on no log at hand prints every term
+# How far below and above a tower's peak may be, as shares of it: the attention's kernels, and which of its
+# activations are fused, are assumed.
+_ENCODER = 0.15, 0.3
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
@@ -28,6 +31,9 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         held.total, held.total - held.rest // 2, held.total + held.rest + above // 4, held.formula, sources
     )
     peak = activation.peak(architecture, chosen, fitted)
+    if peak.encoder is not None:  # what a tower takes is derived, and held against no log
+        below = max(below, int(_ENCODER[0] * peak.encoder.peak))
+        above = max(above, int(_ENCODER[1] * peak.encoder.peak))
     inside = Estimate(
         peak.total, peak.total - min(below, peak.total // 10), peak.total + above, peak.formula,
         _DERIVED.format("activation"),
@@ -52,7 +58,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
     """How far below and above the sum may be, as shares of the device: narrow where every part of the plan was
     seen in start-up logs, wide where not. What nobody counted only adds."""
-    if has_towers(architecture) or _is_apart(chosen):
+    if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
     if chosen.version >= _UNLOGGED:
         return fitted.spread, 1.5 * fitted.spread

@@ -12,7 +12,7 @@ from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
-from tonnage.planner.engines.vllm import kv_formats, starts
+from tonnage.planner.engines.vllm import kv_formats, multimodal, starts
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, repacking_class
@@ -106,6 +106,7 @@ class VLLM(Engine):
     ) -> tuple[Deployment, int]:
         """Latent attention on a CPU without AMX: chunked prefill and prefix caching are off and a step takes
         max(max_model_len, 2048) tokens, whatever was asked (platforms/cpu.py)."""
+        multimodal.check(architecture, flags)
         if (
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
@@ -167,6 +168,9 @@ class VLLM(Engine):
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return tensors_of(architecture, flags)
+
+    def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
+        return multimodal.shares_pictures(architecture, flags)
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
         return kernel_padding(architecture, quantization, flags)
@@ -235,7 +239,7 @@ class VLLM(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        return starts.notes(architecture, chosen, rank, beside)
+        return (*starts.notes(architecture, chosen, rank, beside), *multimodal.notes(architecture, chosen))
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
         """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""

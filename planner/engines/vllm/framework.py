@@ -16,8 +16,7 @@ from math import log2
 
 from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import Coefficients
-from tonnage.planner.engines.vllm.activation import on_second_runner
-from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Deployment, Resolved

@@ -11,8 +11,7 @@ from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.runtime.host import Hosted, page_cache, pinned, reading
 from tonnage.planner.engines.vllm import cpu
-from tonnage.planner.engines.vllm.activation import on_second_runner
-from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import HostMemory, HostPart
 from tonnage.planner.units import GiB, MiB, ceil_div, gib

@@ -152,6 +152,8 @@ def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
 
 
 def _plain(value: str) -> str:
+    if value.startswith("{"):  # a dict, as Python writes it
+        return value.replace("'", '"')
     match = re.fullmatch(_TYPES, value)
     return match[1] if match else value
 

@@ -37,7 +37,11 @@ def host_flags(flags: Deployment) -> list[str]:
     return line
 
 
-_OWN = ("decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner")
+_OWN = (
+    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner",
+    "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
+    "disable_chunked_mm_input", "mm_encoder_tp_mode",
+)  # fmt: skip
 
 
 def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:

@@ -48,6 +48,13 @@ def _merged(version: Version, facts: Mapping[str, Any]) -> str:
     return "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))"
 
 
+def _mm_input(version: Version, facts: Mapping[str, Any]) -> str:
+    return (
+        f"ValueError: Chunked MM input disabled but max_tokens_per_mm_item ({facts['tokens']}) is larger than "
+        f"max_num_batched_tokens ({facts['step']}). Please increase max_num_batched_tokens."
+    )
+
+
 def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
     heads, ranks = "self.total_num_kv_heads", "tp_size"
     if facts["heads"] < facts["ranks"]:
@@ -112,7 +119,7 @@ def _batch(version: Version, facts: Mapping[str, Any]) -> str:
 
 _SENTENCES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
     "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
-    "kv_dtype": _kv_dtype, "batch": _batch,
+    "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input,
 }  # fmt: skip
 
 

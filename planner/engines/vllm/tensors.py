@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
+from tonnage.planner.engines.vllm.multimodal import drops_towers
 from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 
@@ -22,6 +23,10 @@ _GATES = (".gate.weight", ".router.weight")
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
     if architecture.kind == "encoder":
         return _encoder_tensors(architecture)
+    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
+    if drops_towers(architecture, flags, version):
+        text = tuple(tensor for tensor in architecture.tensors if tensor.role not in TOWER_ROLES)
+        architecture = replace(architecture, tensors=text)
     # of queries, keys, values and probabilities, whatever the cache's dtype (set_default_quant_scales in
     # model_executor/layers/attention/attention.py)
     scales = [

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal
 
 from tonnage.planner.engines.version import Version
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.records import dataclass, replace
 
 
@@ -27,6 +28,10 @@ class Rules:
     # ("*",): everything
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
+    runner_v2_encodes: bool = False  # its profile run encodes pictures too
+    drops_towers: bool = False  # towers whose modalities are all at zero are not loaded
+    pixels_as_bytes: bool = False  # processors hand over bytes, which the GPU turns into the model's dtype
+    pixtral_mask: bool = True  # Pixtral's attention has a mask of all patches of a batch
     expert_buffer: bool = False  # fused experts of all layers share a buffer that is never given back
     expert_chunk: int = 16 * 1024  # most tokens of a step that they take at once
     # workspace of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell
@@ -72,6 +77,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 13, 0), {"expert_buffer": True}),
     # 0.9.2 to 0.13 gave an MI300X (192 GiB) the 70 GiB defaults
     ((0, 14, 0), {"huge_batches": True}),
+    # _mark_tower_model in models/interfaces.py, first in 0.15.1's wheel, not in 0.14.1's
+    ((0, 15, 0), {"drops_towers": True}),
     # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py), first in 0.17.0;
     # starts of 0.16.0 and 0.17.0 in tests/data/startups: 5.64 and 2.23 GiB of activations
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
@@ -92,11 +99,14 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 25, 0), {"runner_v2": _V2_MOE, "runner_v2_dense": True, "fused_all_reduce": "mnnvl"}),
     # pull request 47728 (July 2026; not yet in 0.25.1's logs)
     ((0, 26, 0), {"in_flight_batches": 2}),
-    # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0
-    ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True}),
+    # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0;
+    # profile_run of v1/worker/gpu/model_runner.py
+    ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
     # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)
-    ((0, 28, 0), {"hybrid_prefix_caching": True, "prefill_checkpoint": True}),
-    ((0, 29, 0), {"runner_v2": ("*",)}),
+    # and mm_device_do_normalize in config/multimodal.py
+    ((0, 28, 0), {"hybrid_prefix_caching": True, "prefill_checkpoint": True, "pixels_as_bytes": True}),
+    # and models/pixtral.py
+    ((0, 29, 0), {"runner_v2": ("*",), "pixtral_mask": False}),
     # in 0.30's own source (model_executor/layers/attention/attention.py, utils/torch_utils.py
     # resolve_kv_cache_dtype_string); of older ones not known
     ((0, 30, 0), {"stored_kv_dtype": True}),
@@ -122,6 +132,14 @@ def rules(version: Version) -> Rules:
     return found
 
 
+def on_second_runner(architecture: Architecture, known: Rules) -> bool:
+    """config/vllm.py _is_default_v2_model_runner_model."""
+    if architecture.class_name in known.runner_v2 or known.runner_v2 == ("*",):
+        return True
+    plain = not architecture.experts and all(layer.kind != "state" for layer in architecture.cache_layers)
+    return known.runner_v2_dense and plain
+
+
 # What a rule means for who upgrades; where it depends on which way it turned, both.
 _WORDS: dict[str, str] = {
     "large_batches": "devices of 70 GiB and more have larger steps (1,024 sequences, 8,192 tokens) by default",
@@ -132,6 +150,10 @@ _WORDS: dict[str, str] = {
     "sampler": "the sampler that the profile run measures takes other bytes per logit",
     "runner_v2": "the second model runner takes more models",
     "runner_v2_dense": "the second model runner takes dense models",
+    "runner_v2_encodes": "the profile run of the second model runner encodes pictures too",
+    "drops_towers": "towers that --limit-mm-per-prompt leaves without work are not loaded",
+    "pixels_as_bytes": "processors hand pictures over as bytes",
+    "pixtral_mask": "Pixtral's tower does without a mask of all patches",
     "expert_buffer": "experts of all layers share a buffer",
     "expert_chunk": "experts take a step in pieces of another size",
     "fused_all_reduce": "all-reduce is fused with the norm after it, in a workspace",

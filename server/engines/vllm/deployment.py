@@ -6,6 +6,7 @@ nothing of vLLM. What the planner has no word for is refused by its name in vLLM
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -67,6 +68,8 @@ def asked_of(config: Any) -> Asked:
         enable_lora=config.lora_config is not None,
         max_loras=1 if config.lora_config is None else config.lora_config.max_loras,
         max_lora_rank=16 if config.lora_config is None else int(config.lora_config.max_lora_rank),
+        limit_mm_per_prompt=_without(model),
+        skip_mm_profiling=bool(model.multimodal_config and model.multimodal_config.skip_mm_profiling),
         speculative_model=speculative,
         num_speculative_tokens=drafted,
     )
@@ -89,6 +92,14 @@ def _quantization(model: Any) -> str | None:
     if method not in _MADE_WHILE_LOADING:
         _refuse("quantization", str(method))
     return _MADE_WHILE_LOADING[method]
+
+
+def _without(model: Any) -> str:
+    """The modalities that a prompt may not have: their towers are not loaded. Limits above zero hardly change
+    how many of the largest pictures fit in a step."""
+    found = model.multimodal_config
+    names = () if found is None else ("image", "video", "audio")
+    return json.dumps({name: 0 for name in names if not found.get_limit_per_prompt(name)})
 
 
 def _draft(config: Any) -> tuple[str | None, int]:

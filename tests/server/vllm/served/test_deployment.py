@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from compose import filled
+from vllm.config import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -52,6 +53,9 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
 # Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
 OTHERS = {
     "calibration", "mamba_ssm_cache_dtype", "num_gpus", "device_memory_used",
+    # of a model that reads pictures, which the demo model does not (test_pictures)
+    "language_model_only", "skip_mm_profiling",
+    "limit_mm_per_prompt", "mm_processor_kwargs", "disable_chunked_mm_input", "mm_encoder_tp_mode",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
     "swa_full_tokens_ratio", "decode_context_parallel_size", "enable_expert_parallel",
     # of the host's memory beside GPUs, which nothing in vLLM is sized by or compared with
@@ -100,6 +104,15 @@ def test_flag_by_flag(field: str, plain: Any) -> None:
     changed = {name for name in found if found[name] != before[name]}
     follows = {"max_num_batched_tokens", "max_num_seqs", "enable_lora", "speculative_model", "enforce_eager"}
     assert changed <= {field, "num_speculative_tokens"} | follows
+
+
+def test_pictures() -> None:
+    config = config_of()
+    config.model_config.multimodal_config = MultiModalConfig(skip_mm_profiling=True)
+    flags = asked_of(config).deployment
+    assert (flags.skip_mm_profiling, flags.limit_mm_per_prompt) == (True, "{}")
+    config.model_config.multimodal_config = MultiModalConfig(limit_per_prompt={"image": 0, "audio": 3})
+    assert asked_of(config).deployment.limit_mm_per_prompt == '{"image": 0}'
 
 
 def test_what_this_model_or_machine_does_not_take() -> None:

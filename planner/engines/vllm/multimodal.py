@@ -1,0 +1,222 @@
+"""vLLM's budget for pictures and videos: how many of the largest its profile run encodes, by the flags given.
+
+vLLM 0.32.0: MultiModalBudget (multimodal/encoder_budget.py), compute_mm_encoder_budget
+(v1/core/encoder_cache_manager.py), and each model's processing info (get_max_image_tokens,
+get_max_video_tokens, get_image_size_with_most_features in model_executor/models). The same since 0.10; 0.9 took
+a picture's tokens off a video's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isqrt
+from typing import Any
+
+from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.errors import DeploymentError, EngineRefusal
+from tonnage.planner.flags import flags_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import shown
+from tonnage.planner.model.vision import Vision
+from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.records import dataclass, replace
+from tonnage.planner.units import ceil_div
+
+_LIMIT = "--limit-mm-per-prompt"
+_KWARGS = "--mm-processor-kwargs"
+_FLAGS = (
+    "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
+    "disable_chunked_mm_input", "mm_encoder_tp_mode",
+)  # fmt: skip
+_COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")  # understood whatever their size
+_MODALITIES = ("image", "video", "audio")
+_UNLIMITED = 999  # get_limit_per_prompt, config/multimodal.py
+_ASPECT = 200  # widest of Qwen's pictures, closest_factor_pair in models/qwen2_vl.py
+_DATA_PARALLEL = ("qwen2", "qwen2_5", "qwen3", "moonvit")  # supports_encoder_tp_data in models
+# What a caller may change of a processor without a larger picture coming of it
+_HARMLESS = ("min_pixels", "fps", "do_resize", "use_fast")
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """``count`` items of ``modality``, the largest there are: ``tokens`` embeddings of ``patches`` patches
+    each. ``budget``: embeddings the encoder cache holds."""
+
+    modality: str
+    count: int
+    tokens: int
+    patches: int
+    budget: int
+
+
+def limits(flags: Deployment) -> dict[str, int]:
+    """Modality -> most items of a prompt, of those that were given. Raises DeploymentError."""
+    if flags.language_model_only:
+        return dict.fromkeys(_MODALITIES, 0)
+    found = {}
+    for name, value in _object(flags.limit_mm_per_prompt, _LIMIT).items():
+        if name not in _MODALITIES:
+            raise DeploymentError(f"{shown(name)} is not known", field=_LIMIT, hint=", ".join(_MODALITIES))
+        if isinstance(value, dict) and value.keys() <= {"count"}:
+            value = value.get("count", _UNLIMITED)
+        if type(value) is not int or value < 0:
+            raise DeploymentError(
+                f"{shown(value)} of {name} is not planned", field=_LIMIT, hint='a number, such as {"image": 2}'
+            )
+        found[name] = value
+    return found
+
+
+def check(architecture: Architecture, flags: Deployment) -> None:
+    """Raise DeploymentError for a flag about pictures that the model has no use for, or whose effect on it is
+    not known."""
+    given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
+    if not given:
+        return
+    limits(flags)
+    if not architecture.tower_parameters:
+        option = flags_of(Deployment)[given[0]].option
+        raise DeploymentError(f"{architecture.class_name} reads no pictures", field=option)
+    if architecture.vision is None:
+        unknown = [name for name in given if name not in _COUNTS]
+        if unknown:
+            raise DeploymentError(
+                f"how large pictures of {architecture.class_name} are is not known here",
+                field=flags_of(Deployment)[unknown[0]].option, hint="leave it out: the interval has room",
+            )  # fmt: skip
+
+
+def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
+    """Where flags about pictures were given and their size is not known."""
+    flags = chosen.flags
+    if architecture.vision is not None or not any(limits(flags).values()):
+        return ()
+    return (
+        f"how large pictures of {architecture.class_name} are is not known here: --limit-mm-per-prompt changes "
+        "nothing, the interval has room for them",
+    )
+
+
+def _object(text: str, option: str) -> dict[str, Any]:
+    """A flag's JSON object; ``image=2,video=0`` as older versions have it."""
+    if text and not text.lstrip().startswith("{"):
+        parts = [part.partition("=") for part in text.split(",")]
+        if all(value.strip().isdigit() for _, _, value in parts):
+            return {name.strip(): int(value) for name, _, value in parts}
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DeploymentError(f"{shown(text)} is not a JSON object", field=option, hint='such as {"image": 2}')
+    return found
+
+
+def drops_towers(architecture: Architecture, flags: Deployment, version: Version) -> bool:
+    """Whether no modality is left, so that towers are not loaded (_mark_tower_model, models/interfaces.py)."""
+    if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
+        return False
+    has = {
+        {"vision": "image", "audio": "audio"}[tensor.role]
+        for tensor in architecture.tensors
+        if tensor.role in ("vision", "audio")
+    }
+    if architecture.vision is not None:
+        has |= set(architecture.vision.modalities)
+    elif "image" in has:
+        has.add("video")  # whether it reads videos is not known here: both have to be at zero
+    given = limits(flags)
+    return bool(has) and all(given.get(name) == 0 for name in has)
+
+
+def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
+    """Whether ranks divide the pictures, each with a whole tower (--mm-encoder-tp-mode, where there is one)."""
+    vision = architecture.vision
+    return flags.mm_encoder_tp_mode == "data" and vision is not None and vision.tower in _DATA_PARALLEL
+
+
+def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
+    """What the profile run encodes; None: nothing. Raises DeploymentError naming a flag that is not understood,
+    EngineRefusal for an item that a step has no room for."""
+    vision, flags = architecture.vision, chosen.flags
+    if vision is None:
+        return None
+    given = limits(flags)
+    sized = _with_kwargs(vision, flags)
+    items = {
+        name: size
+        for name, size in _largest(sized, chosen.max_model_len).items()
+        if given.get(name, _UNLIMITED) > 0 and min(size) > 0
+    }
+    if not items:
+        return None
+    modality, (tokens, patches) = max(items.items(), key=lambda item: (item[1][0], item[0]))
+    step = chosen.max_num_batched_tokens
+    if flags.disable_chunked_mm_input and tokens > step:
+        raise EngineRefusal(
+            f"{tokens:,} tokens of one {modality} do not fit in a step of {step:,}",
+            field="--disable-chunked-mm-input", hint=f"--max-num-batched-tokens {tokens}",
+            cause="mm_input", facts={"tokens": tokens, "step": step},
+        )  # fmt: skip
+    if flags.skip_mm_profiling:
+        return None
+    budget = max(step, tokens)
+    each = max(1, min(given.get(modality, _UNLIMITED), chosen.max_model_len // tokens))
+    count = max(1, min(budget // tokens, chosen.max_num_seqs * each))
+    return Profiled(modality, count, tokens, patches, budget)
+
+
+def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
+    """The sizes that --mm-processor-kwargs asks for. Raises DeploymentError for one that is not understood."""
+    given = dict(_object(flags.mm_processor_kwargs, _KWARGS))
+    for name in _HARMLESS:
+        given.pop(name, None)
+    found = given.pop("max_pixels", None) if vision.bound == "pixels" else None
+    size = given.pop("size", {}) if vision.bound in ("pixels", "edge") else {}
+    if not isinstance(size, Mapping) or not size.keys() <= {"longest_edge", "shortest_edge"} or given:
+        name = next(iter(given), "size")
+        raise DeploymentError(f"{shown(name)} is not understood for this model", field=_KWARGS)
+    found = size.get("longest_edge") if found is None else found
+    if found is None:
+        return vision
+    if type(found) is not int or not (vision.patch * vision.merge) <= found < 1 << 40:
+        raise DeploymentError(f"{shown(found)} is not a size of pictures", field=_KWARGS)
+    return replace(vision, image=found, video=found if vision.video else 0)
+
+
+def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
+    """Modality -> (embeddings, patches) of its largest item."""
+    unit = vision.patch * vision.merge
+    if vision.bound == "fixed":
+        return {"image": (vision.image, vision.patches)}
+    if vision.bound == "pixels":
+        image = _most_square(vision.image // unit**2)
+        if vision.video:
+            video = _most_square(vision.video // 2 // unit**2)
+        else:
+            frames = max(1, min(vision.frames, 2 * max(1, max_model_len // image)))
+            video = image * ceil_div(frames, 2)
+        return {"image": (image, image * vision.merge**2), "video": (video, video * vision.merge**2)}
+    side = ceil_div(vision.image, unit) if vision.bound == "edge" else _padded(vision, unit)
+    return {"image": (side * side, (side * vision.merge) ** 2)}
+
+
+def _most_square(most: int) -> int:
+    """The largest number up to ``most`` that is height x width of a picture not too wide."""
+    for count in range(most, 0, -1):
+        height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
+        if count // height <= _ASPECT * height:
+            return count
+    return 1
+
+
+def _padded(vision: Vision, unit: int) -> int:
+    """Embeddings on a side of a square picture scaled down to at most so many patches, then padded
+    (get_num_image_tokens, models/kimi_vl.py)."""
+    whole = (vision.side // vision.patch) ** 2
+    side = vision.side
+    if whole > vision.image:
+        side = int(side * (vision.image / whole) ** 0.5)
+    return ceil_div(side, unit)

@@ -1,0 +1,114 @@
+"""Qwen's Omni models: the thinker alone, which is what engines serve; talker and vocoder, which make sound of
+its answers, are models of their own and are not loaded (vLLM 0.32.0, models/qwen2_5_omni_thinker.py).
+
+Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. How large pictures and sounds may be is
+not known here: the interval has room for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import towers
+from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import Fields
+
+_TEXT = {"qwen2_5_omni": ("qwen2", "qwen2_5_vl"), "qwen3_omni_moe": ("qwen3_moe", "qwen3_vl")}
+_CLASS = {
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+}
+_IGNORED = (
+    "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
+    "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
+    "tts_eos_token_id", "tts_pad_token_id", "user_token_id", "preprocessor_config", "video_preprocessor_config",
+)  # fmt: skip
+
+
+def thinker(fields: Fields, model_type: str) -> Architecture:
+    config = fields.mapping("thinker_config")
+    if config is None:
+        raise ConfigError("missing", field="thinker_config")
+    inner = Fields(config)
+    text_type, tower = _TEXT[model_type]
+    stated = inner.mapping("text_config")
+    if stated is None:
+        raise ConfigError("missing", field="thinker_config.text_config")
+    text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated})
+    t = Tensors()
+    t.role = "vision"
+    towers.qwen(t, "visual", inner.mapping("vision_config") or {}, tower)
+    t.role = "audio"
+    sound = inner.mapping("audio_config") or {}
+    if model_type == "qwen2_5_omni":
+        _whisper(t, "audio_tower", sound)
+    else:
+        _downsampled(t, "audio_tower", sound)
+    return joined(text, model_type, _CLASS[model_type], t, "model.")
+
+
+def _sizes(f: Fields) -> tuple[int, int, int, int]:
+    """Width, inner width, Mel bins, width of the output."""
+    return (
+        f.integer("d_model", 1280, limit="width"), f.integer("encoder_ffn_dim", 5120, limit="width"),
+        f.integer("num_mel_bins", 128, limit="width"), f.integer("output_dim", 3584, limit="width"),
+    )  # fmt: skip
+
+
+def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
+    for i in range(f.integer("encoder_layers", 32, limit="layers")):
+        here = f"{at}.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj"):
+            biased = key_bias or name != "k_proj"
+            t.linear(f"{here}.self_attn.{name}", hidden, hidden, bias=biased, shard="column")
+        t.linear(f"{here}.self_attn.out_proj", hidden, hidden, bias=True, shard="row")
+        t.norm(f"{here}.self_attn_layer_norm", hidden, "layer")
+        t.plain_mlp(here, hidden, inner, bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.final_layer_norm", hidden, "layer")
+    places = f.integer("max_source_positions", 1500, limit="positions")
+    name = f"{at}.positional_embedding.positional_embedding"
+    t.buffer(name, (places, hidden), "SinusoidsPositionEmbedding", "float32")
+    t.norm(f"{at}.ln_post", hidden, "layer")
+
+
+def _conv(t: Tensors, module: str, shape: tuple[int, ...], kind: str) -> None:
+    t.add(f"{module}.weight", shape, "audio", kind)
+    t.add(f"{module}.bias", shape[:1], "audio", kind)
+
+
+def _whisper(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
+    """Whisper's encoder (Qwen2_5OmniAudioEncoder)."""
+    f = Fields(config)
+    hidden, inner, mels, out = _sizes(f)
+    _conv(t, f"{at}.conv1", (hidden, mels, 3), "Conv1d")
+    _conv(t, f"{at}.conv2", (hidden, hidden, 3), "Conv1d")
+    t.embedding(f"{at}.audio_bos_eos_token", 2, out)
+    _layers(t, at, f, hidden, inner, key_bias=False)
+    t.linear(f"{at}.proj", out, hidden, bias=True)
+
+
+def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
+    """Three convolutions of stride two in front of Whisper's layers (Qwen3OmniMoeAudioEncoder)."""
+    f = Fields(config)
+    hidden, inner, mels, out = _sizes(f)
+    wide = f.integer("downsample_hidden_size", 480, limit="width")
+    for number, into in ((1, 1), (2, wide), (3, wide)):
+        _conv(t, f"{at}.conv2d{number}", (wide, into, 3, 3), "Conv2d")
+        mels = (mels + 1) // 2
+    t.linear(f"{at}.conv_out", hidden, wide * mels)
+    _layers(t, at, f, hidden, inner, key_bias=True)
+    t.linear(f"{at}.proj1", hidden, hidden, bias=True)
+    t.linear(f"{at}.proj2", out, hidden, bias=True)
+
+
+_family = partial(Family, thinker, ignored=_IGNORED, files=RENAMED)
+FAMILIES = {
+    "qwen2_5_omni": _family(first_class="Qwen2_5OmniModel"),
+    "qwen3_omni_moe": _family(),
+}
