@@ -72,6 +72,7 @@ STACKS = {
         "transformers", "5.19",
         (
             ("gradients", "trainer.py: model.zero_grad(), which sets them to None"),
+            ("AdamW", "training_args.py optim: adamw_torch_fused, from torch 2.8 on"),
             ("logits", "trainer.py compute_loss: the outputs are dropped with its frame"),
             ("adapters", "peft 0.21 tuners_utils.py autocast_adapter_dtype: fp32"),
             ("not quantized", "peft 0.21 utils/other.py prepare_model_for_kbit_training: fp32"),
@@ -83,6 +84,7 @@ STACKS = {
         "torchtune", "0.6.1",
         (
             ("gradients", "recipes/*_single_device.py: zero_grad(set_to_none=True)"),
+            ("AdamW", f"{_YAML}: fused"),
             ("logits", "modules/transformer.py unembed: .float(), or chunks; the recipe's del logits"),
             ("norms", "modules/rms_norm.py: F.rms_norm(x.float()), two fp32 tensors; until 0.4 one"),
             ("attention", "modules/attention.py: K and V expanded to all heads, then SDPA or flex_attention"),
@@ -105,7 +107,6 @@ STACKS = {
             Default("attention", "sdpa", "modules/attention_utils.py"),
             Default("optimizer", "paged-adamw-8bit", f"{_YAML} optimizer", ("full",)),
             Default("optimizer_in_backward", True, f"{_YAML} optimizer_in_bwd", ("full",)),
-            Default("optimizer_kernel", "fused", f"{_YAML} optimizer.fused", _LORA),
             Default("rank", 8, f"{_YAML} lora_rank", _LORA),
             Default(
                 "target_modules", ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -118,7 +119,7 @@ STACKS = {
         (
             ("trained weights", "model/adapter.py cast_trainable_params_to_fp32, unless pure_bf16: fp32"),
             ("not quantized", "model/model_utils/checkpointing.py: 16-bit, unless upcast_layernorm"),
-            ("gradients, logits", "train/sft/trainer.py: transformers' Trainer"),
+            ("gradients, logits, AdamW", "train/sft/trainer.py: transformers' Trainer"),
         ),
         defaults=(
             Default("checkpointing", "full", "hparams/model_args.py disable_gradient_checkpointing"),
@@ -134,7 +135,7 @@ STACKS = {
             ("adapters", "unsloth_zoo training_utils.py float32_mixed_precision: fp32"),
             ("loss", "unsloth_zoo fused_losses/cross_entropy_loss.py: 16 bytes a logit, in chunks up to 4 GiB"),
             ("NF4", "kernels/utils.py fast_dequantize: one buffer of the largest matrix"),
-            ("gradients", "transformers' Trainer"),
+            ("gradients, AdamW", "transformers' Trainer"),
         ),
         kernels=Kernels(as_input=True, compiled="least"),
         defaults=(
@@ -155,6 +156,7 @@ STACKS = {
         (
             ("not quantized", "loaders/model.py _configure_embedding_dtypes: 16 bits again for FlashAttention"),
             ("gradients, logits", "core/trainers: transformers' Trainer"),
+            ("AdamW", "utils/schemas/training.py optimizer: adamw_torch_fused"),
         ),
     ),
 }  # fmt: skip

@@ -34,10 +34,12 @@ class Step(NamedTuple):
 
 
 def kernel_of(setup: TrainingSetup) -> str:
-    """The kernel asked for, else the framework's: fused where it keeps an fp32 master, torch's default foreach
-    elsewhere."""
+    """The kernel asked for, else the framework's: fused where it keeps an fp32 master and where a stack's AdamW
+    is (stacks.py), torch's default foreach elsewhere."""
     if setup.optimizer_kernel is not None:
         return setup.optimizer_kernel
+    if setup.stack is not None and setup.optimizer == "adamw":
+        return "fused"
     return "fused" if _deepspeed(setup) or convention_of(setup).master else "foreach"
 
 

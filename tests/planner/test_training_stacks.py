@@ -182,6 +182,16 @@ def test_gradients_come_and_go_with_a_step(planner):
     assert plain.total() > twice.total()
 
 
+def test_a_stacks_adamw_copies_nothing(planner):
+    """torch's foreach kernels make a copy of the second states, the stacks ask for the fused one."""
+    setup = TrainingSetup(precision="bf16", checkpointing="full")
+    assert planner.plan(setup).moment == "optimizer step"
+    for stack in STACKS:
+        fused = planner.plan(replace(setup, stack=stack))
+        foreach = planner.plan(replace(setup, stack=stack, optimizer_kernel="foreach"))
+        assert foreach.total() - fused.total() > fused.parameters
+
+
 def test_paged_states_leave_a_full_gpu(folder, capsys):
     """torchtune's README: an 8B in full on a 4090. Without pages it does not fit."""
     arguments = [folder, "--stack", "torchtune", "--compile", "--gpu", "rtx-4090", "--json"]
