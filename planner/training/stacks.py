@@ -194,7 +194,10 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
         return given
     method = given.get("method", "full")
     taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
-    if given.get("strategy", "ddp").startswith("zero") or given.get("gradient_accumulation", 1) > 1:
+    alone = given.get("gpus", 1) * given.get("nodes", 1) == 1 and given.get("strategy", "ddp") == "ddp"
+    if not alone:  # recipes/configs/llama3_1/8B_full.yaml: AdamW after the backward pass
+        taken.pop("optimizer", None)
+    if not alone or given.get("gradient_accumulation", 1) > 1:
         taken.pop("optimizer_in_backward", None)
     if taken.get("offload_activations") and given.get("checkpointing", "full") != "full":
         del taken["offload_activations"]

@@ -160,6 +160,10 @@ def test_a_stack_is_a_command_without_a_stack_and_its_flags(planner):
             setup = TrainingSetup(**with_defaults({"stack": name, "method": method}))
             assert setup.stack == name
             assert planner.plan(setup).total() > 0
+            many = {"stack": name, "method": method, "strategy": "fsdp", "gpus": 8}
+            shared = planner.plan(TrainingSetup(**with_defaults(many)))
+            assert 0 < shared.total() < planner.plan(replace(setup, optimizer="adamw")).total()
+            assert shared.setup.optimizer == "adamw"
 
 
 def test_stacks_are_swept_with_their_defaults(folder, capsys):
