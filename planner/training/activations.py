@@ -26,7 +26,8 @@ from tonnage.planner.records import dataclass
 from tonnage.planner.training.layers import MASK, norm
 from tonnage.planner.training.layers import layer as run_layer
 from tonnage.planner.training.precision import Convention
-from tonnage.planner.training.tape import ACTIVATIONS, Kernels, Size, Tape, Value
+from tonnage.planner.training.tape import ACTIVATIONS, Tape
+from tonnage.planner.training.values import Kernels, Size, Value
 
 PLAIN_KERNELS = Kernels()
 

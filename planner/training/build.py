@@ -21,7 +21,7 @@ from tonnage.planner.training.sharding import check_parallel, check_segments, st
 from tonnage.planner.training.stacks import check_stack, gradients_held, kernels_of, stack_of
 from tonnage.planner.training.states import States, states_on_rank
 from tonnage.planner.training.step import step_of
-from tonnage.planner.training.tape import Kernels
+from tonnage.planner.training.values import Kernels
 from tonnage.planner.training.verdict import judge, notes_of
 from tonnage.planner.units import ceil_div
 

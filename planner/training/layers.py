@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Layer, Mlp, Norm, Rope
-from tonnage.planner.training.tape import Size, Tape, Value
+from tonnage.planner.training.tape import Tape
+from tonnage.planner.training.values import Size, Value
 
 MASK = "mask"
 Tables = Mapping[str, tuple[Value, Value]]

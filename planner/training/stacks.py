@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.records import dataclass
 from tonnage.planner.training.setup import TrainingSetup
-from tonnage.planner.training.tape import Kernels
+from tonnage.planner.training.values import Kernels
 
 
 class Default(NamedTuple):

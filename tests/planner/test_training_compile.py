@@ -22,7 +22,7 @@ from tonnage.planner.training.model import model_from
 from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import kernels_of
-from tonnage.planner.training.tape import Kernels
+from tonnage.planner.training.values import Kernels
 
 BATCH, LENGTH = 2, 96
 ORACLE = Oracle("training_compile", "torch", "transformers")
