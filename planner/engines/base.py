@@ -179,10 +179,8 @@ class Engine(ABC):
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
         """Framework, activations of a step and CUDA graphs."""
         if chosen.flags.device == "cpu":
-            from tonnage.planner.engines.runtime import hf
-
             return Runtime(
-                self.cpu_framework(architecture, chosen), hf.activation_bytes(architecture, chosen), NOTHING
+                self.cpu_framework(architecture, chosen), self.cpu_activation(architecture, chosen), NOTHING
             )
         return self.gpu_terms(architecture, chosen)
 
@@ -204,6 +202,12 @@ class Engine(ABC):
         from tonnage.planner.engines.runtime import hf
 
         return hf.framework_bytes(architecture.vocab_size)
+
+    def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
+        """Activations of a step on a CPU: the hf engine's, where no other's are known."""
+        from tonnage.planner.engines.runtime import hf
+
+        return hf.activation_bytes(architecture, chosen)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
         """Activations of a step on a GPU; None: the widest layer's."""

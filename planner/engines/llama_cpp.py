@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
+from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -126,6 +127,14 @@ class LlamaCpp(Engine):
         return RequestLaw(
             (slot,), pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, 1, "llama.cpp's slots"
         )
+
+    def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
+        """The compute buffer that llama-fit-params says."""
+        if architecture.kind != "decoder":
+            return super().cpu_activation(architecture, chosen)
+        from tonnage.planner.engines.runtime.llama_cpp import compute_buffer
+
+        return compute_buffer(architecture, chosen, _padded(chosen.max_model_len))
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """n_ctx cells for each sequence, allocated whatever else is free."""
