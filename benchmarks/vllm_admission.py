@@ -3,6 +3,7 @@ small.
 
     python benchmarks/vllm_admission.py --json             three rounds, closed loop and Poisson arrivals
     python benchmarks/vllm_admission.py --schedule-only    CPU time of schedule() at 256 running; half a minute
+    python benchmarks/vllm_admission.py --simulate         the same loops without a model; a minute
 
 One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round, after a first
 loop of ``--cold`` requests that does not count (predictive mode learns lengths from there on, as in a server).
@@ -16,6 +17,11 @@ would give out the tokens that are asked for. 15 to 20 minutes on 2 cores.
 The last line is one JSON object. ``cold``: that first loop; ``modes``: for each loop and mode, medians over the
 rounds (preemptions, recomputed tokens and lost requests: sums); ``ratios``: each mode over the default.
 ``schedule``: see ``--schedule-only``.
+
+``--simulate``: vLLM's scheduler of a CPU (no step is scheduled before the last one has come back) in a clock of
+``--step-ms`` a step and ``--token-ms`` a token. No first loop: round 0 is the one in which lengths are learned.
+A fourth mode is predictive with its quantile named, so that it is not more cautious with few
+(`tonnage.cache.admission.forecast`).
 """
 
 from __future__ import annotations
@@ -31,10 +37,15 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.replay.trace import read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -218,23 +229,12 @@ def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
                 start_new_session=True,
             )  # fmt: skip
             answer(engines[mode])  # one start at a time
-        order: dict[str, Any] = {
-            "max_tokens": round(MAX_TOKENS / arguments.output_scale), "clients": arguments.clients,
-            "lengths": lengths(arguments)[: arguments.cold], "rate": 0, "seed": 0,
-        }  # fmt: skip
+        order = first_order(arguments)
+        order["lengths"] = order["lengths"][: arguments.cold]
         cold = {mode: one_run(engines[mode], order, f"cold {mode}") for mode in MODES if arguments.cold}
-        order["lengths"] = lengths(arguments)
-        found: dict[str, dict[str, list[dict[str, Any]]]] = {shape: {} for shape in arguments.loops}
-        rate = arguments.rate
-        for number in range(arguments.rounds):
-            for shape in arguments.loops:
-                order["seed"] += 1
-                for at in range(len(MODES)):
-                    mode = MODES[(at + number) % len(MODES)]
-                    order["rate"] = rate if shape == "poisson" else 0
-                    result = one_run(engines[mode], order, f"round {number} {shape} {mode}")
-                    found[shape].setdefault(mode, []).append(result)
-                    rate = rate or arguments.load * result["requests_per_second"]
+        rate, found = in_turns(
+            arguments, MODES, order, lambda mode, name: one_run(engines[mode], order, f"{name} {mode}")
+        )
     finally:
         # vLLM's engine core is a child of each, which outlives it; both are in a session of their own.
         for process in engines.values():
@@ -243,6 +243,34 @@ def compare(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
             process.wait()
     modes = {shape: {mode: over(rounds) for mode, rounds in modes.items()} for shape, modes in found.items()}
     return {"cold": cold, "rate": round(rate, 3), "modes": modes}
+
+
+def first_order(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `run` is told of the first loop."""
+    return {
+        "max_tokens": round(MAX_TOKENS / arguments.output_scale), "clients": arguments.clients,
+        "lengths": lengths(arguments), "rate": 0, "seed": 0,
+    }  # fmt: skip
+
+
+def in_turns(
+    arguments: argparse.Namespace, modes: Sequence[str], order: dict[str, Any], one: Callable[[str, str], Any]
+) -> tuple[float, dict[str, dict[str, list[dict[str, Any]]]]]:
+    """(requests a second of the Poisson loops, what ``one``, asked with a mode and a name, says of each loop,
+    mode and round). ``order`` is changed for each."""
+    order["lengths"] = lengths(arguments)
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {shape: {} for shape in arguments.loops}
+    rate = arguments.rate
+    for number in range(arguments.rounds):
+        for shape in arguments.loops:
+            order["seed"] += 1
+            for at in range(len(modes)):
+                mode = modes[(at + number) % len(modes)]
+                order["rate"] = rate if shape == "poisson" else 0
+                result = one(mode, f"round {number} {shape}")
+                found[shape].setdefault(mode, []).append(result)
+                rate = rate or arguments.load * result["requests_per_second"]
+    return rate, found
 
 
 def one_run(process: subprocess.Popen[str], order: dict[str, Any], name: str) -> dict[str, Any]:
@@ -280,6 +308,85 @@ def ratios(modes: dict[str, dict[str, Any]]) -> dict[str, Any]:
         mode: {key: round(each[key] / base[key], 4) for key in keys if base[key]}
         for mode, each in modes.items()
         if mode != "default"
+    }
+
+
+# -- the same without a model --------------------------------------------------------------------------------
+
+
+def simulate(arguments: argparse.Namespace) -> dict[str, Any]:
+    """As `compare`, and the preemptions of each round."""
+    sys.path.append(str(ROOT / "tests" / "helpers"))
+    import vllm_steps as steps
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from tonnage.server.engines.vllm.scheduler import TonnageScheduler
+
+    named = {"length_quantile": Policy(AdmissionMode.PREDICTIVE).quantile}
+    options: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in MODES if mode != "default"}
+    options |= {"default": {}, "predictive, quantile named": {"mode": "predictive", **named}}
+    worlds = {}
+    for mode, flags in options.items():
+        config = steps.config(
+            arguments.blocks + 1, length=arguments.length, sequences=arguments.sequences, block_size=BLOCK,
+            batched=arguments.batched, asynchronous=False, **flags,
+        )  # fmt: skip
+        cls = Scheduler if mode == "default" else TonnageScheduler
+        worlds[mode] = steps.World(steps.scheduler(cls, config))
+    order = first_order(arguments)
+    order |= {"step": arguments.step_ms / 1000, "token": arguments.token_ms / 1000}
+    modes = (*MODES, "predictive, quantile named")
+    rate, found = in_turns(
+        arguments, modes, order, lambda mode, name: one_simulated(worlds[mode], order, f"{name} {mode}", steps)
+    )
+    shown = {shape: {mode: over(rounds) for mode, rounds in each.items()} for shape, each in found.items()}
+    for shape, each in found.items():
+        for mode, rounds in each.items():
+            shown[shape][mode]["preemptions_by_round"] = [one["preemptions"] for one in rounds]
+    return {"rate": round(rate, 3), "modes": shown}
+
+
+def one_simulated(world: Any, order: dict[str, Any], name: str, steps: Any) -> dict[str, Any]:
+    """As `run`; seconds are the clock's."""
+    draw = random.Random(order["seed"])
+    loads, scheduler = deque(enumerate(order["lengths"])), world.scheduler
+    if order["rate"]:
+        times = deque(accumulate(draw.expovariate(order["rate"]) for _ in loads))
+    else:
+        times = deque(repeat(0.0, order["clients"]))
+    now, done, preempted, taken = 0.0, 0, world.preemptions, world.steps
+    last: dict[str, float] = {}  # when each came, or its last token
+    first: list[float] = []
+    between: list[float] = []
+    while done < len(order["lengths"]):
+        while loads and times and times[0] <= now:
+            number, (prompt, output) = loads.popleft()
+            tokens = [draw.randrange(100, VOCABULARY) for _ in range(prompt)]
+            id = f"{name} {number}"
+            last[id] = times.popleft()
+            world.add(steps.request(id, tokens, order["max_tokens"], block_size=BLOCK), output)
+        if not scheduler.has_unfinished_requests():
+            now = times[0]
+            continue
+        step = scheduler.schedule()
+        now += order["step"] + order["token"] * step.total_num_scheduled_tokens
+        before = {id: world.produced.get(id, 0) for id in step.num_scheduled_tokens}
+        world.scheduled(step)
+        for id, count in before.items():
+            if world.produced.get(id, 0) > count:
+                (between if count else first).append(now - last[id])
+                last[id] = now
+            if id in world.ended:
+                done += 1
+                times.append(now)
+    return {
+        "tokens_per_second": (len(first) + len(between)) / now,
+        "requests_per_second": done / now,
+        "ttft_p50_s": quantile(first, 0.5),
+        "ttft_p99_s": quantile(first, 0.99),
+        "between_tokens_p99_s": quantile(between, 0.99),
+        "preemptions": world.preemptions - preempted,
+        "steps": world.steps - taken,
     }
 
 
@@ -359,6 +466,9 @@ def main() -> None:
     parser.add_argument("--schedule-only", action="store_true")
     parser.add_argument("--serve-only", action="store_true")
     parser.add_argument("--schedule-blocks", type=int, default=8000)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--step-ms", type=float, default=17)
+    parser.add_argument("--token-ms", type=float, default=1)
     parser.add_argument("--json", action="store_true", help="nothing but the last line on stdout")
     arguments = parser.parse_args()
     if arguments.engine:
@@ -366,13 +476,14 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines go, too
     result: dict[str, Any] = {}
-    if not arguments.serve_only:
+    if not arguments.serve_only and not arguments.simulate:
         result["schedule"] = schedule(arguments)
     if not arguments.schedule_only:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            result |= compare(arguments, folder)
+        if arguments.simulate:
+            result |= simulate(arguments)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                result |= compare(arguments, folder)
         result["ratios"] = {shape: ratios(each) for shape, each in result["modes"].items()}
         result["load"] = {
             "pool_tokens": arguments.blocks * BLOCK,

@@ -50,7 +50,8 @@ class LengthForecast:
 
     ``cautious``: of n sequences the share of outputs that may be longer, 1 - ``quantile``, is less by its
     ``1 / sqrt(n)``. What is forecast of many is their sum, whose surprises grow with the root of their number
-    only; one alone counts with max_tokens.
+    only; one alone counts with max_tokens. With and without: benchmarks/vllm_admission.py ``--simulate --loops
+    closed --blocks 48``.
     """
 
     def __init__(self, quantile: float, cautious: bool = False) -> None:
@@ -106,20 +107,21 @@ class LengthForecast:
     ) -> Int64Array:
         from tonnage.cache.admission.loops import lengths_left
 
-        survival = self._survival(key, peers, done + most)
+        survival = self._survival(key, peers, done, most)
         left = np.empty_like(done)
         lengths_left(_FROM_ZERO, survival, share, done, most, left)
         return left
 
-    def _survival(self, key: str, peers: Int64Array, longest: Int64Array) -> FloatArray:
+    def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
         """float64 [bins + 1]: share of outputs longer than 0 and each bin's edge; evenly falling between.
-        ``peers``: what the running have produced; ``longest``: outputs of the greatest length allowed."""
+        ``peers``: what the running have produced; ``done`` and at ``most`` so many more: those that are asked
+        for."""
         ended = self._ended[key]
         bins = np.searchsorted(EDGES, peers[peers > 0])  # of what is produced; who has nothing is in none
         running = np.bincount(np.minimum(bins, len(EDGES) - 1), minlength=len(EDGES))
         at_risk = (ended + running)[::-1].cumsum()[::-1]
         # One output of the greatest length allowed, ended by nothing: what is believed before anything is seen.
-        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int(longest.max()))
+        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int((done + most).max()))
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW
         hazard = np.where(few, (ended + _FEW * overall) / (at_risk + _FEW), ended / np.maximum(at_risk, 1))

@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tonnage.cache.admission.reservation import split_reservation
-from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.snapshot import (
+    COLUMNS,
+    HELD,
+    OUTPUT,
+    OUTPUT_LEFT,
+    PRIVATE,
+    PROMPT,
+    PROMPT_LEFT,
+    RESERVED,
+    SEQUENCES,
+    RunningSnapshot,
+)
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 from tonnage.cache.blocks.state import Core, Int32Array, Int64Array, columns
 from tonnage.cache.compiled import compiled
@@ -112,23 +123,24 @@ class Reservations:
     def snapshot(self) -> RunningSnapshot:
         """What every running request holds and may still ask for; copies."""
         order = self.order()
-        out = np.zeros((8, len(order)), np.int32)
+        out = np.zeros((len(order), COLUMNS), np.int32)
         _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
-        return RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, *out)
+        return RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
 
 
 @compiled
 def _summarize(core: Core, order: Int32Array, place: Int64Array, out: Int32Array) -> None:
-    """``out`` int32 [8, running], zero before: the arrays of `RunningSnapshot`. ``place`` [slots]: scratch."""
+    """``out`` int32 [running, COLUMNS], zero before: `RunningSnapshot.rows`. ``place`` [slots]: scratch."""
     for entry in range(order.size):
         request = core.requests[order[entry]]
         place[order[entry]] = entry
-        out[0, entry], out[1, entry], out[2, entry] = request.held, request.private, request.reserved
-        out[3, entry], out[7, entry] = request.prompt, request.live + request.forks_left
+        out[entry, HELD], out[entry, PRIVATE] = request.held, request.private
+        out[entry, RESERVED], out[entry, PROMPT] = request.reserved, request.prompt
+        out[entry, SEQUENCES] = request.live + request.forks_left
     for at in range(core.rows.size):
         row = core.rows[at]
         if row.request >= 0:
             entry = place[row.request]
-            out[4, entry] = max(out[4, entry], out[3, entry] - row.computed)
-            out[5, entry] = max(out[5, entry], row.length - out[3, entry])
-            out[6, entry] = max(out[6, entry], row.limit - row.length)
+            out[entry, PROMPT_LEFT] = max(out[entry, PROMPT_LEFT], out[entry, PROMPT] - row.computed)
+            out[entry, OUTPUT] = max(out[entry, OUTPUT], row.length - out[entry, PROMPT])
+            out[entry, OUTPUT_LEFT] = max(out[entry, OUTPUT_LEFT], row.limit - row.length)

@@ -8,6 +8,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tonnage.cache.admission.snapshot import (
+    COLUMNS,
+    HELD,
+    OUTPUT,
+    OUTPUT_LEFT,
+    PRIVATE,
+    PROMPT,
+    PROMPT_LEFT,
+    RESERVED,
+    SEQUENCES,
+)
 from tonnage.cache.compiled import compiled
 
 Int32Array = npt.NDArray[np.int32]
@@ -55,42 +66,65 @@ def lengths_left(
 
 
 @compiled
-def missing_blocks(prompt: Int32Array, held: Int32Array, block_size: int, groups: int) -> int:
+def summarize(
+    kept: Int32Array,
+    slots: Int32Array,
+    computed: Int32Array,
+    block_size: int,
+    lookahead: int,
+    groups: int,
+    rows: Int32Array,
+) -> None:
+    """The first ``rows`` int32 [.., COLUMNS] of a `RunningSnapshot`, for requests of one sequence that hold the
+    blocks of what is ``computed`` [requests] and of ``lookahead`` slots beyond it.
+
+    ``kept`` int32 [slots, 5]: prompt, max_tokens, reserved and shared blocks, and how long it was when it was
+    admitted; ``slots`` [requests]: which of them each is.
+    """
+    for at in range(slots.size):
+        slot = slots[at]
+        prompt, max_tokens, reserved = kept[slot, 0], kept[slot, 1], kept[slot, 2]
+        shared, start = kept[slot, 3], kept[slot, 4]
+        held = min((computed[at] + lookahead + block_size - 1) // block_size * groups, reserved)
+        output = max(computed[at], start) - prompt
+        rows[at, HELD], rows[at, PRIVATE], rows[at, RESERVED] = held, max(held - shared, 0), reserved
+        rows[at, PROMPT], rows[at, PROMPT_LEFT] = prompt + lookahead, max(start - computed[at], 0)
+        rows[at, OUTPUT], rows[at, OUTPUT_LEFT] = output, max(max_tokens - output, 1)
+        rows[at, SEQUENCES] = 1
+
+
+@compiled
+def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
     """Blocks of all ``groups`` that the prompts still take, whatever is forecast."""
     missing = 0
-    for at in range(prompt.size):
-        missing += max(0, (prompt[at] + block_size - 1) // block_size * groups - held[at])
+    for at in range(len(rows)):
+        missing += max(0, (rows[at, PROMPT] + block_size - 1) // block_size * groups - rows[at, HELD])
     return missing
 
 
 @compiled
 def grow(
-    held: Int32Array,
-    private: Int32Array,
-    prompt: Int32Array,
-    prompt_left: Int32Array,
-    output: Int32Array,
-    output_left: Int64Array,
-    block_size: int,
-    chunk: int,
-    groups: int,
-    out: Int64Array,
-) -> None:
-    """``out`` int64 [3, requests]: ``fixed``, ``tail`` and ``end`` of a `Growth`, as
-    `tonnage.cache.admission.peak.growth_of` says."""
-    prompts = 0
-    for at in range(held.size):
-        out[0, at] = prompt[at] // block_size - (held[at] - private[at]) // groups
-        out[1, at] = prompt[at] % block_size + output[at]
-        out[2, at] = output_left[at]
-        prompts += prompt_left[at]
-        if prompt_left[at] > 0:
-            out[2, at] += -(-prompts // chunk)
+    rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
+) -> int:
+    """``out`` int64 [4, requests]: the arrays of a `Growth`, as `tonnage.cache.admission.peak.growth_of` says;
+    the sum of ``private``."""
+    prompts = private = 0
+    for at in range(len(rows)):
+        shared, left = rows[at, HELD] - rows[at, PRIVATE], rows[at, PROMPT_LEFT]
+        out[0, at] = rows[at, PROMPT] // block_size - shared // groups
+        out[1, at] = rows[at, PROMPT] % block_size + rows[at, OUTPUT]
+        out[2, at] = rows[at, SEQUENCES]
+        out[3, at] = output_left[at]
+        private += rows[at, PRIVATE]
+        prompts += left
+        if left > 0:
+            out[3, at] += -(-prompts // chunk)
+    return private
 
 
 @compiled
 def most_held(
-    latest_first: Int64Array,
+    earliest_first: Int64Array,
     fixed: Int64Array,
     tail: Int64Array,
     sequences: Int64Array,
@@ -100,14 +134,14 @@ def most_held(
     since: int,
     counts: Int64Array,
 ) -> int:
-    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, by place in ``latest_first``.
+    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, from the end of ``earliest_first``.
 
     ``counts`` int64 [block_size // scale + 1], zero before: sequences by spare slots of their last block, both
     these and what is held against them counted in ``scale`` slots.
     """
     most = held = number = 0
-    for place in range(latest_first.size):
-        at = latest_first[place]
+    for place in range(earliest_first.size - 1, -1, -1):
+        at = earliest_first[place]
         if end[at] < since:
             break
         # ceil((tail + end) / size) = blocks + turns + [spare < rest]: what ``tail`` fills, with spare slots in
@@ -120,14 +154,29 @@ def most_held(
         for spare in range(-(-(end[at] % block_size) // scale)):
             over += counts[spare]
         total = held + number * (end[at] // block_size) + over
-        most = total if place == 0 else max(most, total)
+        most = total if place == earliest_first.size - 1 else max(most, total)
     return most
+
+
+@compiled
+def least_slack(keys: Int64Array, available: int) -> int:
+    """Least of the slacks that `tonnage.cache.admission.safety.slack_of` says, of requests by their keys
+    (`safety.finishing_keys`), sorted: what is needed and what comes back is read from these again."""
+    least = 1 << 62
+    for at in range(keys.size):
+        need = (keys[at] + (1 << 31)) >> 32
+        least = min(least, available - need)
+        available += (need << 32) - keys[at]
+    return least
 
 
 def compile_loops() -> None:
     """Compile them, or read them from disk: a few seconds, or some hundredths of one."""
     one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
-    missing_blocks(narrow, narrow, 16, 1)
-    grow(narrow, narrow, narrow, narrow, narrow, one, 16, 1, 1, np.zeros((3, 1), np.int64))
+    rows = np.ones((1, COLUMNS), np.int32)
+    summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, 16, 0, 1, rows)
+    missing_blocks(rows, 16, 1)
+    grow(rows, one, 16, 1, 1, np.zeros((4, 1), np.int64))
+    least_slack(one, 1)
     lengths_left(line, 1 - line, 0.5, one, one, np.empty_like(one))
     most_held(np.zeros(1, np.int64), one, one, one, one, 16, 1, 0, np.zeros(17, np.int64))

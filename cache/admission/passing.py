@@ -51,7 +51,7 @@ def head_start(
     _, sliding = split_reservation(request, limits)
     capacity = snapshot.capacity - sliding - margin
     growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
-    common = snapshot.used - int(snapshot.private.sum())
+    common = snapshot.used - growth.private
     starts = np.unique(growth.end) + 1
     low, high = 0, len(starts) - 1
     while low < high:

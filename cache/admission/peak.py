@@ -32,13 +32,15 @@ class Growth:
     """What a set of requests will hold; int64 arrays [requests], all groups of one token range together.
 
     At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each full
-    group, until it has ended after step ``end``.
+    group, until it has ended after step ``end``. ``private``: blocks, of all groups, that are now in the
+    tables of one of them only.
     """
 
     fixed: Int64Array
     tail: Int64Array
     sequences: Int64Array
     end: Int64Array
+    private: int = 0
 
     def with_one(self, fixed: int, tail: int, sequences: int, end: int) -> Growth:
         """These and one more."""
@@ -47,6 +49,7 @@ class Growth:
             np.append(self.tail, tail),
             np.append(self.sequences, sequences),
             np.append(self.end, end),
+            self.private,
         )
 
 
@@ -56,24 +59,20 @@ def growth_of(
     """Growth of the running requests when each produces ``output_left`` more tokens a sequence.
 
     ``chunk``: prompt tokens computed in a step by all together, first come first served. ``groups``: full
-    groups. Blocks that requests share are left out here; they are ``used - sum(private)``, counted once.
+    groups. Blocks that requests share are left out here; they are ``used - private``, counted once.
     """
     from tonnage.cache.admission.loops import grow
 
-    held, private = np.asarray(snapshot.held, np.int32), np.asarray(snapshot.private, np.int32)
-    prompt, prompt_left = np.asarray(snapshot.prompt, np.int32), np.asarray(snapshot.prompt_left, np.int32)
-    output, left = np.asarray(snapshot.output, np.int32), np.asarray(output_left, np.int64)
-    out = np.empty((3, len(snapshot)), np.int64)
-    grow(held, private, prompt, prompt_left, output, left, block_size, chunk, groups, out)
-    return Growth(out[0], out[1], snapshot.sequences.astype(np.int64), out[2])
+    out = np.empty((4, len(snapshot)), np.int64)
+    private = grow(snapshot.rows, np.asarray(output_left, np.int64), block_size, chunk, groups, out)
+    return Growth(out[0], out[1], out[2], out[3], private)
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
     """Blocks of ``groups`` full groups that the prompts still take."""
     from tonnage.cache.admission.loops import missing_blocks
 
-    prompt, held = np.asarray(snapshot.prompt, np.int32), np.asarray(snapshot.held, np.int32)
-    return missing_blocks(prompt, held, block_size, groups)
+    return missing_blocks(snapshot.rows, block_size, groups)
 
 
 def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
@@ -88,6 +87,6 @@ def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
     scale = max(1, block_size // _CLASSES)
     counts = np.zeros(block_size // scale + 1, np.int64)
     return most_held(
-        np.argsort(-growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
+        np.argsort(growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
         block_size, scale, since, counts,
     )  # fmt: skip

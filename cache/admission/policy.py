@@ -119,7 +119,7 @@ def blocks_taken(
     if not policy.forecasts:
         return
     growth = growth_of(state, output_left, block_size, limits.max_num_batched_tokens, groups)
-    common = state.windowed + state.used - int(state.private.sum())
+    common = state.windowed + state.used - growth.private
     yield common + groups * peak_of(growth, block_size)
     if head is not None:
         yield common + groups * peak_of(with_head(growth, head, block_size), block_size, head.start)

@@ -57,10 +57,15 @@ def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
     If any order shows the state safe, this one does: available blocks only grow along an order, so a request
     that is not the next cannot be helped by taking a needier one before it.
     """
+    return np.argsort(finishing_keys(need, returns), kind="stable")
+
+
+def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
+    """int64 [running], in finishing order when sorted."""
     # One sort of a combined key costs a third of lexsort; both counts are below 2^31.
-    key = need.astype(np.int64) << 32
-    key -= returns
-    return np.argsort(key, kind="stable")
+    keys = need.astype(np.int64) << 32
+    keys -= returns
+    return keys
 
 
 def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArray) -> Int64Array:
@@ -95,9 +100,14 @@ def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) ->
     """
     if len(snapshot) == 0:
         return snapshot.used
-    need, back = snapshot.need, snapshot.private if leaving is None else leaving.returns
-    order = finishing_order(need, back) if leaving is None else leaving.order
-    return snapshot.capacity - int(slack_of(order, snapshot.available, need, back).min())
+    if leaving is None:
+        from tonnage.cache.admission.loops import least_slack
+
+        keys = finishing_keys(snapshot.need, snapshot.private)
+        keys.sort()
+        return snapshot.capacity - least_slack(keys, snapshot.available)
+    slack = slack_of(leaving.order, snapshot.available, snapshot.need, leaving.returns)
+    return snapshot.capacity - int(slack.min())
 
 
 def grant(

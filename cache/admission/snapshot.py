@@ -1,4 +1,4 @@
-"""RunningSnapshot: what admission and the grant of blocks read; arrays of ints, one entry a running request.
+"""RunningSnapshot: what admission and the grant of blocks read; a row of ints for each running request.
 
 A *request* here is the unit of admission: one prompt with its n sequences (forks to come included). Entries
 stand in order of admission, the oldest first. Only **full** groups are counted block by block: what sliding
@@ -17,14 +17,20 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
+HELD, PRIVATE, RESERVED, PROMPT, PROMPT_LEFT, OUTPUT, OUTPUT_LEFT, SEQUENCES = range(8)
+COLUMNS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class RunningSnapshot:
-    """Pool counters, and int32 arrays of shape [running requests]. Views are fine: readers change nothing.
+    """Pool counters, and ``rows`` int32 [running requests, COLUMNS]. Views are fine: readers change nothing.
 
     - ``usable``: blocks of the pool without the null block;
     - ``used``: distinct blocks of full groups with a reference;
-    - ``windowed``: most blocks all running requests can hold in sliding groups (0 without such groups);
+    - ``windowed``: most blocks all running requests can hold in sliding groups (0 without such groups).
+
+    The columns, each int32 [running requests]:
+
     - ``held``: distinct blocks in the request's tables, full groups;
     - ``private``: those of ``held`` that no other request references, or fewer (a lower bound is safe);
     - ``reserved``: most blocks the request can ever hold in full groups;
@@ -37,14 +43,39 @@ class RunningSnapshot:
     usable: int
     used: int
     windowed: int
-    held: Int32Array
-    private: Int32Array
-    reserved: Int32Array
-    prompt: Int32Array
-    prompt_left: Int32Array
-    output: Int32Array
-    output_left: Int32Array
-    sequences: Int32Array
+    rows: Int32Array
+
+    @property
+    def held(self) -> Int32Array:
+        return self.rows[:, HELD]
+
+    @property
+    def private(self) -> Int32Array:
+        return self.rows[:, PRIVATE]
+
+    @property
+    def reserved(self) -> Int32Array:
+        return self.rows[:, RESERVED]
+
+    @property
+    def prompt(self) -> Int32Array:
+        return self.rows[:, PROMPT]
+
+    @property
+    def prompt_left(self) -> Int32Array:
+        return self.rows[:, PROMPT_LEFT]
+
+    @property
+    def output(self) -> Int32Array:
+        return self.rows[:, OUTPUT]
+
+    @property
+    def output_left(self) -> Int32Array:
+        return self.rows[:, OUTPUT_LEFT]
+
+    @property
+    def sequences(self) -> Int32Array:
+        return self.rows[:, SEQUENCES]
 
     @property
     def capacity(self) -> int:
@@ -62,27 +93,16 @@ class RunningSnapshot:
         return self.reserved - self.held
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.rows)
 
     def with_one(
         self, used: int, windowed: int, private_lost: Int32Array, entry: Sequence[int]
     ) -> RunningSnapshot:
-        """The state with one more request, the last entry: ``entry`` has its value of each array, in order.
+        """The state with one more request, the last entry: ``entry`` has its value of each column, in order.
 
         ``used``, ``windowed``: blocks that it adds; ``private_lost`` int32 [running]: blocks that were each
         running request's alone and are shared with it.
         """
-        arrays = (
-            self.held,
-            self.private - private_lost,
-            self.reserved,
-            self.prompt,
-            self.prompt_left,
-            self.output,
-            self.output_left,
-            self.sequences,
-        )
-        more = np.array(entry, np.int32)
-        return RunningSnapshot(
-            self.usable, self.used + used, self.windowed + windowed, *map(np.append, arrays, more)
-        )
+        rows = np.vstack((self.rows, np.array(entry, np.int32)))
+        rows[:-1, PRIVATE] -= private_lost
+        return RunningSnapshot(self.usable, self.used + used, self.windowed + windowed, rows)

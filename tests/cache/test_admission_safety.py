@@ -14,6 +14,7 @@ from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.peak import Growth, peak_of
+from tonnage.cache.admission.safety import finishing_order, slack_of
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
@@ -31,15 +32,22 @@ def snapshot_of(
         usable=usable,
         used=sum(held),
         windowed=0,
-        held=ints(*held),
-        private=ints(*own),
-        reserved=ints(*held) + ints(*need),
-        prompt=zero + 1,
-        prompt_left=zero,
-        output=zero,
-        output_left=zero + 1,
-        sequences=zero + 1,
+        # held, private, reserved, prompt, prompt_left, output, output_left, sequences
+        rows=np.stack(
+            (ints(*held), ints(*own), ints(*held) + ints(*need), zero + 1, zero, zero, zero + 1, zero + 1), 1
+        ),
     )
+
+
+def test_the_peak_is_that_of_the_finishing_order() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        count = draw.randrange(1, 9)
+        held, need = ([draw.randrange(6) for _ in range(count)] for _ in range(2))
+        snapshot = snapshot_of(sum(held) + draw.randrange(9), held, need, [draw.randint(0, at) for at in held])
+        order = finishing_order(snapshot.need, snapshot.private)
+        slack = slack_of(order, snapshot.available, snapshot.need, snapshot.private)
+        assert committed_peak(snapshot) == snapshot.capacity - slack.min()
 
 
 def some_order_works(available: int, need: list[int], back: list[int]) -> bool:

@@ -51,9 +51,9 @@ def _model(length: int) -> ModelConfig:
 
 
 @cache
-def _hasher() -> Callable[[Request], list[Any]]:
+def _hasher(block_size: int) -> Callable[[Request], list[Any]]:
     init_none_hash(sha256)
-    return get_request_block_hasher(BLOCK, sha256)
+    return get_request_block_hasher(block_size, sha256)
 
 
 def config(
@@ -67,12 +67,13 @@ def config(
     asynchronous: bool = True,
     policy: str = "fcfs",
     loras: int = 0,
+    block_size: int = BLOCK,
     **tonnage: Any,
 ) -> VllmConfig:
     keys = tonnage if mode is None else {"admission_mode": mode, **tonnage}
     made = VllmConfig(
         model_config=_model(length),
-        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=caching),
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=caching),
         scheduler_config=SchedulerConfig(
             max_num_seqs=sequences, max_num_batched_tokens=batched, max_model_len=length,
             enable_chunked_prefill=True, async_scheduling=asynchronous, is_encoder_decoder=False, policy=policy,
@@ -82,12 +83,14 @@ def config(
         additional_config={"tonnage": keys} if keys else {},
     )  # fmt: skip
     made.cache_config.num_gpu_blocks = blocks
+    made.cache_config.block_size = block_size  # which vLLM may change on a CPU
     made.scheduler_config.async_scheduling = asynchronous  # which vLLM switches off on a CPU
     return made
 
 
 def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | None = None) -> Any:
-    specs = specs or [full()]
+    size = made.cache_config.block_size
+    specs = specs or [full(size)]
     groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
     blocks = made.cache_config.num_gpu_blocks
     assert blocks is not None
@@ -95,8 +98,8 @@ def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | N
         vllm_config=made,
         kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(made),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
+        block_size=size,
+        hash_block_size=size,
         log_stats=True,
     )
 
@@ -104,7 +107,7 @@ def scheduler(cls: type[Any], made: VllmConfig, specs: Sequence[KVCacheSpec] | N
 def request(
     name: str, prompt: Sequence[int] | int, max_tokens: int, *, priority: int = 0, arrival: float = 0.0,
     stop: list[str] | None = None, adapter: int = 0, regex: str | None = None,
-    salt: str | None = None,
+    salt: str | None = None, block_size: int = BLOCK,
 ) -> Request:  # fmt: skip
     """``adapter``: number of one, 0: none. ``regex``: a grammar, which somebody has to compile."""
     tokens = [hash((name, at)) % 50_000 for at in range(prompt)] if isinstance(prompt, int) else list(prompt)
@@ -112,7 +115,7 @@ def request(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, stop=stop, structured_outputs=grammar)
     sampling.update_from_generation_config({}, EOS)
     return Request(
-        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(),
+        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(block_size),
         cache_salt=salt,
         lora_request=LoRARequest(str(adapter), adapter, f"/adapters/{adapter}") if adapter else None,
     )  # fmt: skip

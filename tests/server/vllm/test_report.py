@@ -130,7 +130,7 @@ def test_what_is_not_committed_is_admitted_at_once(mode: str, monkeypatch: pytes
             continue
         newcomer = request(f"new{number}", max(1, room * BLOCK - 20), 20)
         assert sum(made._account.reservation(newcomer)) == room
-        state = State(made._account.snapshot(), made._account.reserved)
+        state = State(made._account, 1)
         assert made.admission._decide(newcomer, made._account.find(newcomer), state) == 0
         asked += 1
     assert asked > 3
@@ -155,7 +155,7 @@ def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     tried.add(request("r0", 50, 30), 25)
     tried.step()
     assert told_by(tried.scheduler).broken == 0
-    tried.scheduler._account._kept[RESERVED] = 1  # it holds four
+    tried.scheduler._account._kept[:, RESERVED] = 1  # it holds four
     assert told_by(tried.scheduler).broken == 2
     assert told_by(tried.scheduler).broken == 4
 

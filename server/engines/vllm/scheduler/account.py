@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from tonnage.cache.admission import Leaving, last_owners
-from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.loops import summarize
+from tonnage.cache.admission.snapshot import COLUMNS, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# What is kept for a request, a row of all slots each; blocks count full groups only, but WINDOWED.
-PROMPT, MAX_TOKENS, RESERVED, WINDOWED, SHARED, PREFILL_END = range(6)
+# What is kept for a request in its slot, as `tonnage.cache.admission.loops.summarize` reads it, and the blocks
+# that are set aside whole; the others count full groups only.
+PROMPT, MAX_TOKENS, RESERVED, SHARED, PREFILL_END, WINDOWED = range(6)
 _COMPUTED = attrgetter("num_computed_tokens")
 
 
@@ -53,8 +55,10 @@ class Account:
         self._slots: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
-        self._kept = np.zeros((6, groups.limits.max_num_seqs), np.int32)
-        self._order = np.zeros(0, np.intp)  # slots in order of entry, which is that of ``scheduler.running``
+        self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
+        # Slots in order of entry, which is that of ``scheduler.running``: the first of an array that has room.
+        self._entries = np.zeros(groups.limits.max_num_seqs, np.int32)
+        self._order = self._entries[:0]
         # Blocks of the first full group: whose prompt's each is (he may have left), and which are nobody's own,
         # by what they hold: a block that was given back and is taken for other tokens is somebody's own again.
         self._owner: dict[int, str] = {}
@@ -83,9 +87,11 @@ class Account:
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
-            self.reserved -= int(self._kept[RESERVED, slot] + self._kept[WINDOWED, slot])
+            self.reserved -= int(self._kept[slot, RESERVED] + self._kept[slot, WINDOWED])
             self._unused.append(slot)
-            self._order = self._order[self._order != slot]
+            others = self._order[self._order != slot]
+            self._order = self._entries[: len(others)]
+            self._order[:] = others
             self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
@@ -95,11 +101,16 @@ class Account:
             encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
-    def snapshot(self) -> RunningSnapshot:
-        """The running requests, in vLLM's order; O(running)."""
-        running = self.scheduler.running
+    def snapshot(self, rows: Int32Array | None = None) -> RunningSnapshot:
+        """The running requests, in vLLM's order, in ``rows`` where there are some; O(running)."""
+        running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
-        return snapshot_of(self._kept.take(self._order, axis=1), computed, self.groups, self._used())
+        rows = np.empty((len(order), COLUMNS), np.int32) if rows is None else rows[: len(order)]
+        summarize(
+            self._kept, order, computed, groups.limits.layout.block_size, groups.lookahead, groups.count, rows
+        )
+        windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
+        return RunningSnapshot(groups.limits.usable_blocks, self._used(), windowed, rows)
 
     def waste(self) -> int:
         """Token slots of full groups' blocks that hold no token; a shared block counts for each. O(running)."""
@@ -112,7 +123,7 @@ class Account:
         more than is reserved for it. O(running)."""
         broken = reserved = 0
         for request in self.scheduler.running:
-            row = self._kept[:, self._slots[request.request_id]]
+            row = self._kept[self._slots[request.request_id]]
             held = len(self._tables.get(request.request_id, ())) * self.groups.count
             broken += held > row[RESERVED]
             reserved += int(row[RESERVED] + row[WINDOWED])
@@ -172,10 +183,11 @@ class Account:
         full, windowed = self.reservation(request)
         shared = self._share(id, hit // groups.limits.layout.block_size) * groups.count
         slot = self._slots[id] = self._unused.pop()
-        self._kept[:, slot] = (
-            request.num_prompt_tokens, request.max_tokens, full, windowed, shared, request.num_tokens
+        self._kept[slot] = (
+            request.num_prompt_tokens, request.max_tokens, full, shared, request.num_tokens, windowed
         )  # fmt: skip
-        self._order = np.append(self._order, slot)
+        self._order = self._entries[: len(self._order) + 1]
+        self._order[-1] = slot
         if groups.others:
             self._hits[id] = hit
         self.reserved += full + windowed
@@ -183,17 +195,20 @@ class Account:
     def _share(self, id: str, found: int) -> int:
         """How many of the first ``found`` blocks of a newcomer others hold too; all its blocks are
         registered."""
-        shared = 0
-        for index, block in enumerate(self._tables.get(id, ())):
-            if index < found and block.ref_cnt > 1:
+        table, shared = self._tables.get(id, ()), 0
+        own = [block.block_id for block in table[found:]]
+        for index, block in enumerate(table[:found]):
+            if block.ref_cnt > 1:
                 owner = self._owner_of(index, block, id)
                 if owner is not None:
-                    self._kept[SHARED, self._slots[owner]] += self.groups.count
+                    self._kept[self._slots[owner], SHARED] += self.groups.count
                 self._shared[block.block_id] = block.block_hash
                 shared += 1
             else:
-                self._owner[block.block_id] = id
-                self._shared.pop(block.block_id, None)
+                own.append(block.block_id)
+        self._owner.update(dict.fromkeys(own, id))
+        for number in own if self._shared else ():
+            self._shared.pop(number, None)
         return shared
 
     def _used(self) -> int:
@@ -206,25 +221,3 @@ class Account:
                     request.request_id, max(0, processed), self._hits.get(request.request_id, 0)
                 )
         return used
-
-
-def snapshot_of(kept: Int32Array, computed: Int32Array, groups: Groups, used: int) -> RunningSnapshot:
-    """The state admission reads, from what is kept (`Account`), int32 [6, running], and how far each is
-    computed, int32 [running]."""
-    size, lookahead = groups.limits.layout.block_size, groups.lookahead
-    prompt, max_tokens, reserved, windowed, shared, prefill_end = kept
-    held = np.minimum((computed + (lookahead + size - 1)) // size * groups.count, reserved)
-    output = np.maximum(computed, prefill_end) - prompt
-    return RunningSnapshot(
-        usable=groups.limits.usable_blocks,
-        used=used,
-        windowed=int(windowed.sum()) if groups.others else 0,
-        held=held,
-        private=np.maximum(held - shared, 0),
-        reserved=reserved,
-        prompt=prompt + lookahead,
-        prompt_left=np.maximum(prefill_end - computed, 0),
-        output=output,
-        output_left=np.maximum(max_tokens - output, 1),
-        sequences=np.ones_like(held),
-    )  # fmt: skip

@@ -14,13 +14,12 @@ from tonnage.cache.admission import AdmissionMode, Policy, committed_peak, grant
 from tonnage.cache.admission.forecast import FloatArray, LengthForecast
 from tonnage.cache.admission.loops import compile_loops
 from tonnage.cache.admission.policy import blocks_short, blocks_taken
-from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.snapshot import COLUMNS, PRIVATE, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array, Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-_COLUMNS = ("held", "private", "reserved", "prompt", "prompt_left", "output", "output_left", "sequences")
 # Most that may start in one step: a wave is spread over a few.
 _WAVE = 32
 
@@ -41,31 +40,31 @@ class SteadyForecast(LengthForecast):
 
 
 class State:
-    """What is decided on in one step: the running requests, then those that may start, in order."""
+    """What is decided on in one step: the running requests, then those that may start, in order, ``most`` of
+    them."""
 
-    def __init__(self, running: RunningSnapshot, reserved: int, most: int = 1) -> None:
-        self.snapshot, self.reserved = running, reserved
+    def __init__(self, account: Account, most: int) -> None:
+        self._rows = np.empty((len(account) + most, COLUMNS), np.int32)
+        self.snapshot, self.reserved = account.snapshot(self._rows), account.reserved
         self.fresh: list[Hit] = []
         self.lengths: Int64Array | None = None  # tokens still to come of each; asked for once a step
-        self._columns = np.empty((8, len(running) + most), np.int32)
-        for at, name in enumerate(_COLUMNS):
-            self._columns[at, : len(running)] = getattr(running, name)
 
     def with_one(
         self, used: int, windowed: int, lost: Int32Array | None, entry: Sequence[int]
     ) -> RunningSnapshot:
         """As `RunningSnapshot.with_one`, without a copy: of two of the same state only the last is right."""
         now, count = self.snapshot, len(self.snapshot) + 1
-        self._columns[:, count - 1] = entry
-        columns = list(self._columns[:, :count])
+        self._rows[count - 1] = entry
+        rows = self._rows[:count]
         if lost is not None:
-            columns[1] = columns[1].copy()
-            columns[1][: len(lost)] -= lost
-        return RunningSnapshot(now.usable, now.used + used, now.windowed + windowed, *columns)
+            rows = rows.copy()
+            rows[: len(lost), PRIVATE] -= lost
+        return RunningSnapshot(now.usable, now.used + used, now.windowed + windowed, rows)
 
     def take(self, after: RunningSnapshot, reserved: int, lengths: Int64Array | None, hit: Hit) -> None:
         """One more may start."""
-        self._columns[1, : len(after)] = after.private
+        if hit.used:
+            self._rows[: len(after)] = after.rows
         self.snapshot, self.reserved, self.lengths = after, reserved, lengths
         self.fresh.append(hit)
 
@@ -150,7 +149,7 @@ class VllmAdmission:
         most = 0 if head is None else max(0, min(room, _WAVE, self._asks(head, step)))
         if not most and not self._may_stall():
             return [], []
-        state = State(self.account.snapshot(), self.account.reserved, most)
+        state = State(self.account, most)
         allowed = self._may_start(chain((head,), waiting), most, step, state) if most else []
         if not self._may_stall(state):
             return allowed, []
