@@ -83,6 +83,10 @@ class Deployment:
         "auto", "recurrent states: float32, float16 or bfloat16 (default: the model's)", group=_CACHE,
         choices=("auto", *DTYPE_BYTES), metavar="DTYPE", engine="vllm",
     )  # fmt: skip
+    mamba_cache_mode: str = flag(
+        "auto", "states kept for prefixes: all or align (default: the version's; without effect from 0.33 on)",
+        group=_CACHE, choices=("auto", "none", "align", "all"), metavar="MODE", engine="vllm",
+    )  # fmt: skip
     runner: str = flag(
         "auto", "pooling: embeddings of a model that could generate, by vllm (default: what the model is for)",
         group=_MODEL, choices=("auto", "generate", "pooling"),

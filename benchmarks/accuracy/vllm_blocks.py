@@ -1,25 +1,48 @@
-"""``vllm_blocks``: num_blocks, tokens and concurrency against vLLM 0.32.0's own KV-config functions (CPU)."""
+"""``vllm_blocks``: num_blocks, tokens and concurrency against vLLM's own KV-config functions (CPU): of 0.32.0
+for every config of the table, and of thirteen versions (vllm_versions.py) with the groups."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accuracy import vllm_versions
 from accuracy.common import Inputs, Section, read_tsv
 
+if TYPE_CHECKING:
+    from tonnage.planner.plans import KVCachePlan
+
 NAME = "vllm_blocks"
+
+
+class Planned:
+    """One config under vLLM's rules on a CPU, version by version."""
+
+    def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+        from tonnage.planner.planning.build import Sizer
+        from tonnage.planner.plans import Deployment
+        from tonnage.planner.source.resolve import ModelSource
+
+        self._source = ModelSource(name, name, config, "folder")
+        self._sizer = Sizer(self._source)
+        self._flags = Deployment(
+            engine="vllm", gpu="cpu", device_memory=1 << 50, kv_cache_memory_bytes=vllm_versions.POOL,
+            dtype="bfloat16", **flags,
+        )  # fmt: skip
+
+    def under(self, version: str) -> KVCachePlan:
+        from tonnage.planner.planning.build import plan_source
+        from tonnage.planner.records import replace
+
+        return plan_source(self._source, replace(self._flags, engine_version=version), self._sizer).kv_cache
 
 
 def score(inputs: Inputs) -> Section | None:
     if inputs.configs is None or inputs.vllm is None:
         return None
     from tonnage.planner.errors import TonnageError
-    from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.plans import Deployment
-    from tonnage.planner.source.resolve import ModelSource
 
     section = Section()
-    flags = Deployment(
-        engine="vllm", engine_version="0.32.0", gpu="cpu", device_memory=1 << 50,
-        kv_cache_memory_bytes=8 << 30, max_model_len=2048, dtype="bfloat16",
-    )  # fmt: skip
     for row in read_tsv(inputs.vllm, "config", "num_blocks", "tokens", "max_concurrency"):
         name = row["config"]
         config = inputs.config(name)
@@ -28,16 +51,73 @@ def score(inputs: Inputs) -> Section | None:
         # the truth was made with weight quantization dropped
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
-            cache = plan_source(ModelSource(name, name, config, "folder"), flags).kv_cache
+            cache = Planned(name, config, {"max_model_len": 2048}).under("0.32.0")
         except TonnageError as error:
             section.refuse(name, error)
             continue
-        ours = (cache.num_blocks, cache.tokens, cache.max_concurrency)
-        truth = (int(row["num_blocks"]), int(row["tokens"]), float(row["max_concurrency"]))
-        section.rows += 1
-        section.errors.append(max(abs(a - b) / b for a, b in zip(ours, truth, strict=True)))
-        if ours == truth:
-            section.exact += 1
-        else:
-            section.misses.append(f"{name}: planned {ours} truth {truth}")
+        truth = [int(row["num_blocks"]), int(row["tokens"]), float(row["max_concurrency"])]
+        _add(section, name, [cache.num_blocks, cache.tokens, cache.max_concurrency], truth)
+    section.extra["versions"] = versions()
     return section
+
+
+def versions() -> dict[str, Any]:
+    """Scores of every version: of the cases it answered, those planned equal, and the others by name."""
+    from tonnage.planner.devices import host
+    from tonnage.planner.errors import TonnageError
+
+    out: dict[str, Any] = {}
+    features, host.cpu_features = host.cpu_features, vllm_versions.cpu_features
+    try:
+        for case, answers in vllm_versions.stored().items():
+            config = vllm_versions.text_config(case)
+            flags = vllm_versions.flags_of(case, config)
+            planned = Planned(case, config, {k: v for k, v in flags.items() if k != "kv_cache_memory_bytes"})
+            for version, truth in answers.items():
+                if not isinstance(truth, list):
+                    continue
+                row = out.setdefault(version, {"rows": 0, "exact": 0, "misses": []})
+                row["rows"] += 1
+                try:
+                    found = _found(planned.under(version))
+                except TonnageError as error:
+                    row["misses"].append(f"{case}: {error}")
+                    continue
+                theirs = _said(truth)
+                if theirs[3] is None:
+                    found[3] = None
+                if found == theirs:
+                    row["exact"] += 1
+                else:
+                    row["misses"].append(f"{case}: planned {found} truth {theirs}")
+    finally:
+        host.cpu_features = features
+    return out
+
+
+# The groups of both: their layers and the tokens of a block; of states none, theirs is where vLLM keeps one.
+def _found(cache: KVCachePlan) -> list[Any]:
+    layout = cache.layout
+    groups = sorted(
+        [len(group.layers), 0 if group.kind == "state" else group.block_size or layout.block_size]
+        for group in layout.groups
+    )
+    return [cache.num_blocks, cache.tokens, cache.max_concurrency, layout.bytes_per_block, groups]
+
+
+def _said(answer: list[Any]) -> list[Any]:
+    groups = answer[3]
+    # of groups with one size of pages alone; where they are packed, the blocks tell
+    one = len({page for *_, page in groups}) == 1 and not groups[0][0].startswith("Uniform")
+    whole = max(layers for _, layers, _, _ in groups) * groups[0][3] if one else None
+    sizes = sorted([layers, 0 if spec == "MambaSpec" else size] for spec, layers, size, _ in groups)
+    return [*answer[:3], whole, sizes]
+
+
+def _add(section: Section, name: str, ours: list[Any], truth: list[Any]) -> None:
+    section.rows += 1
+    section.errors.append(max(abs(a - b) / b for a, b in zip(ours, truth, strict=True)))
+    if ours == truth:
+        section.exact += 1
+    else:
+        section.misses.append(f"{name}: planned {ours} truth {truth}")

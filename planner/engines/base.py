@@ -119,13 +119,20 @@ class Engine(ABC):
         device memory x gpu_memory_utilization."""
         return memory if flags.kv_cache_memory_bytes is not None else int(memory * share)
 
-    def static_share(self, flags: Deployment) -> float | None:
-        """--mem-fraction-static; None where there is no such thing."""
+    def static_share(
+        self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
+    ) -> float | None:
+        """--mem-fraction-static on a device of ``memory`` bytes, with steps of ``tokens``; None where there is
+        no such thing."""
         return None
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
         """Whether prefix caching is on by default."""
         return True
+
+    def draft_limits(self, version: Version) -> bool:
+        """Whether no sequence may be longer than the draft model's own length."""
+        return False
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
         """Tokens of a block. Raises DeploymentError for one that the engine does not have."""

@@ -41,11 +41,12 @@ class LayerPages:
 Groups = tuple[tuple[LayerPages, ...], ...]
 
 
-def group_pages(pages: list[LayerPages]) -> Groups:
-    """Groups in vLLM's order. Raises UnsupportedArchitecture where vLLM cannot unify the pages either."""
+def group_pages(pages: list[LayerPages], *, pads: bool = True) -> Groups:
+    """Groups in vLLM's order. Raises UnsupportedArchitecture where vLLM cannot unify the pages either.
+    ``pads``: whether it pads pages of attention that do not divide the largest (from 0.24 on)."""
     if len({page.key for page in pages}) <= 1 or _uniform_type(pages):
         return (tuple(pages),) if pages else ()
-    return _equal_groups(_unify(pages))
+    return _equal_groups(_unify(pages, pads))
 
 
 def _uniform_type(pages: list[LayerPages]) -> bool:
@@ -61,7 +62,7 @@ def _uniform_type(pages: list[LayerPages]) -> bool:
     return same and first.kind in ("sliding", "chunked", "cross")
 
 
-def _unify(pages: list[LayerPages]) -> list[LayerPages]:
+def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
     """Bring all pages to the largest one's bytes: longer blocks where it is a multiple, else padding."""
     largest = max(page.page_bytes for page in pages)
     out = []
@@ -76,6 +77,13 @@ def _unify(pages: list[LayerPages]) -> list[LayerPages]:
                 f"MLA pages of {page.page_bytes:,} bytes beside pages of {largest:,} bytes: "
                 "vLLM cannot unify them",
                 field="kv_lora_rank",
+            )
+        elif page.kind != "state" and not pads:
+            raise UnsupportedArchitecture(
+                f"pages of {page.page_bytes:,} bytes do not divide those of {largest:,} bytes: this version of "
+                "vLLM cannot unify them",
+                field="layer_types",
+                hint="--engine-version 0.24.0 or newer",
             )
         else:
             out.append(replace(page, page_bytes=largest))

@@ -1,8 +1,9 @@
 """SGLang's token pools: one slot per token, full and sliding layers in pools of their own sizes.
 
-Source: sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5): SWAKVPool splits the
-memory between ``full`` tokens and ``full x swa_full_tokens_ratio`` tokens; max_total_num_tokens is the full
-pool's. "GB" in its log is GiB. Checked against the logs in tests/data/field_reports.jsonl.
+Source: sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5), pool_configurator.py and
+mem_cache/kv_cache_configurator.py (0.5.23): SWAKVPool splits the memory between ``full`` tokens and ``full x
+swa_full_tokens_ratio`` tokens; max_total_num_tokens is the full pool's. "GB" in its log is GiB. Checked against
+the logs in tests/data/field_reports.jsonl.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from tonnage.planner.engines.log import (
     squeezed,
 )
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
+from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.tensors import merged_tensors
+from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
@@ -30,7 +33,7 @@ from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
-from tonnage.planner.units import GiB, ceil_div
+from tonnage.planner.units import GiB, MiB, ceil_div
 
 _LOG_LINES = (
     ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER}GB"),
@@ -67,12 +70,28 @@ _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
 _SPARSE_ROW = 656  # 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # mem_fraction_static on one GPU (server_args.py, 0.4)
+# From 0.5.4 on (pull request 10975) steps, graphs and mem_fraction_static follow from the device: below so many
+# GiB, chunked_prefill_size and the largest batch of the decode graphs with TP below 4 and from 4 on
+# (arg_groups/memory_hook.py handle_gpu_memory_settings of 0.5.23; 24 instead of 48 in releases before it).
+_BY_DEVICE = (0, 5, 4)
+_DEVICES = (
+    (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
+    (1 << 40, 16384, 512, 512),
+)  # fmt: skip
+_PREFILL_GRAPHS = (0, 5, 23)  # the first read in which prefills are captured by default
+# Sizes a prefill is captured at: first, behind the last, step (generate_prefill_cuda_graph_batch_sizes)
+_CAPTURED = (
+    (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
+)  # fmt: skip
+# Multimodal models: of a picture encoder as large as ViT-L/14 (adjust_mem_fraction_for_vlm; 0.76 to 0.998 of
+# others)
+_WITH_PICTURES = 0.95
 
 
 class SGLang(Engine):
     name = "sglang"
     title = "SGLang"
-    newest = (0, 5, 0)
+    newest = (0, 5, 23)
     oldest = (0, 4, 0)  # mem_fraction_static was read in it
     # max_running_requests and chunked_prefill_size of its server (server_args.py 0.5)
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
@@ -84,8 +103,39 @@ class SGLang(Engine):
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
         return memory
 
-    def static_share(self, flags: Deployment) -> float | None:
-        return _MEM_FRACTION if flags.mem_fraction_static is None else flags.mem_fraction_static
+    def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
+        sequences, tokens = self.batch[flags.device]
+        if flags.device == "cuda" and version >= _BY_DEVICE:
+            tokens = _device(memory)[1]
+        return sequences, tokens
+
+    def static_share(
+        self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
+    ) -> float | None:
+        """What is left beside activations and graphs, in MiB, as handle_gpu_memory_settings reserves them."""
+        if flags.mem_fraction_static is not None:
+            return flags.mem_fraction_static
+        if flags.device != "cuda" or version < _BY_DEVICE:
+            return _MEM_FRACTION
+        ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
+        reserved = 512 + 1.5 * max(tokens, 2048) + 128 * ranks
+        if not flags.enforce_eager:
+            largest = _device(memory)[2 if flags.tensor_parallel_size < 4 else 3]
+            reserved += 2 * min(largest, flags.max_num_seqs or largest)
+            if version >= _PREFILL_GRAPHS:
+                reserved += _prefill_graphs(architecture, flags, tokens)
+        total = memory / MiB
+        if total > 60 * 1024:
+            reserved = max(reserved, 10 * 1024)
+        share = round((total - reserved) / total, 3)
+        return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
+
+    def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
+        told = (
+            (_BY_DEVICE, "chunked_prefill_size and mem_fraction_static follow from the device's memory"),
+            (_PREFILL_GRAPHS, "prefills are captured in CUDA graphs: mem_fraction_static leaves room for them"),
+        )
+        return tuple((version, (words,)) for version, words in told if since < version <= until)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return merged_tensors(architecture)
@@ -179,6 +229,21 @@ class SGLang(Engine):
         if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
+
+
+def _device(memory: int) -> tuple[int, int, int, int]:
+    return next(row for row in _DEVICES if memory < row[0] * GiB)
+
+
+def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) -> int:
+    """MiB reserved for the graphs of prefills (reserve_for_graph_mb), 0 where none are captured
+    (arg_groups/cuda_graph_hook.py, apply_cuda_graph_compatibility)."""
+    kimi = any(state.name == "conv_q" for layer in architecture.cache_layers for state in layer.states)
+    if flags.pipeline_parallel_size > 1 or kimi or has_towers(architecture):
+        return 0
+    if any(layer.kind == "mla" for layer in architecture.cache_layers):
+        return 1536
+    return 8 * sum(len(range(first, min(last, tokens + 1), step)) for first, last, step in _CAPTURED)
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:

@@ -30,6 +30,11 @@ def auto(fields: Fields, name: str, default: int) -> int:
     return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
 
 
+def chunk_of(fields: Fields, name: str = "chunk_size", default: int = 256) -> int:
+    """Tokens a Mamba-2 kernel takes at once."""
+    return fields.optional_integer(name, default, limit="positions") or default
+
+
 @dataclass(frozen=True, slots=True)
 class Mamba2:
     """Geometry of one Mamba-2 mixer."""
@@ -46,6 +51,7 @@ class Mamba2:
     norm: bool = True
     dtype: str | None = None
     out_bias: bool | None = None  # None: as proj_bias
+    chunk: int = 256
 
     @property
     def channels(self) -> int:
@@ -67,7 +73,7 @@ class Mamba2:
     def states(self) -> tuple[StateTensor, ...]:
         return (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
-            StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype),
+            StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
 
     def cache(self, layer: int) -> CacheLayer:
@@ -128,7 +134,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         if inner != heads * size:
             raise ConfigError(f"{heads} x {size} is not expand x hidden_size = {inner}", field="num_heads")
         state = fields.integer("state_size", 128, limit="width")
-        mixer = Mamba2(hidden, heads, size, groups, state, kernel, inner, bias, conv_bias)
+        mixer = Mamba2(
+            hidden, heads, size, groups, state, kernel, inner, bias, conv_bias, chunk=chunk_of(fields)
+        )
         fields.ignore("time_step_rank")
     else:
         inner = fields.integer("intermediate_size", inner_factor * hidden, limit="width")

@@ -9,7 +9,7 @@ from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
-from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto
+from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto, chunk_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -31,6 +31,7 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
         fields.integer("mamba_d_state", 256, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         inner, fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True),
         fields.boolean("mamba_rms_norm", False) if names.get("ssm") else True,
+        chunk=chunk_of(fields, "mamba_chunk_size"),
     )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
         hidden, mamba_heads, size, fields.integer("n_groups", 8, limit="heads"),
         fields.integer("ssm_state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
         mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
-        dtype=None if dtype == "auto" else dtype,
+        dtype=None if dtype == "auto" else dtype, chunk=chunk_of(fields, default=128),
     )  # fmt: skip
     mlp_bias = fields.boolean("mlp_bias", False)
     tied = common.never_tied(fields)

@@ -9,7 +9,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto
+from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto, chunk_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -126,7 +126,7 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
     mixer = Mamba2(
         hidden, mamba_heads, mixed // mamba_heads, fields.integer("mamba_ngroups", 1, limit="heads"),
         fields.integer("mamba_d_state", 64, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
-        mixed, bias, fields.boolean("use_conv_bias", True),
+        mixed, bias, fields.boolean("use_conv_bias", True), chunk=chunk_of(fields),
     )  # fmt: skip
     if fields.boolean("use_shared_attention_adapter", False):
         raise UnsupportedArchitecture(

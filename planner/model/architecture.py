@@ -16,12 +16,14 @@ if TYPE_CHECKING:  # not loaded for families without one
 @dataclass(frozen=True, slots=True)
 class StateTensor:
     """A tensor one layer keeps per sequence, whatever its length. ``dtype`` None: the model's dtype.
-    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all)."""
+    Tensor parallelism divides ``shape[shard_dim]`` (None: every rank holds all). ``chunk``: tokens that its
+    kernel takes at once (Mamba-2)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
     shard_dim: int | None = 0
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,7 @@ class Sizer:
         chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
+        chosen, limit_notes = within_draft(architecture, chosen)
         flags = chosen.flags
         engine = engine_of(flags.engine)
         parts = self._held(
@@ -234,7 +235,7 @@ class Sizer:
         shares = tuple(part for part, _ in parts)
         return Size(
             architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,
-            draft_notes, failure,
+            (*limit_notes, *draft_notes), failure,
         )  # fmt: skip
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
@@ -301,6 +302,19 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
         f"at the lower end of its interval the pool has {low.usable_blocks:,} usable blocks, and one sequence "
         f"of {size.chosen.max_model_len:,} tokens needs {low.blocks_per_sequence:,}: the engine may not start",
     )
+
+
+def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
+    """``chosen`` with the draft's length where that limits the model's, and a note that says so."""
+    if chosen.flags.speculative_model is None:
+        return chosen, ()
+    from tonnage.planner.planning.speculative import draft_limit
+
+    limit = draft_limit(architecture, chosen)
+    if limit is None:
+        return chosen, ()
+    note = f"max_model_len is {limit:,}, the draft's own, not {chosen.max_model_len:,}"
+    return replace(chosen, max_model_len=limit, flags=replace(chosen.flags, max_model_len=limit)), (note,)
 
 
 def with_draft(

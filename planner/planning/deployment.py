@@ -90,7 +90,7 @@ def complete(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         block_size=block_size,
-        mem_fraction_static=engine.static_share(deployment),
+        mem_fraction_static=engine.static_share(deployment, version, memory, tokens, architecture),
         enable_prefix_caching=caching,
     )
     _check_engine(engine, flags)

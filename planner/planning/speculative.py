@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
@@ -9,7 +12,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
-from tonnage.planner.plans import Deployment
+from tonnage.planner.plans import Deployment, Resolved
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
@@ -67,6 +70,36 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
             field="--speculative-model",
         )
     return _held(architecture, other, quantization, flags)
+
+
+# Rotary embeddings that a longer table extends (config/speculative.py _CACHE_ONLY_ROPE_TYPES, vLLM 0.33)
+_EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
+
+
+def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
+    """The draft's own length where it is less than ``chosen`` has and the engine goes no further
+    (VllmConfig._limit_max_model_len_to_draft, vLLM 0.33). Raises TonnageError as :func:`add_draft`."""
+    flags = chosen.flags
+    name = flags.speculative_model
+    if name is None or name == OWN_LAYERS or not engine_of(flags.engine).draft_limits(chosen.version):
+        return None
+    from tonnage.planner.planning import eagle
+
+    draft = resolve_model(name)
+    if not eagle.is_eagle(draft.config, name):
+        own = build_architecture(draft.config).max_model_len
+    elif _rotary_types(draft.config) <= _EXTENDED:  # shares the model's positions
+        return None
+    else:
+        own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len
+    return own if own < chosen.max_model_len else None
+
+
+def _rotary_types(config: Mapping[str, Any]) -> set[object]:
+    layer = config.get("transformer_layer_config", config)
+    found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    return {each.get("rope_type", each.get("type", "default")) for each in nested or [found]}
 
 
 def _held(target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment) -> Draft:

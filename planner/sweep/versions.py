@@ -23,8 +23,8 @@ from tonnage.planner.units import gib
 
 # Flags whose default depends on the version
 _DEFAULTS = (
-    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "enable_prefix_caching",
+    "gpu_memory_utilization", "dtype", "kv_cache_dtype", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "block_size", "enable_prefix_caching",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from tonnage.planner.command import run
 from tonnage.planner.engines.vllm.versions import _CHANGES, _WORDS
 
 DATA = Path(__file__).parent.parent / "data"
+EAGLE = {"architectures": ["Eagle3LlamaForCausalLM"], "num_hidden_layers": 1}
 GEMMA = "configs/nvidia__Gemma-4-31B-IT-NVFP4.json"
 
 
@@ -102,6 +103,65 @@ def test_states_for_prefixes_at_0_28(folder, capsys):
     assert out["terms"]["enable_prefix_caching"] == {"from": False, "to": True}
     assert ratio(out, "max_concurrency") < 1
     assert "prefix caching" in reasons(out, "0.28.0")
+
+
+def test_mamba_states_of_every_block_until_0_28(folder, capsys):
+    """Asked for, 0.27 keeps one for each block of a prompt, 0.28 two, 0.32 three."""
+    model = folder("configs/nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json")
+    flags = ("--max-model-len", "131072", "--enable-prefix-caching")
+    out = compared(capsys, model, "0.27.1", "0.28.0", *flags)
+    assert ratio(out, "max_concurrency") > 2
+    assert "--mamba-cache-mode all" in reasons(out, "0.28.0")
+    out = compared(capsys, model, "0.31.0", "0.32.0", *flags)
+    assert ratio(out, "bytes_per_sequence") > 1
+    assert "state of the prefill" in reasons(out, "0.32.0")
+    asked = compared(capsys, model, "0.28.0", "0.31.0", *flags, "--mamba-cache-mode", "all")
+    assert asked["terms"]["bytes_per_sequence"]["from"] > 2 * out["terms"]["bytes_per_sequence"]["from"]
+    assert run([model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--mamba-cache-mode", "all"]) == 2
+    assert "no all from 0.32 on" in capsys.readouterr().err
+
+
+def test_what_0_33_changes(folder, capsys):
+    """cuBLAS' 32 MiB are there before the first snapshot; --mamba-cache-mode does nothing any more."""
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    out = compared(capsys, model, "0.32.0", "0.33.0", "--max-model-len", "8192")
+    activation = out["terms"]["activation_bytes"]
+    assert activation["from"] - activation["to"] == 32 << 20
+    assert ratio(out, "kv_pool_bytes") > 1
+    said = reasons(out, "0.33.0")
+    assert "cuBLAS" in said
+    assert "--mamba-cache-mode has no all (0.32), or no effect at all" in said
+    small = compared(capsys, model, "0.32.0", "0.33.0", "--gpu", "gb10")
+    assert small["terms"]["max_num_batched_tokens"] == {"from": 8192, "to": 2048}
+    assert run([model, "--gpu", "h100-80g", "--engine-version", "0.33.0", "--mamba-cache-mode", "align"]) == 0
+    assert "--mamba-cache-mode has no effect from vLLM 0.33 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("draft", "length"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"max_position_embeddings": 131072}, 16384),
+        # EAGLE's rotary table is made longer, unless its kind of rotation depends on the length
+        ({**EAGLE, "max_position_embeddings": 2048}, 16384),
+        ({**EAGLE, "max_position_embeddings": 2048, "rope_scaling": {
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024,
+        }}, 2048),
+    ],
+)  # fmt: skip
+def test_a_draft_limits_the_length_from_0_33_on(draft, length, folder, tmp_path, capsys):
+    """VllmConfig._limit_max_model_len_to_draft."""
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    config = json.loads((DATA / "configs/meta-llama__Meta-Llama-3.1-8B.json").read_text())
+    config.pop("rope_scaling", None)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, **draft}))
+    flags = ("--max-model-len", "16384", "--speculative-model", str(tmp_path / "draft"))
+    out = compared(capsys, model, "0.32.0", "0.33.0", *flags)
+    assert out["terms"]["max_model_len"] == {"from": 16384, "to": length}
+    assert "draft model's" in reasons(out, "0.33.0")
+    assert run([model, "--gpu", "h100-80g", "--engine-version", "0.33.0", *flags]) == 0
+    assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
 def test_every_step_in_its_order_and_back(folder, capsys):

@@ -16,6 +16,8 @@ from tonnage.planner.command import run
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, Rules, rules
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
 
 PLANNER = Path(registry.__file__).parents[1]
 
@@ -89,6 +91,26 @@ def test_a_refusal_names_the_engine_that_was_asked_for(capsys):
     flags = ["--engine", "sglang", "--gpu", "h100-80g", "--dtype", "bfloat16", "--kv-cache-dtype", "float32"]
     assert run(["demo", *flags]) == 2
     assert "SGLang has no float32 KV cache for a 16-bit model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "share", "tokens"),
+    [
+        ({"gpu": "h100-80g"}, 0.83, 8192),  # as a start of 0.5.23 prints it
+        ({"gpu": "h100-80g", "engine_version": "0.5.4"}, 0.835, 8192),  # prefills were not captured
+        ({"gpu": "h100-80g", "engine_version": "0.4.6"}, 0.88, 2048),
+        ({"gpu": "h100-80g", "enforce_eager": True}, 0.841, 8192),
+        ({"gpu": "h100-80g", "mem_fraction_static": 0.5}, 0.5, 8192),
+        ({"device": "cuda", "device_memory": 24 << 30}, 0.704, 4096),
+        ({"device": "cuda", "device_memory": 16 << 30}, 0.752, 2048),
+        ({"device": "cuda", "device_memory": 180 << 30}, 0.854, 16384),
+    ],
+)
+def test_what_sglang_leaves_to_weights_and_pool(flags, share, tokens):
+    """handle_gpu_memory_settings (arg_groups/memory_hook.py, 0.5.23)."""
+    chosen = make_plan("demo", Deployment(engine="sglang", **flags)).deployment
+    assert chosen.mem_fraction_static == pytest.approx(share, abs=0.0011)
+    assert chosen.max_num_batched_tokens == tokens
 
 
 def test_no_engine_is_compared_by_name():

@@ -186,6 +186,30 @@ def test_a_cache_in_another_16_bits_is_refused_from_0_33_on(tmp_path):
     make_plan(model, Deployment(**{**flags, "kv_cache_dtype": "bfloat16"}, engine_version="0.33.0"))
 
 
+@pytest.mark.parametrize(
+    ("model", "version", "said"),
+    [
+        ("deepseek-ai__DeepSeek-V3", "0.27.1", "stops with: NotImplementedError: MLA is not supported on CPU."),
+        ("deepseek-ai__DeepSeek-V3", "0.28.0", "stops with: ImportError: cannot import name 'compile_flash"),
+        ("deepseek-ai__DeepSeek-V3", "0.29.0", None),
+        ("openbmb__MiniCPM3-4B", "0.20.1", None),  # runs it as full attention
+        ("LiquidAI__LFM2-1.2B", "0.20.1", "does not align the pages of states and attention on a CPU"),
+        ("LiquidAI__LFM2-1.2B", "0.21.0", None),
+    ],
+)
+def test_a_cache_that_a_version_did_not_have_on_a_cpu(model, version, said, tmp_path):
+    """tests/data/oracles/vllm_versions.json has each refused by that version."""
+    flags = Deployment(
+        engine="vllm", engine_version=version, gpu="cpu", device_memory=1 << 50, kv_cache_memory_bytes=8 * GIB,
+        max_model_len=2048,
+    )  # fmt: skip
+    if said is None:
+        assert make_plan(folder(tmp_path, model), flags).kv_cache.num_blocks > 0
+        return
+    with pytest.raises(DeploymentError, match=re.escape(said)):
+        make_plan(folder(tmp_path, model), flags)
+
+
 def test_a_gb10_has_small_defaults_from_0_33_on(tmp_path):
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "gpu": "gb10-128g", "max_model_len": 8192}

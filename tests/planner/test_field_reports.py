@@ -34,6 +34,15 @@ def test_vllm_blocks_are_equal(scores):
     assert section["exact"] == section["rows"], section["misses"] + section["refused"]
 
 
+def test_blocks_of_every_version_are_equal(scores):
+    """Each by its own planning code (benchmarks/accuracy/vllm_versions.py)."""
+    versions = scores["vllm_blocks"]["versions"]
+    assert len(versions) == 13
+    for version, row in versions.items():
+        assert row["rows"] >= 33, version
+        assert row["exact"] == row["rows"], (version, row["misses"])
+
+
 @pytest.mark.parametrize(("name", "least_rows"), [("tokens_given_pool", 36), ("llama_cpp", 26)])
 def test_printed_capacities(scores, name, least_rows):
     section = scores[name]

@@ -8,7 +8,8 @@ model_executor/layers/fused_moe), held against tests/data/startups:
 * the sampler, on the logits of max_num_seqs rows, with the hidden states of the whole step;
 * the widest layer of a step of max_num_batched_tokens tokens.
 
-What stays: the matrix multiplications' workspace, and from 0.13 on the buffer that fused experts share.
+What stays: the matrix multiplications' workspace (up to 0.32: from 0.33 on it is there before the first
+snapshot, gpu_worker.py init_device), and from 0.13 on the buffer that fused experts share.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     return Peak(
         forward=_forward(architecture, chosen) + received,
         sampler=_sampler(architecture, chosen, known, fitted) + stream + received if samples else 0,
-        workspace=_CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
+        workspace=0 if known.cublas_first else _CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
         experts=_expert_buffer(architecture, chosen) if known.expert_buffer else 0,
         encoder=encoded,
     )

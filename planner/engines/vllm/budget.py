@@ -27,8 +27,10 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
+    # from 0.33 on without cuBLAS' handles, whose bytes no log at hand tells from the rest
+    unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     outside = Estimate(
-        held.total, held.total - held.rest // 2, held.total + held.rest + above // 4, held.formula, sources
+        held.total, held.total - unsure, held.total + held.rest + above // 4, held.formula, sources
     )
     peak = activation.peak(architecture, chosen, fitted)
     if peak.encoder is not None:  # what a tower takes is derived, and held against no log

@@ -29,7 +29,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
     """Groups of a model whose layers compress tokens. Raises UnsupportedArchitecture and DeploymentError."""
     if not rules(version).compressed_cache:
         raise UnsupportedArchitecture(
-            "layers that compress tokens are planned by the rules of vLLM 0.32, and they have changed since "
+            "layers that compress tokens are planned by the rules of vLLM 0.30 on, and they have changed since "
             + ".".join(map(str, version)),
             field="compress_ratios",
             hint="--engine-version 0.32.0",

@@ -43,6 +43,9 @@ _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 _BFLOAT16 = (8, 0)
 
 
+# Classes that are IsAttentionFree (model_executor/models/mamba.py and mamba2.py)
+_ATTENTION_FREE = ("MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM")
+
 # Tokens from which on V0 cut prompts by itself (use_long_context, engine/arg_utils.py of 0.7)
 _LONG_IN_V0 = 32768
 
@@ -120,8 +123,13 @@ class VLLM(Engine):
         return rules(version).default_utilization
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
+        """ModelConfig.is_prefix_caching_supported (config/model.py, 0.20 to 0.33)."""
         hybrid = any(layer.kind == "state" for layer in architecture.cache_layers)
-        return rules(version).hybrid_prefix_caching or not hybrid
+        known = rules(version).hybrid_prefix_caching and architecture.class_name not in _ATTENTION_FREE
+        return known or not hybrid
+
+    def draft_limits(self, version: Version) -> bool:
+        return rules(version).draft_limits
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
         size = super().block_size(asked, flags, architecture)
@@ -239,7 +247,10 @@ class VLLM(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        return (*starts.notes(architecture, chosen, rank, beside), *multimodal.notes(architecture, chosen))
+        found = (*starts.notes(architecture, chosen, rank, beside), *multimodal.notes(architecture, chosen))
+        if chosen.flags.mamba_cache_mode != "auto" and rules(chosen.version).cache_mode == "inert":
+            return (*found, "--mamba-cache-mode has no effect from vLLM 0.33 on: prefix caching decides")
+        return found
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
         """What is left of the budget, of which it takes whole blocks, as many as its smallest rank has."""
@@ -256,6 +267,8 @@ class VLLM(Engine):
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         flags = chosen.flags
+        if flags.device == "cpu":
+            self._check_cpu(architecture, chosen.version)
         here = cpu_features_of(flags.device)
         asked = VLLMDeployment(
             device=flags.device,
@@ -268,12 +281,39 @@ class VLLM(Engine):
             tensor_parallel=flags.tensor_parallel_size,
             context_parallel=flags.decode_context_parallel_size,
             speculative_tokens=flags.num_speculative_tokens,
+            every_state=self._keeps_every_state(flags, chosen.version),
             amx="amx_tile" in here,
             # accelerated delta-net and Mamba kernels keep their state in float32 (platforms/cpu.py)
             float32_states="avx512_bf16" in here,
             ssm_dtype=self._ssm_dtype(flags, architecture),
         )
         return build_pool(architecture, asked)
+
+    def _check_cpu(self, architecture: Architecture, version: Version) -> None:
+        known, name = rules(version), ".".join(map(str, version))
+        kinds = {layer.kind for layer in architecture.cache_layers}
+        latent = "mla" in kinds and not family_of(architecture.model_type).vllm.expanded_mla
+        if latent and not known.cpu_latents:
+            raise EngineRefusal(
+                f"vLLM {name} has no latent attention on a CPU", field="--engine-version",
+                hint="0.29.0 is the first that has", cause="cpu_latents", facts={},
+            )  # fmt: skip
+        if "state" in kinds and kinds & {"full", "sliding"} and not known.cpu_states:
+            raise EngineRefusal(
+                f"vLLM {name} does not align the pages of states and attention on a CPU",
+                field="--engine-version", hint="0.21.0 is the first that does", cause="cpu_states", facts={},
+            )  # fmt: skip
+
+    def _keeps_every_state(self, flags: Deployment, version: Version) -> bool:
+        """Whether prefix caching keeps a Mamba state for each block. Raises DeploymentError."""
+        known, asked = rules(version), flags.mamba_cache_mode
+        if asked == "all" and known.cache_mode != "all":
+            raise DeploymentError(
+                "vLLM has no all from 0.32 on",
+                field="--mamba-cache-mode",
+                hint="leave it out: prefix caching decides",
+            )
+        return known.every_state if asked in ("auto", "none") else asked == "all"
 
     def _ssm_dtype(self, flags: Deployment, architecture: Architecture) -> str | None:
         """--mamba-ssm-cache-dtype as it is used; None: as the model has it. Raises DeploymentError."""

@@ -7,7 +7,7 @@ start-up logs (tests/data/field_reports.jsonl) and the pull requests named below
 
 from __future__ import annotations
 
-from math import prod
+from math import lcm, prod
 
 from tonnage.planner.engines.grouping import Groups, LayerPages, block_bytes, group_pages
 from tonnage.planner.engines.pool import Demand, PoolCapacity, PoolSpec, expanded_heads, heads_per_rank
@@ -27,6 +27,7 @@ KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
 CPU_MLA_BLOCK = 16  # the reference MLA kernel's only block size (platforms/cpu.py; AMX machines use 128)
 # platforms/cpu.py; config/cache.py DEFAULT_BLOCK_SIZE
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
+_MAMBA1_CHUNK = 2048  # stands for a kernel's chunk where it has none (config/model.py get_mamba_chunk_size)
 HYBRID_MLA_BLOCK = 128  # manager blocks of MLA + state hybrids are multiples of it (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
@@ -54,6 +55,7 @@ class VLLMDeployment:
     context_parallel: int = 1
     speculative_tokens: int = 0
     amx: bool = False
+    every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype, None: as the model has it
     native_layers: frozenset[int] = frozenset()  # stay in the model's dtype beside packed ones
     rotary: int = 0  # rotated dimensions of a key
@@ -98,7 +100,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
     version = rules(flags.version)
     if not version.hybrid_groups:
         pages = [_promoted(page) for page in pages]
-    groups = group_pages(pages)
+    groups = group_pages(pages, pads=version.padded_pages)
     sizes = tuple(tuple(page.page_bytes for page in group) for group in groups)
     return PoolSpec(_layout(groups, block, flags), _demands(groups, flags, version), notes, sizes)
 
@@ -167,12 +169,32 @@ def _aligned_block(
     architecture: Architecture, flags: VLLMDeployment, block: int, state: int, token: int
 ) -> int:
     """The smallest block whose attention page holds the largest state (_align_hybrid_block_size)."""
-    step = KERNEL_BLOCK[flags.device]
+    step = _kernel_block(flags)
     if flags.device == "cpu" or flags.block_size is not None:
         step = max(step, block)
     if any(layer.kind == "mla" for layer in architecture.cache_layers):
         step = max(step, HYBRID_MLA_BLOCK)
+    if _keeps_every_state(architecture.cache_layers, flags):
+        chunks = (state.chunk or _MAMBA1_CHUNK for layer in architecture.cache_layers for state in layer.states
+                  if state.name == "ssm")  # fmt: skip
+        step = lcm(next(chunks), step)
     return max(block, step * ceil_div(state, step * token))
+
+
+def _kernel_block(flags: VLLMDeployment) -> int:
+    """CPU attention took multiples of 16 tokens before 0.29 (v1/attention/backends/cpu_attn.py)."""
+    return 16 if flags.version < (0, 29, 0) else KERNEL_BLOCK[flags.device]
+
+
+def _keeps_every_state(layers: tuple[CacheLayer, ...], flags: VLLMDeployment) -> bool:
+    """A state for each block of a sequence (mamba_cache_mode "all"): Mamba layers with prefix caching."""
+    mamba = any(state.name == "ssm" for layer in layers for state in layer.states)
+    return mamba and flags.every_state and _caches_states(flags)
+
+
+def _caches_states(flags: VLLMDeployment) -> bool:
+    wanted = flags.prefix_caching
+    return rules(flags.version).hybrid_prefix_caching if wanted is None else wanted
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
@@ -205,6 +227,8 @@ def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPa
         size = sum(_state_bytes(state, flags) for state in layer.states)
         shapes = tuple(state.shape for state in layer.states)
         return [LayerPages(layer.layer, "state", block, size, shapes, None, _state_blocks(layer, flags))]
+    if layer.kind == "sliding" and rules(flags.version).sliding_kernel_block:
+        block = min(block, _kernel_block(flags))
     entry = _entry_bytes(layer, flags)
     shape = (layer.kv_heads, layer.head_size, layer.value_head_size)
     fixed = None
@@ -234,14 +258,14 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
     return elements * (4 if temporal and flags.float32_states else flags.dtype_bytes)
 
 
-def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int:
+def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
     """State blocks of one sequence: one, or with prefix caching ("align" mode) the running one and the
-    last whole block's, and for Mamba-2 a checkpoint of the prefill; one more per speculative token."""
-    wanted = flags.prefix_caching
-    if wanted is None:
-        wanted = rules(flags.version).hybrid_prefix_caching
-    if not wanted:
+    last whole block's, and for Mamba-2 a checkpoint of the prefill; one more per speculative token. None: one
+    for each block of tokens."""
+    if not _caches_states(flags):
         return 1 + flags.speculative_tokens
+    if _keeps_every_state((layer,), flags):
+        return None
     checkpoint = any(state.name == "ssm" and len(state.shape) == 3 for state in layer.states)
     return 2 + flags.speculative_tokens + int(checkpoint and rules(flags.version).prefill_checkpoint)
 
@@ -303,6 +327,8 @@ def _demands(groups: Groups, flags: VLLMDeployment, version: Rules) -> tuple[Dem
             out.append(Demand(page.block_size, most=(page.window or 1) - 1 + in_flight, extra=1))
         elif page.kind == "chunked":
             out.append(Demand(page.block_size, most=(page.window or 1) + in_flight))
+        elif page.kind == "state":
+            out.append(Demand(page.block_size, extra=flags.speculative_tokens))
         else:
             out.append(Demand(page.block_size, shards=flags.context_parallel))
     return tuple(out)

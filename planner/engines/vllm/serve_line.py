@@ -38,7 +38,8 @@ def host_flags(flags: Deployment) -> list[str]:
 
 
 _OWN = (
-    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "runner",
+    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "mamba_cache_mode",
+    "runner",
     "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
     "disable_chunked_mm_input", "mm_encoder_tp_mode",
 )  # fmt: skip

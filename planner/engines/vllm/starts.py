@@ -117,9 +117,18 @@ def _batch(version: Version, facts: Mapping[str, Any]) -> str:
     )
 
 
+def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
+    if version < (0, 28, 0):
+        return "NotImplementedError: MLA is not supported on CPU."
+    return (
+        "ImportError: cannot import name 'compile_flash_attn_varlen_func_from_specs' from "
+        "'vllm.v1.attention.backends.fa_utils'"
+    )
+
+
 _SENTENCES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
     "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
-    "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input,
+    "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input, "cpu_latents": _cpu_latents,
 }  # fmt: skip
 
 

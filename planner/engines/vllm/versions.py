@@ -47,7 +47,15 @@ class Rules:
     default_utilization: float = 0.9
     in_flight_batches: int = 1  # batches whose tokens a sliding layer still holds, on a GPU
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
+    every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
+    cache_mode: Literal["all", "align", "inert"] = "all"  # most that --mamba-cache-mode may ask for
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
+    cpu_states: bool = False  # pages of attention are aligned with those of states on a CPU too
+    cpu_latents: bool = False  # latent attention runs on a CPU
+    sliding_kernel_block: bool = False  # blocks of sliding layers are as short as their kernel takes them
+    padded_pages: bool = False  # pages of attention that do not divide the largest are padded to it
+    cublas_first: bool = False  # cuBLAS is set up before the first snapshot, and does not come off the pool
+    draft_limits: bool = False  # no sequence is longer than the draft model's own length
     compressed_cache: bool = False  # layers that compress tokens (DeepSeek-V4) as planned here
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto is what the checkpoint says of its cache
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
@@ -87,36 +95,74 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # pull request 37252 (March 2026)
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0
-    ((0, 20, 0), {"graphs_subtracted": True, "default_utilization": 0.92}),
+    # and MambaModelConfig in model_executor/models/config.py of 0.20.1 (of older ones not known)
+    ((0, 20, 0), {"graphs_subtracted": True, "default_utilization": 0.92, "every_state": True}),
     # pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1
     ((0, 20, 1), {"token_line": "concurrency"}),
-    # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism
-    ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False}),
+    # VLLM_USE_FLASHINFER_SAMPLER on in envs.py, fused all-reduce with pipeline and data parallelism;
+    # update_block_size_for_backend in platforms/cpu.py
+    ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
     # DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py, here and below
     ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",)}),
-    ((0, 24, 0), {"runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")}),
-    # and _resolve_fi_ar_backend of 0.24.0 and 0.25.1
-    ((0, 25, 0), {"runner_v2": _V2_MOE, "runner_v2_dense": True, "fused_all_reduce": "mnnvl"}),
+    # and unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py
+    (
+        (0, 24, 0),
+        {
+            "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
+            "padded_pages": True,
+        },
+    ),
+    # and _resolve_fi_ar_backend of 0.24.0 and 0.25.1, _largest_kernel_block_within in
+    # model_executor/layers/attention/attention.py of 0.24.0, 0.25.1, 0.29.0 and 0.30.0
+    (
+        (0, 25, 0),
+        {
+            "runner_v2": _V2_MOE,
+            "runner_v2_dense": True,
+            "fused_all_reduce": "mnnvl",
+            "sliding_kernel_block": True,
+        },
+    ),
     # pull request 47728 (July 2026; not yet in 0.25.1's logs)
     ((0, 26, 0), {"in_flight_batches": 2}),
     # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0;
     # profile_run of v1/worker/gpu/model_runner.py
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
-    # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0)
+    # pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0), default_prefix_caching in
+    # engine/arg_utils.py; "align" instead of "all" in MambaModelConfig (model_executor/models/config.py)
     # and mm_device_do_normalize in config/multimodal.py
-    ((0, 28, 0), {"hybrid_prefix_caching": True, "prefill_checkpoint": True, "pixels_as_bytes": True}),
-    # and models/pixtral.py
-    ((0, 29, 0), {"runner_v2": ("*",), "pixtral_mask": False}),
+    ((0, 28, 0), {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True}),
+    # v1/attention/backends/mla/prefill/cpu_sdpa.py and models/pixtral.py
+    ((0, 29, 0), {"runner_v2": ("*",), "cpu_latents": True, "pixtral_mask": False}),
     # in 0.30's own source (model_executor/layers/attention/attention.py, utils/torch_utils.py
-    # resolve_kv_cache_dtype_string); of older ones not known
-    ((0, 30, 0), {"stored_kv_dtype": True}),
-    # model_executor/models/config.py GlmMoeDsaForCausalLM (not in 0.31); models/deepseek_v4;
-    # models/qwen3_vl.py mrope_positions_factor (pull request 44738 measured four times the length for Qwen3-VL
-    # in June 2026)
-    ((0, 32, 0), {"glm_sparse_fp8": True, "compressed_cache": True, "one_mrope_length": True}),
-    # get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache in config/vllm.py; the pool
-    # is planned in v1/core/kv_cache_planning.py and as before
-    ((0, 33, 0), {"gb10_small": True, "same_kv_dtype": True}),
+    # resolve_kv_cache_dtype_string); of older ones not known. models/deepseek_v4: on a CPU, where it first
+    # runs, as in 0.32 (tests/data/oracles/vllm_versions.json)
+    ((0, 30, 0), {"stored_kv_dtype": True, "sliding_kernel_block": False, "compressed_cache": True}),
+    # model_executor/models/config.py GlmMoeDsaForCausalLM (not in 0.31); num_prefill_checkpoint_blocks in
+    # model_executor/layers/mamba/mamba_mixer2.py; models/qwen3_vl.py mrope_positions_factor (pull request 44738
+    # measured four times the length for Qwen3-VL in June 2026); MambaCacheMode in config/cache.py
+    (
+        (0, 32, 0),
+        {
+            "glm_sparse_fp8": True,
+            "prefill_checkpoint": True,
+            "one_mrope_length": True,
+            "cache_mode": "align",
+        },
+    ),
+    # get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
+    # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py; the pool is
+    # planned in v1/core/kv_cache_planning.py and as before
+    (
+        (0, 33, 0),
+        {
+            "gb10_small": True,
+            "same_kv_dtype": True,
+            "cublas_first": True,
+            "draft_limits": True,
+            "cache_mode": "inert",
+        },
+    ),
 )
 OLDEST = (0, 5, 4)  # the oldest start-up log in tests/data/field_reports.jsonl
 NEWEST = _CHANGES[-1][0]
@@ -169,6 +215,16 @@ _WORDS: dict[str, str] = {
     "default_utilization": "--gpu-memory-utilization is 0.92 by default",
     "in_flight_batches": "sliding layers hold the tokens of two batches in flight (asynchronous scheduling)",
     "hybrid_prefix_caching": "prefix caching of hybrids with states is on by default, and keeps states for it",
+    "every_state": "prefix caching keeps a Mamba state for each block of a prompt (--mamba-cache-mode all), or "
+    "only the running one and the last whole block's (align)",
+    "cache_mode": "--mamba-cache-mode has no all (0.32), or no effect at all: prefix caching decides (0.33)",
+    "cpu_states": "hybrids with states run on a CPU",
+    "cpu_latents": "latent attention runs on a CPU",
+    "sliding_kernel_block": "blocks of sliding layers are as short as their kernel takes them, or no longer",
+    "padded_pages": "pages of attention that do not divide the largest are padded",
+    "cublas_first": "cuBLAS' handles and workspace are there before memory is first measured and no longer "
+    "come off the pool",
+    "draft_limits": "max_model_len is the draft model's where that is shorter",
     "prefill_checkpoint": "Mamba-2 keeps a state of the prefill beside the running one",
     "compressed_cache": "the cache of layers that compress tokens is planned by its rules",
     "stored_kv_dtype": "--kv-cache-dtype auto is what the checkpoint says of its cache",

@@ -52,7 +52,7 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 # Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
 OTHERS = {
-    "calibration", "mamba_ssm_cache_dtype", "num_gpus", "device_memory_used",
+    "calibration", "mamba_ssm_cache_dtype", "mamba_cache_mode", "num_gpus", "device_memory_used",
     # of a model that reads pictures, which the demo model does not (test_pictures)
     "language_model_only", "skip_mm_profiling",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_chunked_mm_input", "mm_encoder_tp_mode",

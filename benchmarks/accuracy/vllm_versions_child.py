@@ -1,0 +1,159 @@
+"""Asks one version of vLLM what its own KV-config functions make of each folder's model; a JSON line a folder.
+
+    PYTHONPATH=FOLDER_OF_THE_WHEEL VLLM_TARGET_DEVICE=cpu python vllm_versions_child.py MODEL...
+
+From 0.20.1 on; only the Python of a wheel is needed, beside the torch and transformers that are installed. The
+order is the engine's own (v1/engine/core.py): config, process groups, the model on the meta device, block size,
+cache specs, layout, KV cache config, capacity. Nothing is loaded.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main(folders: list[str]) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    # vLLM starts a process per architecture to look at its class; here this one does
+    registry._run_in_subprocess = lambda look: look()
+    torch.cuda.Event = object  # as vLLM's CPU worker does before it builds a model
+    stand_in_for_kernels(torch)
+    ready = False
+    for folder in folders:
+        try:
+            arguments = json.loads((Path(folder) / "arguments.json").read_text())
+            config = EngineArgs(
+                folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",
+                **arguments,
+            ).create_engine_config()  # fmt: skip
+            with set_current_vllm_config(config):
+                if not ready:
+                    store = f"tcp://127.0.0.1:{free_port()}"
+                    init_distributed_environment(1, 0, store, 0, "gloo")
+                    ensure_model_parallel_initialized(1, 1)
+                    ready = True
+                make_expert_group()
+                torch.set_default_dtype(torch.bfloat16)
+                with torch.device("meta"):
+                    initialize_model(vllm_config=config)
+                current_platform.update_block_size_for_backend(config)
+                out = measure(config)
+        except Exception as error:  # printed for who reads the answers
+            out = {"error": f"{type(error).__name__}: {error}"[:400]}
+        print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
+
+
+def stand_in_for_kernels(torch) -> None:
+    """Models ask for their compiled operators when they are built: names are enough, none is called. The CPU is
+    one without AMX and AVX512-BF16, on every machine."""
+    namespace = type(torch.ops._C)
+    real = namespace.__getattr__
+
+    def found(self, name):
+        try:
+            return real(self, name)
+        except AttributeError:
+            if self.name.startswith("_C"):
+                return None
+            raise
+
+    namespace.__getattr__ = found
+    torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
+
+
+def make_expert_group() -> None:
+    """MoE layers ask for the expert-parallel group, which only an MoE model creates by itself."""
+    from vllm.distributed import parallel_state as state
+
+    if state._EP is None:
+        state._EP = state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
+
+
+def measure(config) -> dict:
+    """{num_blocks, tokens, concurrency, budget, groups: [[spec, layers, block size, page bytes]]}."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.core import kv_cache_utils as planning
+    from vllm.v1.core import single_type_kv_cache_manager as managers
+
+    specs, backends = {}, []
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if not isinstance(layer, AttentionLayerBase) or getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(config)
+        if spec is None:
+            continue
+        backends.append(layer.get_attn_backend())
+        if hasattr(spec, "indexes_kv_by_block_stride"):  # as the model runner of 0.24 to 0.28 does
+            strided = backends[-1].indexes_kv_by_block_stride()
+            spec = dataclasses.replace(spec, indexes_kv_by_block_stride=strided)
+        specs[name] = spec
+    if hasattr(managers, "register_all_kvcache_specs"):
+        managers.register_all_kvcache_specs(config)
+    set_layout(config, specs, backends)
+    pool = config.cache_config.kv_cache_memory_bytes
+    found = planning.generate_scheduler_kv_cache_config(planning.get_kv_cache_configs(config, [specs], [pool]))
+    tokens, concurrency = capacity(planning, config, found)
+    return {
+        "num_blocks": found.num_blocks,
+        "tokens": tokens,
+        "concurrency": concurrency,
+        "budget": config.scheduler_config.max_num_batched_tokens,
+        "groups": [
+            [type(g.kv_cache_spec).__name__, len(g.layer_names), g.kv_cache_spec.block_size,
+             g.kv_cache_spec.page_size_bytes]
+            for g in found.kv_cache_groups
+        ],
+    }  # fmt: skip
+
+
+def set_layout(config, specs, backends) -> None:
+    """The layout the engine settles on before it plans."""
+    from vllm.v1.attention.backends import utils
+
+    if not hasattr(utils, "resolve_kv_cache_layout"):
+        return
+    names = [layout.name for layout in utils.get_supported_kv_cache_layouts(backends)]
+    utils.resolve_kv_cache_layout(config, [names], specs.values())
+
+
+def capacity(planning, config, found) -> tuple[int, float]:
+    """What the two lines of the start-up log say."""
+    if hasattr(planning, "get_kv_cache_capacity"):
+        return planning.get_kv_cache_capacity(config, found)
+    said: list[tuple[str, tuple[object, ...]]] = []
+
+    class Log:
+        def info_once(self, text, *values, **_):
+            said.append((text, values))
+
+        info = info_once
+
+    before, planning.logger = planning.logger, Log()
+    try:
+        planning._report_kv_cache_config(config, found)
+    finally:
+        planning.logger = before
+    tokens = next(int(str(v[0]).replace(",", "")) for text, v in said if text.startswith("GPU KV cache size"))
+    return tokens, planning.get_max_concurrency_for_kv_cache_config(config, found)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
