@@ -64,7 +64,8 @@ def _refused(what: str, field: str) -> UnsupportedArchitecture:
 def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     size = demand.block_size * demand.shards
     if group.kind == "state":
-        assert demand.fixed is not None
+        if demand.fixed is None:
+            raise _refused("a state for each block of tokens", "--mamba-cache-mode")
         # 1 without prefix caching; with it the running one, that of the last border and a checkpoint
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
