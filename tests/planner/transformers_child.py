@@ -60,7 +60,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         buffers = dict(model.named_buffers())
         says["buffers"] = {n: shape_of(b) for n, b in buffers.items()}
         says["stored"] = sorted(set(model.state_dict()) - set(named))
-        says["float32"] = list(keep)
+        says["float32"] = sorted(keep)
         text = config.get_text_config()
         says["cache"] = cached(model, text)
     return says
