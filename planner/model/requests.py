@@ -137,13 +137,14 @@ class RequestLaw:
             whole = sum(self._asked(group, prompt + output) for group in self.groups)
             return RequestBlocks(whole, whole, whole, whole, whole)
         steps = list(self._prefill(prompt))
-        held = [self._held(steps[: place + 1]) for place in range(len(steps))]
+        held = [self._held(steps, place) for place in range(len(steps))]
         asked = sum(self._admitted(group, prompt) for group in self.groups)
         if output == 1:
             arrival = max(asked, *held)
             return RequestBlocks(arrival, arrival, held[-1], held[-1], held[-1])
         settled = min(self.in_flight, output - 1)  # decode steps until the prompt is processed
-        early = [self._held(list(self._history(steps, done))) for done in range(1, settled + 1)]
+        history = self._history(steps, settled)
+        early = [self._held(history, place) for place in range(len(steps), len(history))]
         started = early[-1]
         final = prompt + output - 2
         later = (self._decoding(at) for at in self._borders(prompt + settled, final))
@@ -210,24 +211,27 @@ class RequestLaw:
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
-    def _history(self, steps: list[Step], decoded: int) -> Iterator[Step]:
+    def _history(self, steps: list[Step], decoded: int) -> list[Step]:
         """The steps of the prompt and of ``decoded`` tokens behind it."""
         prompt = steps[-1].end
         ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
-        return (self._step(ends, place, prompt) for place in range(1, len(ends)))
+        behind = range(len(steps) + 1, len(ends))
+        return [*steps, *(self._step(ends, place, prompt) for place in behind)]
 
-    def _held(self, steps: list[Step]) -> int:
+    def _held(self, steps: list[Step], place: int) -> int:
+        """Blocks held at step ``place``."""
+        step = steps[place]
         return sum(
-            self._states(group, steps)
+            self._states(group, steps, place)
             if group.aligned
-            else group.needed(steps[-1].end) - group.given_back(steps[-1].processed)
+            else group.needed(step.end) - group.given_back(step.processed)
             for group in self.groups
         )
 
-    def _states(self, group: GroupLaw, steps: list[Step]) -> int:
+    def _states(self, group: GroupLaw, steps: list[Step], place: int) -> int:
         """States kept: of the blocks that steps ended in, those not yet given back."""
-        kept, low = set(), group.given_back(steps[-1].processed)
-        for step in reversed(steps):
+        kept, low = set(), group.given_back(steps[place].processed)
+        for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1
             if block < low:
                 break
