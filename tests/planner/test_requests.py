@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -48,9 +49,10 @@ def test_a_hybrid_says_what_a_request_takes(hybrid, capsys):
         f"tokens; one more state in each group where a block ends; at least {4 * block:,} bytes (4 blocks)"
     )
     (hits,) = (line for line in lines if line.startswith("Prefix hits"))
-    assert hits.startswith(
-        "Prefix hits: multiples of 1,056 tokens; at most 448 requests of any length, --max-num-seqs"
-    )
+    (pool,) = (line for line in lines if line.startswith("KV cache: about"))
+    usable = int(re.search(r"([\d,]+) usable", pool)[1].replace(",", ""))
+    most = f"at most {usable // 4:,} requests of any length, --max-num-seqs 1,024"
+    assert hits == f"Prefix hits: multiples of 1,056 tokens; {most}"
 
 
 def test_the_same_figures_in_text_json_table_page_and_explain(hybrid, capsys, tmp_path):
