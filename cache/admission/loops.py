@@ -124,7 +124,7 @@ def grow(
 
 @compiled
 def most_held(
-    earliest_first: Int64Array,
+    latest_first: Int64Array,
     fixed: Int64Array,
     tail: Int64Array,
     sequences: Int64Array,
@@ -134,14 +134,14 @@ def most_held(
     since: int,
     counts: Int64Array,
 ) -> int:
-    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, from the end of ``earliest_first``.
+    """`tonnage.cache.admission.peak.peak_of` of the arrays of a `Growth`, by place in ``latest_first``.
 
     ``counts`` int64 [block_size // scale + 1], zero before: sequences by spare slots of their last block, both
     these and what is held against them counted in ``scale`` slots.
     """
     most = held = number = 0
-    for place in range(earliest_first.size - 1, -1, -1):
-        at = earliest_first[place]
+    for place in range(latest_first.size):
+        at = latest_first[place]
         if end[at] < since:
             break
         # ceil((tail + end) / size) = blocks + turns + [spare < rest]: what ``tail`` fills, with spare slots in
@@ -154,7 +154,7 @@ def most_held(
         for spare in range(-(-(end[at] % block_size) // scale)):
             over += counts[spare]
         total = held + number * (end[at] // block_size) + over
-        most = total if place == earliest_first.size - 1 else max(most, total)
+        most = total if place == 0 else max(most, total)
     return most
 
 

@@ -87,6 +87,6 @@ def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
     scale = max(1, block_size // _CLASSES)
     counts = np.zeros(block_size // scale + 1, np.int64)
     return most_held(
-        np.argsort(growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
+        np.argsort(-growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
         block_size, scale, since, counts,
     )  # fmt: skip
