@@ -17,9 +17,10 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, EngineName, Failure, HostMemory, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, EngineName, Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
-from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import replace
 from tonnage.planner.units import ceil_div
 

@@ -24,9 +24,10 @@ from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, HostMemory, Plan, Resolved
+from tonnage.planner.plans import Deployment, Plan, Resolved
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tonnage.planner.model.capacity import RequestCapacity
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.plans import HostMemory, Plan, RankPlan
+from tonnage.planner.plans import Plan, RankPlan
 from tonnage.planner.records import asdict
 
 

@@ -8,8 +8,9 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.host import Hosted, largest_tensor
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.planning.stages import Stage
-from tonnage.planner.plans import HostMemory, RankPlan, Resolved, Term
+from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import gib

@@ -12,12 +12,12 @@ from oracle import Oracle, vllm_says
 
 from tonnage.planner.command import run
 from tonnage.planner.engines.runtime.host import pinned
+from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.output.emit import emit, memory_limit_bytes, shared_memory_bytes
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import plain_lines
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
-from tonnage.planner.plans import HostMemory, HostPart
 from tonnage.planner.source.resolve import ModelSource
 
 GIB = 1 << 30

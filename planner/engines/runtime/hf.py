@@ -8,7 +8,8 @@ from tonnage.planner.engines.runtime.api import framework
 from tonnage.planner.engines.runtime.estimate import Estimate, scaled
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
-from tonnage.planner.plans import HostMemory, HostPart, Resolved
+from tonnage.planner.model.host import HostMemory, HostPart
+from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ Files that are only mapped or read (the model's, libraries') are page cache, tol
 from __future__ import annotations
 
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import HostMemory, HostPart, RankPlan, Resolved
+from tonnage.planner.plans import RankPlan, Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.host import Hosted, page_cache
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.plans import HostMemory, HostPart, Resolved
+from tonnage.planner.model.host import HostMemory, HostPart
+from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
 # Anonymous memory beside the caches; assumed, from reports: 8.3 GB of which the prompt cache says 7,377.676 MiB

@@ -22,9 +22,10 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedAr
 from tonnage.planner.families.registry import families, family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Failure, HostMemory, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Deployment, Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, gib

@@ -13,7 +13,7 @@ from tonnage.planner.engines.runtime.host import Hosted, page_cache, pinned, rea
 from tonnage.planner.engines.vllm import cpu
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.plans import HostMemory, HostPart
+from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.units import GiB, MiB, ceil_div, gib
 
 _READ = (0, 30, 0)  # from here on the sources were at hand
