@@ -296,7 +296,8 @@ async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() ->
     with contextlib.suppress(EngineDead):  # it came to the one that was killed, or to the next
         await lost
     assert await trying.passed(request("after", Grammar("regex", "[a-e]"))) is not None
-    psutil.Process(trying.pid).suspend()
+    trial = psutil.Process(trying.pid)
+    trial.suspend()
     waits = asyncio.create_task(trying.passed(request("waits", Grammar("regex", "[a-d]"))))
     await asyncio.sleep(0.1)
     trying.close()  # the engine is stopped, or started again
@@ -304,6 +305,7 @@ async def test_a_hang_up_during_a_trial_is_heard_and_a_killed_trial_is_told() ->
         await waits
     with pytest.raises(EngineDead):
         await trying.passed(request("late", DIGITS))
+    await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 
 def test_a_new_process_tries_grammars_when_one_was_killed(compiler: Compiler) -> None:

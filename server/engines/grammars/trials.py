@@ -33,6 +33,7 @@ log = logging.getLogger("tonnage.server")
 # Trials at a time, one for each tenant: another tenant's slow grammars leave a place for one's own.
 PLACES = GRAMMAR_TRIALS
 KNOWN_BYTES = 4 << 20  # texts of grammars whose trial is known; the least recently used go
+_PATIENCE = 5.0  # seconds from the end of its connection to that of the process, which has nothing left to do
 
 
 @dataclass(slots=True)
@@ -94,8 +95,7 @@ class Trials:
                 while self._asked:
                     asked = self._asked.popleft()
                     if asked is None:
-                        self._trial.connection.close()
-                        self._trial.process.wait()
+                        self._trial.end()
                         return
                     if isinstance(asked, str):
                         self._forget(asked, waiting, running)
@@ -206,3 +206,12 @@ class _Trial:
                 stdin=subprocess.DEVNULL,
             )
         self.connection = Connection(ours.detach())
+
+    def end(self) -> None:
+        """It goes when its connection does; one that is stopped (SIGSTOP) would not."""
+        self.connection.close()
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
