@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # Where a test wants two threads, they wait for each other asleep: one that spins keeps the other from its core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-pytest.register_assert_rewrite("honoured")  # a helper that checks
+pytest.register_assert_rewrite("honoured", "called")  # helpers that check
 
 # A file is one worker's, with its servers. First the one that compiles what later ones load, beside it those
 # that need nothing of it, then the longest.

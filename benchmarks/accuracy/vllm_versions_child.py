@@ -3,53 +3,21 @@
     PYTHONPATH=FOLDER_OF_THE_WHEEL VLLM_TARGET_DEVICE=cpu python vllm_versions_child.py MODEL...
 
 From 0.20.1 on; only the Python of a wheel is needed, beside the torch and transformers that are installed. The
-order is the engine's own (v1/engine/core.py): config, process groups, the model on the meta device, block size,
-cache specs, layout, KV cache config, capacity. Nothing is loaded.
+order is the engine's own, and that of tests/planner/vllm_capacity_child.py. Nothing is loaded.
 """
 
 import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "planner"))
+from vllm_capacity_child import configs
+
 
 def main(folders: list[str]) -> None:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
-
-    # vLLM starts a process per architecture to look at its class; here this one does
-    registry._run_in_subprocess = lambda look: look()
-    torch.cuda.Event = object  # as vLLM's CPU worker does before it builds a model
-    stand_in_for_kernels(torch)
-    ready = False
-    for folder in folders:
-        try:
-            arguments = json.loads((Path(folder) / "arguments.json").read_text())
-            config = EngineArgs(
-                folder, dtype="bfloat16", skip_tokenizer_init=True, enforce_eager=True, load_format="dummy",
-                **arguments,
-            ).create_engine_config()  # fmt: skip
-            with set_current_vllm_config(config):
-                if not ready:
-                    store = f"tcp://127.0.0.1:{free_port()}"
-                    init_distributed_environment(1, 0, store, 0, "gloo")
-                    ensure_model_parallel_initialized(1, 1)
-                    ready = True
-                make_expert_group()
-                torch.set_default_dtype(torch.bfloat16)
-                with torch.device("meta"):
-                    initialize_model(vllm_config=config)
-                current_platform.update_block_size_for_backend(config)
-                out = measure(config)
-        except Exception as error:  # printed for who reads the answers
-            out = {"error": f"{type(error).__name__}: {error}"[:400]}
+    for folder, _, found in configs(folders, measure, stand_in_for_kernels):
+        out = {"error": found} if isinstance(found, str) else found
         print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
 
 
@@ -69,14 +37,6 @@ def stand_in_for_kernels(torch) -> None:
 
     namespace.__getattr__ = found
     torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
-
-
-def make_expert_group() -> None:
-    """MoE layers ask for the expert-parallel group, which only an MoE model creates by itself."""
-    from vllm.distributed import parallel_state as state
-
-    if state._EP is None:
-        state._EP = state.init_model_parallel_group([[0]], 0, "gloo", group_name="ep")
 
 
 def measure(config) -> dict:
@@ -145,14 +105,6 @@ def capacity(planning, config, found) -> tuple[int, float]:
         planning.logger = before
     tokens = next(int(str(v[0]).replace(",", "")) for text, v in said if text.startswith("GPU KV cache size"))
     return tokens, planning.get_max_concurrency_for_kv_cache_config(config, found)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,10 +38,7 @@ def server() -> Iterator[str]:
         url = next((line.split()[-1] for line in process.stdout if line.startswith("ready on ")), None)
         assert url is not None, "the server ended before it was ready"
         with Traffic(url) as traffic:
-            deadline = time.monotonic() + PATIENCE
-            while traffic.answers.count(200) < 4:
-                assert time.monotonic() < deadline, traffic.answers
-                time.sleep(0.2)
+            traffic.wait_for_answers(4)
             yield url
     finally:
         process.terminate()

@@ -27,6 +27,15 @@ class Answer:
         return self.texts[0]
 
 
+def cached_tokens(http: httpx.Client, system: str, salt: str) -> int:
+    """Of a chat that begins with ``system``, those found in the prefix cache."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "A berth?"}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
+    answer = http.post(CHAT, json=body).raise_for_status().json()
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
 @dataclass(frozen=True)
 class Api:
     """One endpoint of one server, greedy and short unless told otherwise."""

@@ -1,7 +1,7 @@
 """What each field that `tonnage doctor` prints as honoured is to do, asked of a real server.
 
-One check for each row of server/api/fields.py. Grammars at fault and tools are here too: the servers that are
-asked are the same.
+One check for each row of server/api/fields.py. Grammars at fault are here too, tools in called.py: the servers
+that are asked are the same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from called import forced_calls, free_calls
 from endpoints import CHAT, COMPLETIONS, RESPONSES, Api
 from serving import PATIENCE
 from tokenizers import Tokenizer
-from toolcalls import ASK, CLOCK, WEATHER, function, joined, told
 
 from tonnage.server.demo.model import ensure_demo
 
@@ -438,51 +438,6 @@ def refused(http: httpx.Client, fault: str) -> None:
         assert json.loads(told)["error"]["code"] == "invalid_value"
     assert rejected() == before + 4
     assert Api(http, COMPLETIONS).ask().text
-
-
-# -- tools ----------------------------------------------------------------------------------
-
-
-def forced_calls(client: openai.OpenAI) -> None:
-    body: dict[str, Any] = {
-        "model": "demo", "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 200, "temperature": 0,
-    }  # fmt: skip
-    create = client.chat.completions.create
-    for function_name, city in (("get_weather", True), ("get_time", False)):
-        choice = {"type": "function", "function": {"name": function_name}}
-        answer = create(**body, tool_choice=choice)
-        ((name, arguments),) = told(answer.choices[0].message)
-        assert name == function_name
-        assert (arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 2)) if city else arguments
-        assert answer.choices[0].message.content is None
-        assert answer.choices[0].finish_reason == "tool_calls"
-        assert joined(list(create(**body, tool_choice=choice, stream=True))) == (
-            "", [(name, arguments)], "tool_calls",
-        )  # fmt: skip
-    answer = create(**body, tool_choice="required", parallel_tool_calls=False)
-    (call,) = told(answer.choices[0].message)
-    assert call[0] in ("get_weather", "get_time")
-    stream = create(**body, tool_choice="required", parallel_tool_calls=False, stream=True)
-    assert joined(list(stream)) == ("", [call], "tool_calls")
-
-
-def free_calls(client: openai.OpenAI) -> None:
-    """auto: what the demo model says is up to it, and streamed it is the same; a strict function's call has the
-    form of its schema once it begins, here after a prompt that ends with the beginning of one."""
-    body: dict[str, Any] = {"model": "demo", "max_tokens": 60, "temperature": 0}
-    free = client.chat.completions.create(**body, messages=ASK, tools=[WEATHER])
-    streamed = joined(list(client.chat.completions.create(**body, messages=ASK, tools=[WEATHER], stream=True)))
-    assert streamed[0].strip() == (free.choices[0].message.content or "").strip()
-    assert streamed[1] == told(free.choices[0].message)
-    strict = function("get_weather", {"city": {"enum": ["Paris", "Oslo"]}}, strict=True)
-    parrot = [
-        {"role": "user", "content": f"Repeat: <tool_call>\n{line}\n</tool_call>"}
-        for line in ['{"name": "get_weather", "arguments": {"city": "Berlin"}}'] * 4
-    ]
-    answer = client.chat.completions.create(**body, messages=parrot, tools=[strict], parallel_tool_calls=False)
-    calls = told(answer.choices[0].message)
-    assert len(calls) <= 1
-    assert all(call in [("get_weather", {"city": c}) for c in ("Paris", "Oslo")] for call in calls)
 
 
 # -- the tests of both backends ------------------------------------------------------------------------------

@@ -64,6 +64,13 @@ class Traffic:
         self._stop.set()
         self._pool.shutdown()
 
+    def wait_for_answers(self, count: int) -> None:
+        """Until so many were whole."""
+        deadline = time.monotonic() + PATIENCE
+        while self.answers.count(200) < count:
+            assert time.monotonic() < deadline, self.answers
+            time.sleep(0.2)
+
     def _completions(self, number: int) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
             for turn in itertools.count():

@@ -9,11 +9,12 @@ from typing import Any
 from training_rows import ROWS
 
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training.activations import activations_of
+from tonnage.planner.training.activations import PLAIN_KERNELS, activations_of
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import TrainingModel, model_from
 from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.values import Kernels
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "gemma", "mistral", "gemma2", "gemma3_text", "gpt_neox", "falcon", "gpt_bigcode",
@@ -36,7 +37,13 @@ def planner(row: str) -> Planner:
 
 
 def planned_bytes(
-    row: str, setup: TrainingSetup, targets: frozenset[str], batch: int, length: int, **overrides: Any
+    row: str,
+    setup: TrainingSetup,
+    targets: frozenset[str],
+    batch: int,
+    length: int,
+    kernels: Kernels = PLAIN_KERNELS,
+    **overrides: Any,
 ) -> int:
     """What ``saved_bytes`` is to be, on the CPU, by the plan."""
     model = training_model(row, **overrides)
@@ -44,7 +51,7 @@ def planned_bytes(
     key = (attention, setup.method, setup.rank, targets, setup.trainable_layers, False)
     acts = activations_of(
         model.recipe, model.masked(length), convention_of(setup), frozen_bytes(setup), key, cuda=False,
-        single=batch == 1, estimated=model.estimated,
+        single=batch == 1, estimated=model.estimated, kernels=kernels,
     )  # fmt: skip
     total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
     casts = sum(ends.casts + ends.frozen_casts for ends in (acts.embedding, acts.head))

@@ -40,6 +40,22 @@ def folder_with(tmp_path):
 
 
 @pytest.fixture
+def planner(config_of):
+    """Of the training of Llama-3.1-8B."""
+    from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.training.build import Planner
+    from tonnage.planner.training.model import model_from
+
+    return Planner(model_from("llama", build_architecture(config_of("meta-llama/Meta-Llama-3.1-8B"))))
+
+
+@pytest.fixture
+def folder(folder_with, config_of):
+    """Of Llama-3.1-8B's config."""
+    return folder_with(config_of("meta-llama/Meta-Llama-3.1-8B"))
+
+
+@pytest.fixture
 def tiny_llama() -> dict[str, Any]:
     """A complete small Llama config."""
     return {

@@ -11,30 +11,16 @@ import pytest
 import yaml
 
 from tonnage.planner.devices.catalogue import find_gpu
-from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training import emit
-from tonnage.planner.training.build import Planner
 from tonnage.planner.training.command import run
 from tonnage.planner.training.html import page
 from tonnage.planner.training.links import parse_speed
-from tonnage.planner.training.model import model_from
 from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.sweep import parse_axis, sweep
 from tonnage.planner.training.tricks import tricks
 
 A100 = find_gpu("a100-80g").memory_bytes
-
-
-@pytest.fixture
-def planner(config_of):
-    config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    return Planner(model_from("llama", build_architecture(config)))
-
-
-@pytest.fixture
-def folder(folder_with, config_of):
-    return folder_with(config_of("meta-llama/Meta-Llama-3.1-8B"))
 
 
 def test_json(folder, capsys):

@@ -16,10 +16,8 @@ import training_models as models
 from oracle import Oracle
 
 from tonnage.planner.families.registry import build_architecture
-from tonnage.planner.training.activations import activations_of
 from tonnage.planner.training.build import Planner
 from tonnage.planner.training.model import model_from
-from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import kernels_of
 from tonnage.planner.training.values import Kernels
@@ -34,18 +32,8 @@ OTHERS = ("gemma2", "olmo2", "mixtral")
 
 def kept(row: str, setup: TrainingSetup, kernels: Kernels) -> int:
     """Planned bytes of a forward pass on the CPU with a loss."""
-    model = models.training_model(row)
-    key = ("sdpa", "full", 16, frozenset[str](), 2, False)
-    acts = activations_of(
-        model.recipe, model.masked(LENGTH), convention_of(setup), frozen_bytes(setup), key, cuda=False,
-        estimated=model.estimated, kernels=kernels._replace(layers_only=True),
-    )  # fmt: skip
-    total = acts.shared + acts.embedding.total + acts.head.total + acts.loss
-    casts = sum(ends.casts + ends.frozen_casts for ends in (acts.embedding, acts.head))
-    for _, count, each in acts.layers:
-        total = total + each.total.times(count)
-        casts += count * (each.casts + each.frozen_casts)
-    return total.at(BATCH, LENGTH) + casts
+    layers_only = kernels._replace(layers_only=True)
+    return models.planned_bytes(row, setup, frozenset(), BATCH, LENGTH, layers_only)
 
 
 @pytest.mark.oracle

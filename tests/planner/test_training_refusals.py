@@ -12,12 +12,6 @@ from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
 
 
-@pytest.fixture
-def planner(config_of):
-    config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    return Planner(model_from("llama", build_architecture(config)))
-
-
 @pytest.mark.parametrize(
     ("setup", "field", "words"),
     [

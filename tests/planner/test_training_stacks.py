@@ -32,17 +32,6 @@ SCALARS = 64  # torchtune's chunked loss keeps the counts of its chunks, 36 byte
 TORCHTUNE = {"stack": "torchtune", "precision": "bf16", "attention": "sdpa"}
 
 
-@pytest.fixture
-def planner(config_of):
-    config = config_of("meta-llama/Meta-Llama-3.1-8B")
-    return Planner(model_from("llama", build_architecture(config)))
-
-
-@pytest.fixture
-def folder(folder_with, config_of):
-    return folder_with(config_of("meta-llama/Meta-Llama-3.1-8B"))
-
-
 @pytest.mark.parametrize("row", SAID["kept"], ids=lambda row: "-".join(map(str, list(row.values())[:4])))
 def test_torchtunes_modules_keep_what_is_planned(row):
     asked = SAID["torchtune"]

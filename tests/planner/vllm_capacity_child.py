@@ -16,8 +16,10 @@ def main(folders: list[str]) -> None:
         print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
 
 
-def configs(folders: list[str]):
-    """(folder, VllmConfig, the scheduler's KVCacheConfig or what went wrong) of each."""
+def configs(folders: list[str], measured=None, prepare=None):
+    """(folder, VllmConfig, ``measured`` of it or what went wrong) of each; by default the scheduler's
+    KVCacheConfig. ``measured`` is called with the model built, ``prepare`` with torch once vLLM is imported."""
+    measured = measured or kv_cache_config
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
     from vllm.config import set_current_vllm_config
@@ -30,6 +32,8 @@ def configs(folders: list[str]):
     # vLLM starts a process per architecture to look at its class; here this one does
     registry._run_in_subprocess = lambda look: look()
     torch.cuda.Event = object  # as vLLM's CPU worker does before it builds a model (v1/worker/cpu/shm.py)
+    if prepare is not None:
+        prepare(torch)
     ready = False
     for folder in folders:
         config = None
@@ -50,7 +54,7 @@ def configs(folders: list[str]):
                 with torch.device("meta"):
                     initialize_model(vllm_config=config)
                 current_platform.update_block_size_for_backend(config)
-                found = kv_cache_config(config)
+                found = measured(config)
         except Exception as error:  # printed for the test, which fails on it
             found = f"{type(error).__name__}: {error}"[:400]
         yield folder, config, found

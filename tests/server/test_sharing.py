@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from endpoints import cached_tokens
 from serving import PATIENCE, serving
 from vllm.distributed import kv_events as vllm_events
 
@@ -178,12 +179,7 @@ def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_pat
         subscriber.connect(endpoint)
         subscriber.subscribe("kv")
         subscriber.setsockopt(zmq.RCVTIMEO, 500)
-        cached = []
-        for salt in ("one tenant", "another"):
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
-            body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
-            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        cached = [cached_tokens(client, SYSTEM, salt) for salt in ("one tenant", "another")]
         assert cached[0] == 0 < cached[1]
         # More prompts than the pool holds; the first may come before the subscription does.
         for number in range(100):

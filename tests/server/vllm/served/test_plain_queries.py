@@ -29,10 +29,7 @@ from tonnage.server.engines.vllm import figures
 @pytest.fixture(scope="module")
 def busy(plain: str) -> Iterator[str]:
     with Traffic(plain) as traffic:
-        deadline = time.monotonic() + PATIENCE
-        while traffic.answers.count(200) < 4:
-            assert time.monotonic() < deadline, traffic.answers
-            time.sleep(0.2)
+        traffic.wait_for_answers(4)
         yield plain
     assert set(traffic.answers) <= {200, 400}
 

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from endpoints import cached_tokens
 from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 from vllm_demo import SYSTEM
@@ -94,13 +95,8 @@ def test_an_encoder_has_nothing_to_share(field: str) -> None:
 
 @needs_vllm
 def test_tenants_of_the_server_share_its_system_prompt(server: str) -> None:
-    cached = []
     with httpx.Client(base_url=server, timeout=PATIENCE, trust_env=False) as client:
-        for salt in ("one tenant", "another"):
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "A berth?"}]
-            body = {"model": "demo", "messages": messages, "max_tokens": 1, "cache_salt": salt}
-            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        cached = [cached_tokens(client, SYSTEM, salt) for salt in ("one tenant", "another")]
     assert cached[0] == 0 < cached[1]
 
 

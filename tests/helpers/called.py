@@ -1,0 +1,50 @@
+"""Calls of functions, asked of a real server by OpenAI's client: forced, and left to the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+from toolcalls import ASK, CLOCK, WEATHER, function, joined, told
+
+
+def forced_calls(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {
+        "model": "demo", "messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 200, "temperature": 0,
+    }  # fmt: skip
+    create = client.chat.completions.create
+    for function_name, city in (("get_weather", True), ("get_time", False)):
+        choice = {"type": "function", "function": {"name": function_name}}
+        answer = create(**body, tool_choice=choice)
+        ((name, arguments),) = told(answer.choices[0].message)
+        assert name == function_name
+        assert (arguments["city"] in ("Paris", "Oslo") and arguments["days"] in (1, 2)) if city else arguments
+        assert answer.choices[0].message.content is None
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert joined(list(create(**body, tool_choice=choice, stream=True))) == (
+            "", [(name, arguments)], "tool_calls",
+        )  # fmt: skip
+    answer = create(**body, tool_choice="required", parallel_tool_calls=False)
+    (call,) = told(answer.choices[0].message)
+    assert call[0] in ("get_weather", "get_time")
+    stream = create(**body, tool_choice="required", parallel_tool_calls=False, stream=True)
+    assert joined(list(stream)) == ("", [call], "tool_calls")
+
+
+def free_calls(client: openai.OpenAI) -> None:
+    """auto: what the demo model says is up to it, and streamed it is the same; a strict function's call has the
+    form of its schema once it begins, here after a prompt that ends with the beginning of one."""
+    body: dict[str, Any] = {"model": "demo", "max_tokens": 60, "temperature": 0}
+    free = client.chat.completions.create(**body, messages=ASK, tools=[WEATHER])
+    streamed = joined(list(client.chat.completions.create(**body, messages=ASK, tools=[WEATHER], stream=True)))
+    assert streamed[0].strip() == (free.choices[0].message.content or "").strip()
+    assert streamed[1] == told(free.choices[0].message)
+    strict = function("get_weather", {"city": {"enum": ["Paris", "Oslo"]}}, strict=True)
+    parrot = [
+        {"role": "user", "content": f"Repeat: <tool_call>\n{line}\n</tool_call>"}
+        for line in ['{"name": "get_weather", "arguments": {"city": "Berlin"}}'] * 4
+    ]
+    answer = client.chat.completions.create(**body, messages=parrot, tools=[strict], parallel_tool_calls=False)
+    calls = told(answer.choices[0].message)
+    assert len(calls) <= 1
+    assert all(call in [("get_weather", {"city": c}) for c in ("Paris", "Oslo")] for call in calls)
