@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
-from tonnage.planner.families.tensors import latent
+from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -76,9 +75,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense)
             continue
-        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
-        t.router(f"{at}.mlp.gate", count, d.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.corrected_experts(f"{at}.mlp", count, d.hidden, inner)
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)

@@ -11,9 +11,9 @@ from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family, InFiles, InVLLM
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads

@@ -11,8 +11,8 @@ from typing import Literal
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
 

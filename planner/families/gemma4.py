@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads

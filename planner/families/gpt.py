@@ -8,9 +8,8 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import EAGER, GPT2_NAMES, QV, Family
-from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, Rope, layer_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.moe_sliding import tables_by_kind
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 
@@ -34,13 +34,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     cache: list[CacheLayer] = []
     for i, at in t.layers(layers, "model.layers"):
         if kinds[i] == "conv":
-            t.add(f"{at}.conv.conv.weight", (dims.hidden, 1, kernel), "mixer", "Conv1d", shard=0)
-            if conv_bias:
-                t.add(f"{at}.conv.conv.bias", (dims.hidden,), "mixer", "Conv1d", shard=0)
-            t.linear(
-                f"{at}.conv.in_proj", 3 * dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="column"
-            )
-            t.linear(f"{at}.conv.out_proj", dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="row")
+            t.short_conv(f"{at}.conv", dims.hidden, kernel, conv_bias)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         else:
             t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
-from tonnage.planner.families.tensors import latent
+from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -227,9 +226,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", d.hidden, dense)
             continue
-        t.experts(f"{at}.mlp.experts", count, d.hidden, inner)
-        t.router(f"{at}.mlp.gate", count, d.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
+        t.corrected_experts(f"{at}.mlp", count, d.hidden, inner, None)
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
@@ -375,13 +372,7 @@ def lfm2(fields: Fields, model_type: str) -> Architecture:
             t.attention(f"{at}.self_attn", dims, out="out_proj", qk_norm="head", norm_names=names)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         else:
-            t.add(f"{at}.conv.conv.weight", (dims.hidden, 1, kernel), "mixer", "Conv1d", shard=0)
-            if conv_bias:
-                t.add(f"{at}.conv.conv.bias", (dims.hidden,), "mixer", "Conv1d", shard=0)
-            t.linear(
-                f"{at}.conv.in_proj", 3 * dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="column"
-            )
-            t.linear(f"{at}.conv.out_proj", dims.hidden, dims.hidden, "mixer", bias=conv_bias, shard="row")
+            t.short_conv(f"{at}.conv", dims.hidden, kernel, conv_bias)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         if i < dense:
             t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads

@@ -7,9 +7,9 @@ from functools import partial
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, InVLLM
 from tonnage.planner.families.mamba import TIME_STEP, Mamba1, Mamba2, auto, chunk_of
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads

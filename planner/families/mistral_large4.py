@@ -11,10 +11,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla, towers
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import moved
-from tonnage.planner.families.tensors import latent
+from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads

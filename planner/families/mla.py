@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family, InVLLM
-from tonnage.planner.families.tensors import latent, tensors_of
+from tonnage.planner.families.tensors import Tensors, latent, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -138,7 +137,7 @@ def _build(v: Variant, fields: Fields, model_type: str) -> Architecture:
 
 
 def _correction(count: int) -> tuple[TensorSpec, ...]:
-    """e_score_correction_bias (common.Tensors.correction_bias)."""
+    """e_score_correction_bias (tensors.Tensors.correction_bias)."""
     name = "mlp.gate.e_score_correction_bias"
     return (TensorSpec(name, (count,), "buffer", "Router", dtype="float32", stored="float32"),)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import label_count, text_length, wanted_class
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import Family, InFiles, InVLLM
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads

@@ -7,9 +7,8 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
-from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -174,9 +173,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", full.hidden, dense)
             continue
-        t.experts(f"{at}.mlp.experts", count, full.hidden, inner)
-        t.router(f"{at}.mlp.gate", count, full.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+        t.corrected_experts(f"{at}.mlp", count, full.hidden, inner)
     t.close("model.norm", "model.embed_tokens", vocab, full.hidden, tied)
     for name, own in (("full_attention", full), ("sliding_attention", sliding)):
         t.rotary(int(own.head_size * share), f"model.rotary_emb.{name}_")
@@ -218,9 +215,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
-        t.router(f"{at}.mlp.gate", count, dims.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        t.corrected_experts(f"{at}.mlp", count, dims.hidden, inner, None)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     for kind in dict.fromkeys(kinds):
@@ -279,9 +274,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
         if not sparse[i]:
             t.plain_mlp(f"{at}.mlp", dims.hidden, dense, names=("gate_up_proj", "down_proj"), fused_gate=True)
             continue
-        t.router(f"{at}.mlp.gate", count, dims.hidden)
-        t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,), None)
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        t.corrected_experts(f"{at}.mlp", count, dims.hidden, inner, None)
         if number:
             t.plain_mlp(
                 f"{at}.mlp.shared_experts", dims.hidden, shared * number, names=("gate_up_proj", "down_proj"),

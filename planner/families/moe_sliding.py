@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.moe import sparse_layers
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.records import dataclass

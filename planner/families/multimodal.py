@@ -12,8 +12,8 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, gemma3n_towers, pictures, towers
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.tensor import TensorSpec

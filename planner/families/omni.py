@@ -13,9 +13,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import towers
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 

@@ -8,9 +8,9 @@ from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
 from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads

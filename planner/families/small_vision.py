@@ -8,9 +8,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
-from tonnage.planner.families.common import Tensors
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.families.multimodal import moved
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads

@@ -1,15 +1,300 @@
-"""The tensors of a recipe (model/recipe.py): TensorSpecs with the names of transformers' state dict."""
+"""The tensors of a model, with the names of transformers' state dict: collected one by one (`Tensors`), or all
+of a recipe (model/recipe.py)."""
 
 from __future__ import annotations
 
-from tonnage.planner.families.common import Tensors
-from tonnage.planner.model.recipe import Attention, Experts, LatentAttention, Mlp, Norm, Recipe
-from tonnage.planner.model.tensor import TensorSpec
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.model.architecture import Rotary
+from tonnage.planner.model.recipe import Attention, Experts, Heads, LatentAttention, Mlp, Norm, Recipe
+from tonnage.planner.model.tensor import Role, TensorSpec
 from tonnage.planner.records import replace
 
-# what the module of a norm learns (common.Tensors.norm)
+Shard = Literal["column", "row"] | None
+
+# Far more than any published model has: DeepSeek-V4-Pro, with 2,201, has the most, and as many in each of the
+# 1,000 layers that planner/model/fields.py allows would be 36,000. Beyond it, numbers multiply (adapters of
+# every layer in every layer); each TensorSpec is an object of 300 bytes and costs a plan 10 us.
+MAX_TENSORS = 60_000
+
+# what the module of a norm learns (Tensors.norm)
 _LEARNED = {"layer": "layer", "layer-one": "layer", "layer-weight": "layer-weight",
             "layer-written": "layer-weight", "layer-none": "none"}  # fmt: skip
+
+
+class Tensors:
+    """Collects the tensors of a model in order. ``layer`` is the model layer of what is added next;
+    ``role`` replaces every role while it is set (towers and encoders); ``linear_class`` owns linear layers."""
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+        self.layer: int | None = None
+        self.role: Role | None = None
+        self.linear_class = "Linear"
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        role: Role,
+        module_class: str,
+        *,
+        shard: int | None = None,
+        kv: tuple[int, int] = (0, 0),
+        dtype: str | None = None,
+        tied_to: str | None = None,
+        matrices: int = 1,
+        transposed: bool = False,
+        stored: str | None = None,
+    ) -> None:
+        """One tensor. ``kv``: (rows of KV heads, number of KV heads) along the divided dimension."""
+        if len(self.specs) >= MAX_TENSORS:
+            raise UnsupportedArchitecture(
+                f"the sizes give a model of more than {MAX_TENSORS:,} tensors", field=name
+            )
+        if self.role is not None and role != "buffer":
+            role = self.role
+        self.specs.append(
+            TensorSpec(
+                name,
+                shape,
+                role,
+                module_class,
+                self.layer,
+                tied_to,
+                dtype,
+                shard,
+                *kv,
+                matrices,
+                transposed,
+                stored,
+            )
+        )
+
+    def linear(
+        self,
+        module: str,
+        out: int,
+        into: int,
+        role: Role = "attention",
+        *,
+        bias: bool = False,
+        shard: Shard = None,
+        kv: tuple[int, int] = (0, 0),
+        module_class: str | None = None,
+        dtype: str | None = None,
+        stored: str | None = None,
+    ) -> None:
+        """Weight [out, in] and, if any, bias [out]. ``column`` divides the outputs, ``row`` the inputs."""
+        if out < 1 or into < 1:  # a quotient of two sizes, rounded down
+            raise ConfigError(f"the sizes give it the shape [{out}, {into}]", field=f"{module}.weight")
+        dim = {"column": 0, "row": 1, None: None}[shard]
+        module_class = module_class or self.linear_class
+        shape, across = (out, into), dim
+        if module_class == "Conv1D":  # GPT-2's: turned, which quantizers undo
+            shape, across = (into, out), None if dim is None else 1 - dim
+        self.add(f"{module}.weight", shape, role, module_class, shard=across, kv=kv, dtype=dtype, stored=stored)
+        if bias:
+            self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
+
+    def norm(self, module: str, size: int, kind: str = "rms") -> None:
+        """``rms``: a weight; ``layer``: weight and bias; ``layer-weight``: a LayerNorm without bias;
+        ``none``: nothing to learn."""
+        if kind == "none":
+            return
+        module_class = "RMSNorm" if kind == "rms" else "LayerNorm"
+        self.add(f"{module}.weight", (size,), "norm", module_class)
+        if kind == "layer":
+            self.add(f"{module}.bias", (size,), "norm", module_class)
+
+    def embedding(
+        self, module: str, rows: int, width: int, tied_to: str | None = None, shard: int | None = None
+    ) -> None:
+        """A table; ``shard`` 0 for the vocabulary (divided by rows), None for positions."""
+        self.add(f"{module}.weight", (rows, width), "embedding", "Embedding", tied_to=tied_to, shard=shard)
+
+    def vocabulary(self, module: str, rows: int, width: int, tied_to: str | None = None) -> None:
+        self.embedding(module, rows, width, tied_to, 0)
+
+    def head(self, module: str, vocab: int, width: int, tied_to: str | None, bias: bool = False) -> None:
+        self.add(f"{module}.weight", (vocab, width), "head", "Linear", tied_to=tied_to, shard=0)
+        if bias:
+            self.add(f"{module}.bias", (vocab,), "head", "Linear", shard=0)
+
+    def layers(self, count: int, prefix: str) -> Iterator[tuple[int, str]]:
+        """(index, ``prefix``.index) of each layer, which what is added meanwhile belongs to."""
+        for self.layer in range(count):
+            yield self.layer, f"{prefix}.{self.layer}"
+        self.layer = None
+
+    def layer_norms(self, at: str, size: int) -> None:
+        """The two RMSNorms most layers have."""
+        self.norm(f"{at}.input_layernorm", size)
+        self.norm(f"{at}.post_attention_layernorm", size)
+
+    def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
+        """What follows the layers: the final norm, and the head, which may be tied to ``embedding``."""
+        self.layer = None
+        self.norm(norm, width)
+        self.head("lm_head", vocab, width, f"{embedding}.weight" if tied else None)
+
+    def buffer(
+        self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None, stored: str | None = None
+    ) -> None:
+        self.add(name, shape, "buffer", module_class, dtype=dtype, stored=stored)
+
+    def attention(
+        self,
+        at: str,
+        dims: Heads,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        out: str = "o_proj",
+        qk_norm: str = "none",
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+    ) -> None:
+        """Separate q, k, v and output projections under ``at``. ``qk_norm``: ``head`` (a weight of one
+        head), ``full`` (of all heads) or ``none``."""
+        kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
+        for name, rows, kv in (
+            ("q_proj", dims.heads * dims.head_size, (0, 0)),
+            ("k_proj", kv_rows, (kv_rows, dims.kv_heads)),
+            ("v_proj", value_rows, (value_rows, dims.kv_heads)),
+        ):
+            self.linear(f"{at}.{name}", rows, dims.hidden, bias=bias, shard="column", kv=kv)
+        self.linear(f"{at}.{out}", dims.hidden, dims.heads * dims.value_size, bias=out_bias, shard="row")
+        if qk_norm != "none":
+            full = qk_norm == "full"
+            q_norm, k_norm = norm_names
+            self.norm(f"{at}.{q_norm}", dims.heads * dims.head_size if full else dims.head_size)
+            self.norm(f"{at}.{k_norm}", kv_rows if full else dims.head_size)
+
+    def fused_attention(
+        self, at: str, dims: Heads, *, qkv: str, out: str, bias: bool = False, out_bias: bool = False
+    ) -> None:
+        """One projection for q, k and v."""
+        kv_rows = dims.kv_heads * (dims.head_size + dims.value_size)
+        rows = dims.heads * dims.head_size + kv_rows
+        kv = (kv_rows, dims.kv_heads)
+        self.linear(f"{at}.{qkv}", rows, dims.hidden, bias=bias, shard="column", kv=kv)
+        self.linear(f"{at}.{out}", dims.hidden, dims.heads * dims.value_size, bias=out_bias, shard="row")
+
+    def gated_mlp(
+        self,
+        at: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        role: Role = "mlp",
+    ) -> None:
+        gate, up, down = names
+        self.linear(f"{at}.{gate}", inner, hidden, role, bias=bias, shard="column")
+        self.linear(f"{at}.{up}", inner, hidden, role, bias=bias, shard="column")
+        self.linear(f"{at}.{down}", hidden, inner, role, bias=bias, shard="row")
+
+    def plain_mlp(
+        self,
+        at: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        names: tuple[str, str] = ("up_proj", "down_proj"),
+        fused_gate: bool = False,
+    ) -> None:
+        """Up and down; ``fused_gate``: the first matrix holds gate and up."""
+        up, down = names
+        self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
+        self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
+
+    def experts(
+        self,
+        at: str,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        gated: bool = True,
+        transposed: bool = False,
+        bias: bool = False,
+        names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+        module_class: str = "Experts",
+    ) -> None:
+        """All routed experts of a layer as two tensors [experts, out, in] (or [experts, in, out])."""
+        up, down = names
+        matrices = 2 if gated else 1
+        rows = matrices * inner
+        up_shape = (count, hidden, rows) if transposed else (count, rows, hidden)
+        down_shape = (count, inner, hidden) if transposed else (count, hidden, inner)
+        extra: dict[str, Any] = {"transposed": transposed}
+        self.add(
+            f"{at}.{up}",
+            up_shape,
+            "expert",
+            module_class,
+            shard=2 if transposed else 1,
+            matrices=matrices,
+            **extra,
+        )
+        if bias:
+            self.add(f"{at}.{up}_bias", (count, rows), "expert", module_class, shard=1)
+        self.add(f"{at}.{down}", down_shape, "expert", module_class, shard=1 if transposed else 2, **extra)
+        if bias:
+            self.add(f"{at}.{down}_bias", (count, hidden), "expert", module_class)
+
+    def router(
+        self,
+        module: str,
+        count: int,
+        hidden: int,
+        *,
+        linear: bool = False,
+        bias: bool = False,
+        dtype: str | None = None,
+        stored: str | None = None,
+    ) -> None:
+        """The routing weights [experts, hidden]; ``linear``: an nn.Linear, which bitsandbytes replaces."""
+        kind = "Linear" if linear else "Router"
+        self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
+
+    def correction_bias(self, name: str, shape: tuple[int, ...], dtype: str | None = "float32") -> None:
+        """e_score_correction_bias, a buffer of the models' own classes. Published in fp32 (DeepSeek-V3's and
+        MiniMax-M2's headers); transformers 5.19 keeps it so where a family's _keep_in_fp32_modules_strict or
+        its constructor says so, else it is loaded in the model's dtype (``dtype`` None)."""
+        self.buffer(name, shape, "Router", dtype, "float32")
+
+    def corrected_experts(
+        self, at: str, count: int, hidden: int, inner: int, dtype: str | None = "float32"
+    ) -> None:
+        """Router, its correction bias (in ``dtype``) and experts, below ``at``."""
+        self.router(f"{at}.gate", count, hidden)
+        self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
+        self.experts(f"{at}.experts", count, hidden, inner)
+
+    def short_conv(self, at: str, hidden: int, kernel: int, bias: bool) -> None:
+        """LFM's gated convolution along the sequence."""
+        self.add(f"{at}.conv.weight", (hidden, 1, kernel), "mixer", "Conv1d", shard=0)
+        if bias:
+            self.add(f"{at}.conv.bias", (hidden,), "mixer", "Conv1d", shard=0)
+        self.linear(f"{at}.in_proj", 3 * hidden, hidden, "mixer", bias=bias, shard="column")
+        self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
+
+    def rotary(self, dim: int, *prefixes: str) -> None:
+        self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
+
+
+def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:
+    """``inv_freq`` and its copy ``original_inv_freq``, fp32 (transformers 5.19, *RotaryEmbedding)."""
+    for prefix in prefixes:
+        for name in ("inv_freq", "original_inv_freq"):
+            # ceil: arange(0, dim, 2)
+            shape = ((rotary.dim + 1) // 2,)
+            yield TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
 
 
 def tensors_of(recipe: Recipe) -> Tensors:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.common import Tensors
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
