@@ -9,8 +9,8 @@ One engine (AsyncLLM, the demo model) for each mode stays up and they take turns
 loop of ``--cold`` requests that does not count (predictive mode learns lengths from there on, as in a server).
 Prompt and output lengths are those of the Azure conversations (tests/data/traces), prompts by
 ``--prompt-scale``, outputs by ``--output-scale`` shorter; each request asks for 1,000 tokens scaled alike and
-ends where the trace says (a logits processor gives the end token). Of the defaults, prompts of 28 tokens and
-outputs of 94 on average in a pool of 3,584, vLLM preempts nearly as often as it serves requests. The Poisson
+ends where the trace says (a logits processor gives the end token). Of the defaults, prompts of 14 tokens and
+outputs of 94 on average in a pool of 3,072, vLLM preempts more often than it serves requests. The Poisson
 rate is ``--load`` times what the default took in its first closed loop: more than any of them can take, or all
 would give out the tokens that are asked for. 15 to 20 minutes on 2 cores.
 
