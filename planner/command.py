@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import parse_count
 
@@ -55,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
         allow_abbrev=False,
     )
-    p.add_argument("model", metavar="MODEL", help="demo, a folder with config.json, a .gguf file or a hub id")
+    p.add_argument(
+        "model", metavar="MODEL",
+        help="demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision",
+    )  # fmt: skip
+    add_token_flag(p)
     add_groups(p, Deployment)
     _output_flags(p.add_argument_group("answers and output"))
     return p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable
 
@@ -25,6 +26,16 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
             line += ["--gpu", flags.gpu]
     line += [*changed(flags, SHARED), *changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
     return shlex.join(line)
+
+
+def model_and_revision(name: str) -> tuple[str, ...]:
+    """``org/name@revision`` as engines take it, that have a flag for the revision."""
+    if "@" not in name or os.path.exists(name):
+        return (name,)
+    from tonnage.planner.headers.names import hub_model
+
+    found = hub_model(name)
+    return (name,) if found is None else (found.repo, "--revision", found.revision)
 
 
 def changed(flags: Deployment, names: Iterable[str]) -> list[str]:

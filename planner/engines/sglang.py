@@ -24,6 +24,7 @@ from tonnage.planner.engines.log import (
 )
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.runtime.gpu import has_towers
+from tonnage.planner.engines.serve_line import model_and_revision
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import UnsupportedArchitecture
@@ -219,8 +220,9 @@ class SGLang(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment
-        line = ["python", "-m", "sglang.launch_server", "--model-path", plan.model.id, "--context-length",
-                str(flags.max_model_len), "--tp-size", str(flags.tensor_parallel_size)]  # fmt: skip
+        line = ["python", "-m", "sglang.launch_server", "--model-path", *model_and_revision(plan.model.id),
+                "--context-length", str(flags.max_model_len), "--tp-size",
+                str(flags.tensor_parallel_size)]  # fmt: skip
         if plan.kv_cache.layout.block_size > 1:
             line += ["--page-size", str(plan.kv_cache.layout.block_size)]
         return (shlex.join(line),)

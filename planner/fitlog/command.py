@@ -15,6 +15,7 @@ from tonnage.planner.fitlog.calibrate import keep
 from tonnage.planner.fitlog.compare import ASKED, FITTED, Comparison, Row, compare
 from tonnage.planner.fitlog.read import read_log
 from tonnage.planner.flags import add_flags
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.planner.units import gib
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
     p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
+    add_token_flag(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument(
         "--calibrate", metavar="FILE",

@@ -1,21 +1,26 @@
 """Model files over HTTP by range request: config, index and safetensors headers, never weights.
 
 Sizes are capped before anything is read, a server that answers a range request with the whole file is refused,
-and so is a redirect to another host (the hub's own storage hosts aside).
+and so is a redirect to another host (the hub's own storage hosts aside). The token goes to the hub alone, never
+on to where it redirects, and no text of a server's answer goes into an error: it may repeat what it was sent.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPMessage
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from http.client import HTTPMessage, responses
 from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.headers.hub import endpoint, token
+from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.safetensors import (
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
@@ -30,33 +35,38 @@ _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
 _MAX_SHARDS = 64  # two requests each; larger models are planned from config.json alone
 _THREADS = 8
-_HUB = "https://huggingface.co"
-# where huggingface.co sends requests for large files (LFS and Xet storage)
+# where huggingface.co, and a mirror of it, send requests for large files (LFS and Xet storage)
 _HUB_STORAGE = (".huggingface.co", ".hf.co")
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows redirects within the host it was sent to."""
+    """Follows redirects within the host it was sent to, and to the hub's storage without the token."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
         old, new = urlsplit(req.full_url), urlsplit(newurl)
-        hub = old.hostname is not None and ("." + old.hostname).endswith(_HUB_STORAGE)
-        stored = hub and new.scheme == "https" and ("." + (new.hostname or "")).endswith(_HUB_STORAGE)
-        if (new.scheme, new.hostname, new.port) != (old.scheme, old.hostname, old.port) and not stored:
+        same = (new.scheme, new.hostname, new.port) == (old.scheme, old.hostname, old.port)
+        stored = new.scheme in ("https", old.scheme) and ("." + (new.hostname or "")).endswith(_HUB_STORAGE)
+        if not same and not stored:
             raise CheckpointError(
                 f"is redirected from {old.hostname} to another host, {new.hostname}", field=old.path[-80:]
             )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        following = super().redirect_request(req, fp, code, msg, headers, newurl)
+        sent = req.unredirected_hdrs.get("Authorization")
+        if same and sent and following is not None:  # a model that was renamed
+            following.add_unredirected_header("Authorization", sent)
+        return following
 
 
 class Remote:
-    """Files of one repository at ``<endpoint>/<model>/resolve/main/``."""
+    """Files of one model at ``<endpoint>/<repo>/resolve/<revision>/``. Raises ModelNotFound for a token that is
+    none."""
 
-    def __init__(self, model: str, endpoint: str | None = None) -> None:
-        base = (endpoint or os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
-        self._base = f"{base}/{quote(model)}/resolve/main/"
+    def __init__(self, model: HubModel) -> None:
+        self._model, self._page = model, f"{endpoint()}/{quote(model.repo)}"
+        self._base = f"{self._page}/resolve/{quote(model.revision, safe='')}/"
+        self._token = token()
         self._open = urllib.request.build_opener(_SameHost).open
 
     def read(self, name: str, limit: int) -> bytes | None:
@@ -107,18 +117,75 @@ class Remote:
         return data, int(total)
 
     def _get(self, name: str, span: str | None) -> Any:
+        """The answer; None where the model has no such file."""
         request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
+        if self._token is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         if span is not None:
             request.add_header("Range", span)
         try:
             return self._open(request, timeout=_TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
-            if error.code == 404:
-                return None
-            raise ModelNotFound(f"the server answers {error.code} {error.reason}", field=name) from None
+            with error:
+                # without the header it is a server of files
+                if error.code == 404 and error.headers.get("X-Error-Code") in (None, "EntryNotFound"):
+                    return None
+                why, hint = self._refused(error.code, error.headers)
+            raise ModelNotFound(why, field=name, hint=hint) from None
         except (urllib.error.URLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ModelNotFound(f"cannot be fetched: {str(reason)[:200]}", field=name) from None
+            hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
+            raise ModelNotFound(f"cannot be fetched: {str(reason)[:200]}", field=name, hint=hint) from None
+
+    def _refused(self, code: int, headers: Message) -> tuple[str, str]:
+        """What an answer other than the file means, and what to do. The hub's codes are those that
+        hf_raise_for_status of huggingface_hub 1.x (utils/_http.py) tells apart."""
+        kind, sent = headers.get("X-Error-Code"), self._token is not None
+        said = f"the hub answers {code} {responses.get(code, '')}".rstrip()
+        login = "log in with 'hf auth login', or set HF_TOKEN or --hf-token"
+        own = f"a token of your own from {endpoint()}/settings/tokens"
+        if kind == "RevisionNotFound":
+            return (
+                f"{said}: it has no revision {self._model.revision}",
+                f"{self._page} lists its branches and tags",
+            )
+        if code == 404:
+            return f"{said}: there is no such model, or it is private to others", f"look for it on {endpoint()}"
+        if kind == "GatedRepo" or code == 403:
+            if sent:
+                licence = f"accept its licence at {self._page} with the account of the token"
+                return f"{said}: gated, and this account has no access", (
+                    f"{licence}; a fine-grained token has to allow reading gated repositories"
+                )
+            return f"{said}: gated, and no token was sent", f"accept its licence at {self._page}, then {login}"
+        if code == 401:
+            if sent:
+                return f"{said}: the token is not valid, or the model is private to others", f"take {own}"
+            return f"{said}: no such model, or private or gated and no token was sent", (
+                f"check the name; else accept a licence at {self._page} and {login}"
+            )
+        if code == 429:
+            wait = _seconds(headers.get("Retry-After"))
+            more = "" if sent else f"; with {own} more requests are answered"
+            return f"{said}: too many requests", f"try again {f'in {wait} s' if wait else 'later'}{more}"
+        if code >= 500:
+            return f"{said}: it fails itself, or a proxy before it", (
+                "try again later; a local folder with config.json needs no hub"
+            )
+        return said, f"look at {self._page}"
+
+
+def _seconds(retry_after: str | None) -> int | None:
+    """Of a Retry-After header, which has seconds or a date (RFC 9110, 10.2.3)."""
+    if retry_after is None:
+        return None
+    if retry_after.isdecimal() and retry_after.isascii():
+        return int(retry_after[:9])
+    try:
+        until = parsedate_to_datetime(retry_after)
+    except (ValueError, TypeError):
+        return None
+    return max(1, round(until.timestamp() - time.time()))
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:

@@ -1,9 +1,8 @@
-"""A model's name -> :class:`ModelSource`: ``demo``, a folder, a GGUF file or a hub id."""
+"""A model's name -> :class:`ModelSource`: ``demo``, a folder, a file or a model of the hub."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +14,8 @@ from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
-_HINT = 'give a folder with config.json, a hub id "org/name", or "demo"'
+_HINT = 'give a folder with config.json, a hub id "org/name" or "org/name@revision", or "demo"'
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +79,21 @@ def _local(path: Path, model: str) -> ModelSource | None:
 
 
 def _hub(model: str) -> ModelSource:
-    if not re.fullmatch(_HUB_ID, model, re.ASCII):
+    from tonnage.planner.headers.names import hub_model
+
+    if (named := hub_model(model)) is None:
         raise ModelNotFound(
             f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
         )
     from tonnage.planner.source.hub import cached_snapshot, fetch  # loads an HTTP client
 
-    snapshot = cached_snapshot(model)
+    name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
-        config, tensors = fetch(model)
-        return ModelSource(model, model, config, "hub", tensors)
+        config, tensors = fetch(named)
+        return ModelSource(name, name, config, "hub", tensors)
     weights = any(snapshot.glob("*.safetensors"))
-    path = str(snapshot) if weights or any(snapshot.glob("*.bin")) else model
-    return ModelSource(model, path, read_config(snapshot), "hub", read_folder(snapshot) if weights else None)
+    path = str(snapshot) if weights or any(snapshot.glob("*.bin")) else name
+    return ModelSource(name, path, read_config(snapshot), "hub", read_folder(snapshot) if weights else None)
 
 
 def _demo() -> ModelSource:
@@ -140,10 +140,15 @@ def _file(path: Path, model: str) -> ModelSource:
             f"{model} is a pickle file: reading it runs code", field="model",
             hint="convert it to safetensors, or give the model's folder",
         )  # fmt: skip
+    if path.is_file() and path.name == "config.json":
+        return _folder(path.parent, str(path.parent))
+    if path.is_file() and path.suffix.lower() == ".json":  # one that was saved under a name of its own
+        return ModelSource(model, str(path), load_config(path), "folder")
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(
-            f"{model} is a file but not a .gguf", field="model", hint="give the model's folder instead"
-        )
+            f"{model} is a file but not a .gguf or a config.json", field="model",
+            hint="give the model's folder instead",
+        )  # fmt: skip
     from tonnage.planner.headers.gguf import read_gguf
     from tonnage.planner.headers.gguf_config import config_from_gguf
 

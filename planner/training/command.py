@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_flags, add_groups, given
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.planner.training.setup import TrainingSetup
 
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("model", metavar="MODEL", help="demo, a folder with config.json or a hub id")
+    add_token_flag(p)
     add_groups(p, TrainingSetup)
     add_flags(p, Deployment, ("gpu",))
     p.add_argument("--find", metavar="micro-batch|sequence-length", help="the largest that fits")

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.commands.launch import Parser
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("model", nargs="?", metavar="MODEL", help="also say which backend would serve it")
+    add_token_flag(p)
     p.add_argument(
         "--fields", action="store_true", help="also print every request field and what becomes of it"
     )

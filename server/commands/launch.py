@@ -18,6 +18,7 @@ from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import flags_of
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.terms import quantization_notes
@@ -54,6 +55,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
         default=argparse.SUPPRESS,
         help=Settings.model_fields["model"].description,
     )
+    add_token_flag(parser)
     for name in PLANNED:
         flags_of(Deployment)[name].add_to(parser, default=argparse.SUPPRESS)
     for name, field in Settings.model_fields.items():

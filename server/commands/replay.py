@@ -15,6 +15,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import add_flags, given
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("trace", metavar="TRACE", help="the trace file")
     p.add_argument("--model", required=True, help="demo, a folder with config.json, a .gguf file or a hub id")
+    add_token_flag(p)
     add_flags(p, Deployment, _PLANNED)
     p.add_argument(
         "--policy",

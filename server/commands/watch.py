@@ -8,6 +8,7 @@ import sys
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of, given
+from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import Parser, stoppable
 
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="MODEL", help="what it loaded: a folder with config.json, a .gguf file or a hub id "
         "(default: as the server names it)",
     )  # fmt: skip
+    add_token_flag(p)
     p.add_argument("--once", action="store_true", help="look once")
     p.add_argument(
         "--interval", default="5", metavar="SECONDS", help="between the begins of two looks (default: 5)"

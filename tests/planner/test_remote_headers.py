@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
 from tonnage.planner.source.resolve import resolve_model
 
@@ -105,13 +106,13 @@ def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
 def test_a_long_header_takes_two_requests_and_no_weights(hub):
     big = safetensors({"w": [4096, 2048]}, pad=100_000)
     hub.files = {"model.safetensors": big}
-    assert [t.shape for t in fetch_tensors(Remote("org/m"))] == [(4096, 2048)]
+    assert [t.shape for t in fetch_tensors(Remote(HubModel("org/m")))] == [(4096, 2048)]
     assert sum(path.endswith("model.safetensors") for path, _ in hub.asked) == 2
     assert hub.sent < 200_000 < len(big)
 
 
 def test_what_is_refused(hub):
-    remote = Remote("org/m")
+    remote = Remote(HubModel("org/m"))
     hub.redirects = {"model.safetensors": "http://example.invalid/elsewhere"}
     with pytest.raises(CheckpointError, match=r"another host, example\.invalid"):
         fetch_tensors(remote)
@@ -140,7 +141,7 @@ def test_what_is_refused(hub):
 def test_a_redirect_within_the_host_is_followed(hub):
     hub.files = {"moved.json": b'{"model_type": "llama"}'}
     hub.redirects = {"config.json": "/org/m/moved.json"}
-    assert fetch_config(Remote("org/m")) == {"model_type": "llama"}
+    assert fetch_config(Remote(HubModel("org/m"))) == {"model_type": "llama"}
 
 
 def test_an_unknown_name_says_what_to_do(hub):

@@ -45,6 +45,13 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 PARSERS = parsers()
 
 
+def test_every_command_that_takes_a_model_takes_a_token_and_keeps_it_out_of_its_values() -> None:
+    takes = {name for name, found in PARSERS.items() if "--hf-token" in found._option_string_actions}
+    assert takes == {"plan", "replicas", "train", "fit-log", "replay", "serve", "verify", "watch", "doctor"}
+    action = PARSERS["serve"]._option_string_actions["--hf-token"]
+    assert (action.dest, action.default) == (argparse.SUPPRESS, argparse.SUPPRESS)
+
+
 @pytest.mark.parametrize("command", PARSERS)
 def test_an_option_of_the_plan_is_made_from_its_field(command: str) -> None:
     """Reader, help and default: nothing of it is the command's own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from tonnage.planner.engines.serve_line import SHARED, changed, common_flags, tonnage_serve
+from tonnage.planner.engines.serve_line import SHARED, changed, common_flags, model_and_revision, tonnage_serve
 from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import GiB
@@ -12,7 +12,8 @@ from tonnage.planner.units import GiB
 
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
     """Under this project's server, and vLLM's own. ``made_while_loading``: formats that need a flag."""
-    line = ["vllm", "serve", plan.model.id, *common_flags(plan), *_own_flags(plan, made_while_loading)]
+    line = ["vllm", "serve", *model_and_revision(plan.model.id), *common_flags(plan)]
+    line += _own_flags(plan, made_while_loading)
     asked = plan.deployment.quantization
     made = ("--quantization", asked) if asked in made_while_loading else ()
     return tonnage_serve(plan, made), shlex.join(line)

@@ -1,0 +1,77 @@
+"""Names of the hub's models: ids, ids with a revision, addresses of their pages.
+
+``org/name@revision`` is how huggingface_hub 1.x writes one (utils/_hf_uris.py); the addresses are those that it
+reads.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+from tonnage.planner.errors import ModelNotFound
+from tonnage.planner.headers.hub import endpoint
+from tonnage.planner.records import dataclass
+
+_HOSTS = ("huggingface.co", "hf.co")
+_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+_REVISION = r"\w[\w./+-]*"
+_ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?", re.ASCII)
+_REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # two slashes, one revision
+_ROUTES = ("tree", "blob", "raw", "resolve", "blame")
+_OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
+_HINT = 'name it "org/name" or "org/name@revision"'
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """``repo``: org/name. ``revision``: a branch, a tag or a commit."""
+
+    repo: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+
+
+def hub_model(name: str) -> HubModel | None:
+    """The model of an id or an address; None: no name of the hub's.
+
+    Raises ModelNotFound for an address of another host, or of what is no model.
+    """
+    if name.startswith(("https://", "http://", *(f"{host}/" for host in _HOSTS))):
+        return _of_address(name if "://" in name else f"https://{name}")
+    found = _ID.fullmatch(name.removeprefix("hf://").removeprefix("models/") if "://" in name else name)
+    return None if found is None else _model(found[1], found[2] or "main")
+
+
+def _of_address(address: str) -> HubModel:
+    parts, ours = urlsplit(address), urlsplit(endpoint())
+    path = parts.path
+    if parts.hostname == ours.hostname:
+        path = path.removeprefix(ours.path)
+    elif parts.hostname not in _HOSTS:
+        raise ModelNotFound(
+            f"{parts.hostname} is not the hub, which is {ours.hostname}", field="model",
+            hint="HF_ENDPOINT names a mirror, or a hub of one's own",
+        )  # fmt: skip
+    words = [unquote(word) for word in path.split("/") if word]
+    repo = "/".join(words[:2])
+    if re.fullmatch(_REPO, repo, re.ASCII) is None or words[0] in _OTHER_KINDS:
+        what = f"one of its {words[0]}" if words and words[0] in _OTHER_KINDS else "no model"
+        raise ModelNotFound(f"that page of the hub is {what}", field="model", hint=_HINT)
+    if len(words) == 2:
+        return HubModel(repo)
+    if words[2] not in _ROUTES or len(words) == 3:
+        raise ModelNotFound(f"that page of {repo} shows none of its files", field="model", hint=_HINT)
+    refs = _REFS.fullmatch("/".join(words[3:]))
+    revision, file = (refs[1], refs[2] or "") if refs else (words[3], "/".join(words[4:]))
+    if file not in ("", "config.json"):
+        raise ModelNotFound(f"that page of {repo} shows a part of it, {file}", field="model", hint=_HINT)
+    return _model(repo, revision)
+
+
+def _model(repo: str, revision: str) -> HubModel:
+    if re.fullmatch(_REVISION, revision, re.ASCII) is None or ".." in revision:
+        raise ModelNotFound(f"{revision[:120]!r} is no branch, tag or commit", field="model", hint=_HINT)
+    return HubModel(repo, revision)

@@ -1,0 +1,135 @@
+"""Two servers on loopback: one answers as the hub does, the other is the storage of its large files.
+
+Answers as huggingface_hub 1.x reads them (utils/_http.py): an unknown model is 401 for who shows no token and
+404 for who does, X-Error-Code names the reason. Small files are redirected within the hub, large ones to the
+storage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+TOKEN = "hf_" + "s3cret" * 5
+NO_ACCESS = "hf_" + "0utside" * 4  # valid, of an account that no gated model lets in
+
+
+@dataclass
+class Hub:
+    """``files``: by (repo, revision) and name. ``failing``: repo -> (status, headers) of every answer."""
+
+    url: str = ""
+    storage: str = ""
+    files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    renamed: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)  # file -> where it is redirected
+    failing: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
+    asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Authorization)
+    asked_of_storage: list[tuple[str, str | None]] = field(default_factory=list)
+
+
+class _Answers(BaseHTTPRequestHandler):
+    hub: Hub
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
+        # a proxy may repeat what it was sent
+        self.send_response(status, f"said {self.headers.get('Authorization')}")
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(str(self.headers).encode())
+
+    def redirect(self, to: str) -> None:
+        self.send_response(307)
+        self.send_header("Location", to)
+        self.end_headers()
+
+    def send(self, data: bytes) -> None:
+        if span := self.headers.get("Range"):
+            first, last = (int(part) for part in span.removeprefix("bytes=").split("-"))
+            part = data[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        else:
+            part = data
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def found(self, repo: str, revision: str, name: str) -> bytes | None:
+        """The file; None where a refusal was sent."""
+        hub, shown = self.hub, (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if repo in hub.failing:
+            self.refuse(*hub.failing[repo])
+        elif shown not in ("", TOKEN, NO_ACCESS):
+            self.refuse(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        elif all(repo != known for known, _ in hub.files):
+            self.refuse(404 if shown else 401, {"X-Error-Code": "RepoNotFound"})
+        elif repo in hub.gated and shown != TOKEN:
+            self.refuse(403 if shown else 401, {"X-Error-Code": "GatedRepo"})
+        elif (repo, revision) not in hub.files:
+            self.refuse(404, {"X-Error-Code": "RevisionNotFound"})
+        elif name not in hub.files[repo, revision]:
+            self.refuse(404, {"X-Error-Code": "EntryNotFound"})
+        else:
+            return hub.files[repo, revision][name]
+        return None
+
+
+class _HubAnswers(_Answers):
+    def do_GET(self) -> None:
+        hub = self.hub
+        hub.asked.append((self.path, self.headers.get("Authorization")))
+        if self.path.startswith("/api/resolve-cache/models/"):
+            org, name, revision, file = self.path.split("/")[4:]
+            if (data := self.found(f"{org}/{name}", unquote(revision), file)) is not None:
+                self.send(data)
+            return
+        org, name, _, revision, file = self.path.split("/")[1:]
+        repo = f"{org}/{name}"
+        if repo in hub.renamed:
+            self.redirect(f"/{hub.renamed[repo]}/resolve/{revision}/{file}")
+        elif (data := self.found(repo, unquote(revision), file)) is None:
+            pass
+        elif file in hub.elsewhere:
+            self.redirect(hub.elsewhere[file])
+        elif file.endswith(".safetensors"):
+            self.redirect(f"{hub.storage}/{repo}/{revision}/{file}?signed=yes")
+        else:
+            self.redirect(f"/api/resolve-cache/models/{repo}/{revision}/{file}")
+
+
+class _StorageAnswers(_Answers):
+    def do_GET(self) -> None:
+        self.hub.asked_of_storage.append((self.path, self.headers.get("Authorization")))
+        org, name, revision, file = self.path.partition("?")[0].split("/")[1:]
+        self.send(self.hub.files[f"{org}/{name}", unquote(revision)][file])
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """The hub at 127.0.0.1, its storage at localhost: another host."""
+    hub = Hub()
+    kinds = [type(kind.__name__, (kind,), {"hub": hub}) for kind in (_HubAnswers, _StorageAnswers)]
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in kinds]
+    hub.url, hub.storage = (
+        f"http://{host}:{server.server_port}"
+        for host, server in zip(("127.0.0.1", "localhost"), servers, strict=True)
+    )
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield hub
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()

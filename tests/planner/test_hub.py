@@ -1,0 +1,293 @@
+"""Gated and private models, revisions and addresses of the hub; where the token goes, and where it never does.
+
+Asked of a server on loopback that answers as the hub does, and of huggingface_hub where both have a rule.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import struct
+import sys
+
+import huggingface_hub
+import pytest
+from hub_server import NO_ACCESS, TOKEN, hub_server
+from huggingface_hub import constants
+
+from tonnage.planner.command import run
+from tonnage.planner.errors import CheckpointError, ModelNotFound, TonnageError
+from tonnage.planner.headers import hub as access
+from tonnage.planner.headers import remote
+from tonnage.planner.headers.names import HubModel, hub_model
+from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.planner.source.resolve import resolve_model
+
+_VARIABLES = (
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_ENDPOINT", "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_IMPLICIT_TOKEN",
+    "HF_OIDC_RESOURCE", "XDG_CACHE_HOME",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nobody_logged_in(monkeypatch, tmp_path):
+    for name in _VARIABLES:
+        monkeypatch.setenv(name, "")  # restored afterwards, even where --hf-token has set it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "home" / "token"))
+    monkeypatch.setattr(access, "_explicit", False)
+
+
+@pytest.fixture
+def hub(monkeypatch, tiny_llama):
+    """org/open and org/gated, with weights in the storage; org/old was renamed to org/open."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [8, 8], "data_offsets": [0, 128]}}).encode()
+    files = {
+        "config.json": json.dumps(tiny_llama).encode(),
+        "model.safetensors": struct.pack("<Q", len(header)) + header + b"\0" * 128,
+    }
+    with hub_server() as found:
+        found.files = {("org/open", "main"): files, ("org/gated", "main"): files}
+        found.gated, found.renamed = {"org/gated"}, {"org/old": "org/open"}
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        monkeypatch.setattr(remote, "_HUB_STORAGE", (".localhost",))
+        yield found
+
+
+def test_a_gated_model_is_read_with_the_token_which_the_storage_never_sees(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    found = resolve_model("org/gated")
+    assert [t.shape for t in found.tensors] == [(8, 8)]
+    assert found.config["model_type"] == "llama"
+    assert {sent for _, sent in hub.asked} == {f"Bearer {TOKEN}"}
+    assert any(path.startswith("/api/resolve-cache/") for path, _ in hub.asked)  # a redirect within the hub
+    assert hub.asked_of_storage
+    assert {sent for _, sent in hub.asked_of_storage} == {None}
+
+
+def test_without_a_token_none_is_sent(hub):
+    assert resolve_model("org/old").id == "org/old"
+    assert {sent for _, sent in hub.asked + hub.asked_of_storage} == {None}
+
+
+def test_a_redirect_to_any_other_host_is_refused_before_it_is_asked(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(remote, "_HUB_STORAGE", (".hf.co",))
+    with pytest.raises(CheckpointError, match="another host, localhost") as caught:
+        resolve_model("org/gated")
+    assert hub.asked_of_storage == []
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "token", "words"),
+    [
+        ("org/nothing", None, ["401", "no such model", "private or gated", "HF_TOKEN", "--hf-token"]),
+        ("org/nothing", TOKEN, ["404", "no such model", "private to others"]),
+        ("org/open", "hf_expired", ["401", "not valid", "/settings/tokens"]),
+        (
+            "org/gated",
+            None,
+            ["401", "gated", "no token was sent", "licence at {url}/org/gated", "hf auth login"],
+        ),
+        ("org/gated", NO_ACCESS, ["403", "no access", "licence at {url}/org/gated", "fine-grained"]),
+        ("org/open@v9", TOKEN, ["org/open@v9", "404", "no revision v9", "{url}/org/open"]),
+        ("org/busy", None, ["429", "try again in 55 s", "a token of your own"]),
+        ("org/busy", TOKEN, ["429", "try again in 55 s"]),
+        ("org/later", TOKEN, ["429", "try again later"]),
+        ("org/down", TOKEN, ["503 Service Unavailable", "fails itself", "local folder"]),
+        ("org/odd", TOKEN, ["418", "{url}/org/odd"]),
+    ],
+)
+def test_each_refusal_says_what_to_do(hub, monkeypatch, capsys, model, token, words):
+    hub.failing = {name: (code, {}) for name, code in (("org/later", 429), ("org/down", 503), ("org/odd", 418))}
+    hub.failing["org/busy"] = (429, {"Retry-After": "55"})
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    assert run([model, "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert all(word.format(url=hub.url) in shown.err for word in words), shown.err
+    assert token is None or token not in shown.err
+
+
+def test_a_date_to_try_again_at(hub):
+    hub.failing = {"org/busy": (429, {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"})}
+    with pytest.raises(ModelNotFound, match=r"429.*try again in \d{9,} s"):
+        resolve_model("org/busy")
+    hub.failing = {"org/busy": (429, {"Retry-After": "soon"})}
+    with pytest.raises(ModelNotFound, match=r"429.*try again later"):
+        resolve_model("org/busy")
+
+
+def test_a_revision_is_asked_for_by_name(hub):
+    files = hub.files["org/open", "main"]
+    hub.files["org/open", "refs/pr/7"] = files
+    found = resolve_model(f"{hub.url}/org/open/tree/refs/pr/7")
+    assert (found.id, found.path) == ("org/open@refs/pr/7", "org/open@refs/pr/7")
+    assert hub.asked[0][0] == "/org/open/resolve/refs%2Fpr%2F7/config.json"
+
+
+def test_a_snapshot_of_a_revision_in_the_local_cache(monkeypatch, tmp_path, tiny_llama):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    commit = "0123456789" * 4
+    folder = tmp_path / "home" / "hub" / "models--org--name"
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs" / "refs" / "pr").mkdir(parents=True)
+    (folder / "refs" / "refs" / "pr" / "7").write_text(commit)
+    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(tiny_llama))
+    for revision in ("refs/pr/7", commit):
+        assert resolve_model(f"org/name@{revision}").config["model_type"] == "llama"
+    with pytest.raises(ModelNotFound, match="org/name is not in the local hub cache and HF_HUB_OFFLINE is set"):
+        resolve_model("org/name")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_where_a_token_comes_from(monkeypatch, tmp_path, installed):
+    """As huggingface_hub has it, and without it by the same rules."""
+    if not installed:
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert access.token() is None
+    stored = tmp_path / "home" / "token"
+    stored.parent.mkdir()
+    stored.write_text(" hf_stored\n")
+    assert access.token() == "hf_stored"
+    if installed:
+        assert huggingface_hub.get_token() == "hf_stored"
+    else:
+        own = tmp_path / "own"
+        own.write_text("hf_own")
+        monkeypatch.setenv("HF_TOKEN_PATH", str(own))
+        assert access.token() == "hf_own"
+    for name, value in (("HUGGING_FACE_HUB_TOKEN", "hf_old\n"), ("HF_TOKEN", " hf_new")):
+        monkeypatch.setenv(name, value)
+        assert access.token() == value.strip()
+        assert huggingface_hub.get_token() == value.strip()
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    assert access.token() is None
+
+
+def test_folders_and_switches_are_those_of_huggingface_hub(monkeypatch, tmp_path):
+    file = str(constants.__file__)
+    for variables in (
+        {},
+        {"HF_HOME": "~/somewhere"},
+        {"HF_HOME": "", "XDG_CACHE_HOME": "/cache"},
+        {"HF_HUB_CACHE": "$HF_HOME/there", "TRANSFORMERS_OFFLINE": "true"},
+        {"HUGGINGFACE_HUB_CACHE": "/older", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "https://hf-mirror.com/"},
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value) if value else patch.delenv(name)
+            theirs = runpy.run_path(file)
+            assert str(access.hub_cache()) == theirs["HF_HUB_CACHE"]
+            assert access.offline() == theirs["HF_HUB_OFFLINE"]
+            assert access.endpoint() == theirs["ENDPOINT"]
+            assert str(access._home() / "token") == theirs["HF_TOKEN_PATH"]
+
+
+def test_a_token_that_is_none_is_refused_without_being_shown(monkeypatch, tmp_path, capsys):
+    for value in ("hf_a b", "hf_\N{SNOWMAN}", "hf_\x1b[31m"):
+        monkeypatch.setenv("HF_TOKEN", value)
+        with pytest.raises(ModelNotFound, match="characters that no token") as caught:
+            access.token()
+        assert "hf_" not in str(caught.value)
+        assert run(["demo", "--hf-token", value]) == 2
+        shown = capsys.readouterr()
+        assert "--hf-token" in shown.err
+        assert "hf_" not in shown.err
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    (tmp_path / "home" / "token").mkdir(parents=True)
+    with pytest.raises(ModelNotFound, match="cannot be read: Is a directory"):
+        access.token()
+
+
+def test_the_flag_reaches_the_hub_and_nothing_that_is_printed(hub, capsys):
+    del hub.files["org/gated", "main"]["model.safetensors"]
+    assert run(["org/gated", "--device-memory", "16GiB", "--hf-token", TOKEN, "--json", "--explain"]) in (0, 1)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["model"]["id"] == "org/gated"
+    assert TOKEN not in shown.out + shown.err
+    assert {sent for _, sent in hub.asked} == {f"Bearer {TOKEN}"}
+
+
+_NAMES = {
+    "org/name": ("org/name", None),
+    "org/name@v1.0": ("org/name", "v1.0"),
+    "hf://org/name": ("org/name", None),
+    "hf://models/org/name@refs/pr/3": ("org/name", "refs/pr/3"),
+    "https://huggingface.co/org/name": ("org/name", None),
+    "https://huggingface.co/org/name/": ("org/name", None),
+    "https://huggingface.co/org/name?show=1#files": ("org/name", None),
+    "huggingface.co/org/name/tree/v1.0": ("org/name", "v1.0"),
+    "https://hf.co/org/name/tree/main": ("org/name", "main"),
+    "https://huggingface.co/org/name/tree/refs%2Fpr%2F1": ("org/name", "refs/pr/1"),
+    "https://huggingface.co/org/name/tree/refs/pr/1": ("org/name", "refs/pr/1"),
+    "https://huggingface.co/org/name/blob/main/config.json": ("org/name", "main"),
+    "https://huggingface.co/org/name/resolve/abc123/config.json?download=true": ("org/name", "abc123"),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), _NAMES.items(), ids=_NAMES)
+def test_names_and_addresses(name, expected):
+    repo, revision = expected
+    assert hub_model(name) == HubModel(repo, revision or "main")
+    if "://" in name:
+        theirs = huggingface_hub.parse_hf_uri(name)
+        assert (theirs.type, theirs.id, theirs.revision) == ("model", repo, revision)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("https://example.org/org/name", ["example.org is not the hub", "huggingface.co", "HF_ENDPOINT"]),
+        ("https://huggingface.co.example.org/org/name", ["is not the hub"]),
+        ("https://huggingface.co/name", ["no model", "org/name"]),
+        ("https://huggingface.co/datasets/org/name", ["one of its datasets"]),
+        ("https://huggingface.co/org/name/discussions/1", ["org/name", "none of its files"]),
+        ("https://huggingface.co/org/name/blob/main/model.gguf", ["org/name", "model.gguf"]),
+        ("https://huggingface.co/org/name/tree/..%2F..%2Fx", ["no branch, tag or commit"]),
+        ("org/name@..", ["neither a folder"]),
+        ("org/name@v1..v2", ["no branch, tag or commit"]),
+        ("hf://nothing", ["neither a folder"]),
+    ],
+)
+def test_what_is_no_model_of_the_hub(name, words):
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(name)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_revision_is_a_flag_of_the_engines_own_lines(hub):
+    hub.files["org/open", "v1.0"] = {"config.json": hub.files["org/open", "main"]["config.json"]}
+    for engine, start in (
+        ("vllm", "vllm serve org/open --revision v1.0 "),
+        ("sglang", "python -m sglang.launch_server --model-path org/open --revision v1.0 "),
+    ):
+        plan = make_plan("org/open@v1.0", Deployment(engine=engine, gpu="h100-80g"))
+        assert any(line.startswith(start) for line in serve_lines(plan))
+
+
+def test_an_address_of_the_mirror_in_use(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example.org/huggingface/")
+    assert hub_model("https://hub.example.org/huggingface/org/name/tree/v1") == HubModel("org/name", "v1")
+    with pytest.raises(ModelNotFound, match=r"other\.example\.org is not the hub, which is hub\.example\.org"):
+        hub_model("https://other.example.org/org/name")
+
+
+def test_a_config_json_alone(tmp_path, tiny_llama):
+    own = tmp_path / "my-model.json"
+    own.write_text(json.dumps(tiny_llama))
+    assert resolve_model(str(own)).config == tiny_llama
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama))
+    found = resolve_model(str(tmp_path / "config.json"))
+    assert (found.id, found.path, found.config) == (str(tmp_path), str(tmp_path), tiny_llama)
+    own.write_text("[]")
+    with pytest.raises(TonnageError, match="my-model"):
+        resolve_model(str(own))
