@@ -12,7 +12,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment, Plan
-from tonnage.planner.units import parse_count
+from tonnage.planner.units import gib, parse_count
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
@@ -203,4 +203,15 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     else:
         from tonnage.planner.output.terminal import print_plan
 
+        if plan.deployment.device == "cpu" and args.gpu is None and args.device is None:
+            print(_unnamed(plan, args))
         print_plan(plan, args.explain, sys.stdout)
+
+
+def _unnamed(plan: Plan, args: argparse.Namespace) -> str:
+    """What the figures are about, where no flag says it."""
+    whose = "this machine's CPU" if args.device_memory is None else "a CPU"
+    return (
+        f"For {whose}, {gib(plan.rank.total_bytes)} of memory, as no GPU was named: --gpu h100-80g is for one, "
+        "--gpu auto for the one here"
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import gib, parse_count, parse_size
 
@@ -61,6 +63,19 @@ def test_a_terminal_gets_bars(tmp_path):
     assert process.wait() == 0
     assert "█" in output.decode()
     assert "256.6 MiB" in output.decode()
+
+
+def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+
+    def first(*arguments: str) -> str:
+        run(["demo", *arguments])
+        return capsys.readouterr().out.partition("\n")[0]
+
+    assert re.fullmatch(r"For this machine's CPU, [\d,.]+ GiB of memory, as no GPU was named: --gpu.*", first())
+    assert first("--engine", "vllm", "--device-memory", "16GiB").startswith("For a CPU, 16.00 GiB of memory")
+    for named in (["--gpu", "l4"], ["--gpu", "cpu"], ["--device", "cpu"]):
+        assert first(*named).startswith("demo: LlamaForCausalLM")
 
 
 def test_does_not_fit_is_exit_1(plan):
