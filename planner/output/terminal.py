@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from tonnage.planner.bars import cells, shades
 from tonnage.planner.plans import Plan
+from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
@@ -14,7 +16,7 @@ _OTHER_COLUMNS = 68  # what the columns beside the bar need
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
     """``explain``: with every term."""
     if file.isatty():
-        _print_rich(plan, explain, file)
+        _draw(plan, explain, file)
         return
     for line in plain_lines(plan, explain):
         print(line, file=file)
@@ -25,44 +27,31 @@ def plain_lines(plan: Plan, explain: bool) -> list[str]:
     for name, size, note in plan.memory_rows():
         lines.append(f"{name:<14}{size:>20,} bytes {gib(size):>14}  {note}".rstrip())
     lines += ["", *plan.capacity_lines(), *plan.host_lines(), *plan.verdict_lines()]
-    if explain:
-        lines += ["", "How each figure came about (bytes unless said):"]
-        for term in plan.terms:
-            lines.append(f"{term.name} = {term.value:,}")
-            lines.append(f"    {term.formula}  [{term.source}]")
+    return [*lines, *_terms(plan)] if explain else lines
+
+
+def _terms(plan: Plan) -> list[str]:
+    lines = ["", "How each figure came about (bytes unless said):"]
+    for term in plan.terms:
+        lines += [f"{term.name} = {term.value:,}", f"    {term.formula}  [{term.source}]"]
     return lines
 
 
-def _print_rich(plan: Plan, explain: bool, file: TextIO) -> None:
+def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
     """Table of the worst rank with a bar per component, capacity, verdict and, if asked, every term."""
-    # imported here: rich takes longer to load than the plan to compute
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(file=file, highlight=False)
+    screen = Screen(file)
     for line in plan.headline():
-        console.print(escape(line))
-    table = Table(box=None, pad_edge=False)
-    for title, side in (("", "left"), ("", "right"), ("bytes", "right"), ("", "left"), ("bounds", "left")):
-        table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    width = max(8, min(_BAR_WIDTH, console.width - _OTHER_COLUMNS))
-    total = max(1, plan.rank.total_bytes)
+        screen.print(line)
+    width, full = max(8, min(_BAR_WIDTH, screen.width - _OTHER_COLUMNS)), shades(file)[0]
+    rows: list[tuple[Cell, ...]] = [("", "", "bytes", "", "bounds")]
     for name, size, note in plan.memory_rows():
-        cells = 0 if name == "device" else max(0, min(width, round(width * size / total)))
+        bar = full * (0 if name == "device" else cells(size, plan.rank.total_bytes, width))
         colour = "red" if size < 0 else "green" if name == "free" else "cyan"
-        table.add_row(name, gib(size), f"{size:,}", f"[{colour}]{'█' * cells}[/]", note)
-    console.print(table)
+        rows.append((name, gib(size), f"{size:,}", (bar, colour), note))
+    screen.table(rows, right=(1, 2), titles=True)
     for line in (*plan.capacity_lines(), *plan.host_lines()):
-        console.print(escape(line))
+        screen.print(line)
     for line in plan.verdict_lines():
-        console.print(f"[{'green' if plan.fits else 'red'}]{escape(line)}[/]")
-    if explain:
-        terms = Table(title="How each figure came about", title_justify="left", box=None, pad_edge=False)
-        terms.add_column("term", overflow="fold")
-        terms.add_column("bytes", justify="right")
-        terms.add_column("formula", overflow="fold")
-        terms.add_column("source", overflow="fold")
-        for term in plan.terms:
-            terms.add_row(escape(term.name), f"{term.value:,}", escape(term.formula), escape(term.source))
-        console.print(terms)
+        screen.print(line, "green" if plan.fits else "red")
+    for line in _terms(plan) if explain else ():
+        screen.print(line)

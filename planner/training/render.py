@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tonnage.planner.bars import cells, shades
 from tonnage.planner.records import asdict
+from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.training.device import attention_of
 from tonnage.planner.training.plans import SCHEMA_VERSION, Line, TrainingPlan
 from tonnage.planner.training.stacks import stack_of
@@ -181,31 +183,26 @@ def print_plan(plan: TrainingPlan, explain: bool, file: TextIO) -> None:
         for line in plain_lines(plan, explain):
             print(line, file=file)
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(file=file, highlight=False)
+    screen = Screen(file)
     for line in headline(plan):
-        console.print(escape(line))
-    width = max(8, min(30, console.width - 74))
+        screen.print(line)
+    width, full = max(8, min(30, screen.width - 74)), shades(file)[0]
     for title, rows in place_rows(plan):
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name, side in (("", "left"), ("", "right"), ("bytes", "right"), ("", "left"), ("bounds", "left")):
-            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        table: list[tuple[Cell, ...]] = [("", "", "bytes", "", "bounds")]
         scale = max(plan.setup.device_memory or 0, sum(row.bytes for row in rows), 1)
         for row in rows:
-            cells = max(0, min(width, round(width * row.bytes / scale)))
-            table.add_row(row.name, gib(row.bytes), f"{row.bytes:,}", f"[cyan]{'█' * cells}[/]", bounds(row))
-            if explain:
-                table.add_row(f"  [dim]{escape(row.formula)}[/]", "", "", "", f"[dim]{escape(row.source)}[/]")
+            bar = full * cells(row.bytes, scale, width)
+            table.append((row.name, gib(row.bytes), f"{row.bytes:,}", (bar, "cyan"), bounds(row)))
         total = sum(row.bytes for row in rows)
         low, high = plan.bounds()
         whole = f"{gib(low)} to {gib(high)}" if title == _PLACES[0][1] else ""
-        table.add_row("total", gib(total), f"{total:,}", "", whole)
-        console.print(table)
-    console.print(escape(f"Peak moment: {plan.moment}"))
+        table.append(("total", gib(total), f"{total:,}", "", whole))
+        screen.print(title, "bold")
+        screen.table(table, right=(1, 2), titles=True)
+        for row in rows if explain else ():
+            screen.print(f"  {row.name}: {row.formula}  [{row.source}]", "dim")
+    screen.print(f"Peak moment: {plan.moment}")
     for line in tail(plan):
-        console.print(escape(line))
+        screen.print(line)
     for line in verdict(plan):
-        console.print(f"[{'red' if plan.fits is False else 'green'}]{escape(line)}[/]")
+        screen.print(line, "red" if plan.fits is False else "green")

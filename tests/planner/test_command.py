@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -13,6 +14,10 @@ import pytest
 
 from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.output.terminal import print_plan
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
 from tonnage.planner.units import gib, parse_count, parse_size
 
 CODE = "import sys; from tonnage.planner.command import run; sys.exit(run(sys.argv[1:]))"
@@ -63,6 +68,34 @@ def test_a_terminal_gets_bars(tmp_path):
     assert process.wait() == 0
     assert "█" in output.decode()
     assert "256.6 MiB" in output.decode()
+
+
+class Terminal(io.StringIO):
+    """80 columns that say they are a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_not_acted_on_and_may_be_without_colours(monkeypatch, tiny_llama, folder_with):
+    folder = folder_with(tiny_llama)
+    plan = replace(
+        made := make_plan(folder, Deployment()), model=replace(made.model, id="x\x1b[31m" + 99 * " y")
+    )
+    monkeypatch.setenv("COLUMNS", "100")
+    for style, escapes in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", style)
+        out = Terminal()
+        print_plan(plan, True, out)
+        text = out.getvalue()
+        assert "\x1b[31m y" not in text
+        assert "x\\x1b[31m y" in text
+        assert ("\x1b[" in text) is escapes
+        assert all(term.formula.split()[0] in text for term in plan.terms)
+        lines = re.sub(r"\x1b\[\d*m", "", text).splitlines()
+        assert max(map(len, lines)) <= 100
 
 
 def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,65 @@
+"""A plan in a terminal: colours, columns, words wrapped at its width.
+
+Not rich, which has 14 MB with what it brings, more than all else that a planner needs, and takes longer to load
+than a plan to compute.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import TextIO
+
+from tonnage.planner.errors import printable
+
+# SGR parameters (ECMA-48, 8.3.117)
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
+_GAP = " "  # between columns
+
+Cell = str | tuple[str, str]  # text, or text and its style
+
+
+class Screen:
+    """``file``: a terminal. What it would act on in a text is written as Python writes it."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"  # no-color.org
+        self.width = _width(file)
+
+    def print(self, text: str = "", style: str = "") -> None:
+        """One paragraph; lines after its first are indented as that is."""
+        import textwrap  # regular expressions, that nothing else here needs
+
+        plain = printable(text)
+        indent = plain[: len(plain) - len(plain.lstrip())]
+        for line in textwrap.wrap(plain, self.width, subsequent_indent=indent) or [""]:
+            print(self._in(style, line), file=self._file)
+
+    def table(self, rows: Sequence[Sequence[Cell]], right: Collection[int] = (), titles: bool = False) -> None:
+        """Columns as wide as their widest cell, those of ``right`` flush right. ``titles``: the first row."""
+        split = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
+        table = [[(printable(text), style) for text, style in row] for row in split]
+        widths = [
+            max(map(len, column)) for column in zip(*([text for text, _ in row] for row in table), strict=True)
+        ]
+        for number, row in enumerate(table):
+            cells = []
+            for column, (text, style) in enumerate(row):
+                space = " " * (widths[column] - len(text))
+                shown = self._in("bold" if titles and not number else style, text)
+                cells.append(space + shown if column in right else shown + space)
+            print(_GAP.join(cells).rstrip(), file=self._file)
+
+    def _in(self, style: str, text: str) -> str:
+        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self._styled else text
+
+
+def _width(file: TextIO) -> int:
+    """Columns: what COLUMNS says, else what the terminal does, else 80."""
+    if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said) > 0:
+        return int(said)
+    try:
+        return os.get_terminal_size(file.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
