@@ -96,6 +96,87 @@ def test_the_share_and_the_graphs_at_0_20(folder, capsys):
     assert ratio(same, "tokens") < 1 < ratio(out, "tokens")
 
 
+def test_v1_samples_a_thousand_sequences_and_counts_the_context(folder, capsys):
+    """vllm#15617, a Llama of 70B on eight RTX 4090 at 0.95: 116,160 tokens started under 0.7.3; under 0.8.2
+    "4.43 GB KV cache is needed, which is larger than the available KV cache memory (3.48 GB)", and then no
+    memory for 1,024 dummy requests."""
+    model = folder("configs/meta-llama__Llama-3.1-70B-Instruct.json")
+    flags = ("--gpu", "rtx-4090", "--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.95")
+    out = compared(capsys, model, "0.7.3", "0.8.2", *flags, "--max-model-len", "116160")
+    assert out["terms"]["fits"] == {"from": True, "to": False}
+    assert out["terms"]["max_num_seqs"] == {"from": 256, "to": 1024}
+    assert out["terms"]["kv_pool_bytes"]["to"] == pytest.approx(3.48 * (1 << 30), abs=0.3 * (1 << 30))
+    said = (
+        "the models's max seq len (116160), (4.43 GB KV cache is needed, which is larger than the available KV"
+    )
+    assert said in out["stops_with"]["to"]
+    told = reasons(out, "0.8.0")
+    assert "1,024 sequences" in told
+    assert "CUDA's context" in told
+    # pull requests 16158 and 18974
+    out = compared(capsys, model, "0.8.2", "0.9.1", *flags, "--max-model-len", "53008")
+    assert out["terms"]["max_num_seqs"] == {"from": 1024, "to": 256}
+    assert "no longer" in reasons(out, "0.9.1")
+    assert ratio(out, "kv_pool_bytes") > 1
+    for gpu, sequences in (("h100-80g", 1024), ("b200", 256)):  # H100 and H200 by their names
+        out = compared(capsys, model, "0.8.4", "0.9.0", "--gpu", gpu, "--tensor-parallel-size", "8")
+        assert out["terms"]["max_num_seqs"] == {"from": sequences, "to": 1024}
+
+
+def test_flashinfers_workspace_counts_as_graphs(folder, tmp_path, capsys):
+    """vllm#50780, Qwen3.5-122B-A10B in 4 bits with steps of 32,768 tokens: 0.56 GiB of graphs estimated under
+    0.23, 4.2 GiB under 0.26; 1,489,281 tokens became 17.9 % fewer (23.7 % in a nightly of 0.26.1)."""
+    model = folder("configs/nvidia__Qwen3.5-122B-A10B-NVFP4.json")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    steps = ("--max-num-batched-tokens", "32768", "--max-num-seqs", "16", "--max-model-len", "262144")
+    flags = ("--gpu", "rtx-pro-6000-96g", "--kv-cache-dtype", "fp8", *steps)
+    out = compared(capsys, model, "0.23.0", "0.26.0", *flags)
+    captured = out["terms"]["cuda_graph_bytes"]
+    assert captured["from"] == pytest.approx(0.56 * (1 << 30), rel=0.15)
+    assert captured["to"] == pytest.approx(4.2 * (1 << 30), rel=0.05)
+    assert out["terms"]["tokens"]["from"] == pytest.approx(1_489_281, rel=0.03)
+    assert -0.237 <= ratio(out, "tokens") - 1 <= -0.179
+    assert "FlashInfer's workspace" in reasons(out, "0.26.0")
+    # FlashAttention runs: a cache in the model's own dtype, a Hopper GPU
+    for other in (("--kv-cache-dtype", "auto"), ("--gpu", "h100-80g")):
+        out = compared(capsys, model, "0.23.0", "0.26.0", *flags, *other)
+        assert ratio(out, "cuda_graph_bytes") == 1
+
+
+def test_flashinfers_workspace_by_the_tokens_of_a_step(folder, capsys):
+    """vllm#52872, a hybrid of 64 layers on an RTX 5090: 0.89 GiB of graphs with steps of 8,192 tokens, 0.52
+    with 4,096, 3,072 and 2,048."""
+    model = folder("configs/Qwen__Qwen3.5-27B.json")
+    found = {}
+    for tokens in (8192, 4096, 3072, 2048):
+        step = ("--max-num-batched-tokens", str(tokens), "--max-num-seqs", "8", "--max-model-len", "4096")
+        flags = ("--gpu", "rtx-5090", "--kv-cache-dtype", "fp8", "--quantization", "fp8", *step)
+        out = compared(capsys, model, "0.26.0", "0.27.1", *flags)
+        found[tokens] = out["terms"]["cuda_graph_bytes"]["to"]
+    assert found[4096] == found[3072] == found[2048]
+    assert found[8192] - found[4096] == pytest.approx((0.89 - 0.52) * (1 << 30), rel=0.02)
+
+
+def test_the_second_runner_estimated_no_graphs_until_0_29(folder, capsys):
+    """vllm#49224: dense models run on it from 0.25 on, and what their graphs take came off no pool;
+    NeMo-RL#3280: several GiB more of KV cache under 0.25 than under 0.20."""
+    model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
+    out = compared(capsys, model, "0.24.0", "0.25.1", "--max-model-len", "8192", "--gpu", "l40s")
+    assert out["terms"]["cuda_graph_bytes"]["from"] == 0  # LlamaForCausalLM was on it already
+    out = compared(capsys, model, "0.23.0", "0.25.1", "--max-model-len", "8192")
+    assert out["terms"]["cuda_graph_bytes"]["from"] > 0 == out["terms"]["cuda_graph_bytes"]["to"]
+    assert ratio(out, "kv_pool_bytes") > 1
+    assert "estimates no CUDA graphs" in reasons(out, "0.24.0")
+    out = compared(capsys, model, "0.28.0", "0.29.0", "--max-model-len", "8192")
+    assert out["terms"]["cuda_graph_bytes"]["from"] == 0 < out["terms"]["cuda_graph_bytes"]["to"]
+    assert "estimates its CUDA graphs" in reasons(out, "0.29.0")
+    mixture = folder("configs/Qwen__Qwen3.5-35B-A3B.json")
+    out = compared(capsys, mixture, "0.24.0", "0.25.1", "--max-model-len", "8192", "--language-model-only")
+    assert ratio(out, "cuda_graph_bytes") == 1
+
+
 def test_states_for_prefixes_at_0_28(folder, capsys):
     model = folder("configs/Qwen__Qwen3.5-27B.json")
     flags = ("--tensor-parallel-size", "2", "--max-model-len", "16384")

@@ -119,9 +119,17 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted:
         # its dummy requests ask for no sampling parameters: nothing is copied (v1/worker/gpu/sample/sampler.py)
         return rows * vocabulary * size + sampled
     if known.sampler == "sort":
-        return int(rows * vocabulary * fitted.sampler_sort)
+        return sorting(architecture, chosen, fitted)
+    if known.sampler == "probabilities":  # float32 logits, probabilities
+        return rows * vocabulary * (size + 2 * 4) + sampled
     buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if known.sampler == "triton" and rows >= 8 else 0
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
+
+
+def sorting(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
+    """Of the sampler that sorts the logits."""
+    rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
+    return int(rows * architecture.vocab_size * fitted.sampler_sort)
 
 
 def _forward(architecture: Architecture, chosen: Resolved) -> int:

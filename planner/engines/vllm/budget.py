@@ -6,6 +6,7 @@ from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.runtime.gpu import SOURCE, coefficients, has_towers
 from tonnage.planner.engines.vllm import activation, framework, graphs
+from tonnage.planner.engines.vllm.flashinfer import workspace
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
@@ -36,24 +37,31 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if peak.encoder is not None:  # what a tower takes is derived, and held against no log
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
+    if rules(chosen.version).sampler == "probabilities" and peak.sampler:  # without FlashInfer it sorts
+        above = max(above, activation.sorting(architecture, chosen, fitted) - peak.sampler)
     inside = Estimate(
         peak.total, peak.total - min(below, peak.total // 10), peak.total + above, peak.formula,
         _DERIVED.format("activation"),
     )  # fmt: skip
     size, count = graphs.estimated(architecture, chosen, fitted)
-    captured = NOTHING
+    captured, off = NOTHING, graphs.subtracted(architecture, chosen)
     if size:
         each = graphs.per_size(architecture, fitted)
         first = graphs.first(chosen, fitted)
         formula = f"{count} batch sizes: the first {first:,} + {count - 1} x {each:,}"
-        captured = Estimate(size, size // 2, 2 * size, formula, f"sizes derived, bytes {SOURCE}")
-        if not rules(chosen.version).graphs_subtracted:
+        beside = workspace(architecture, chosen)
+        if beside:
+            formula += f", and FlashInfer's workspace {beside:,}"
+        captured = Estimate(
+            size + beside, size // 2 + beside, 2 * size + beside, formula, f"sizes derived, bytes {SOURCE}"
+        )
+        if not off:
             formula += "; taken after the pool was sized, outside the share that is used"
             captured = replace(captured, formula=formula)
-    taken = captured if rules(chosen.version).graphs_subtracted else NOTHING
+    taken = captured if off else NOTHING
     total = outside.value + inside.value + taken.value
     # the bytes of a graph are the driver's: one start in ten takes several times as many
-    bounds = max(0, total - below - taken.value // 4), total + above + taken.value // 2
+    bounds = max(0, total - below - size // 4 * off), total + above + size // 2 * off
     return Runtime(outside, inside, taken, bounds, None if taken is captured else captured)
 
 

@@ -85,14 +85,20 @@ class VLLM(Engine):
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
         known = rules(version)
+        before = _before_v1_on_rocm(flags, version)
         if flags.device == "cuda" and known.large_batches:
             if memory >= _HUGE_DEVICE and known.huge_batches:
                 return _HUGE
             gb10 = known.gb10_small and capability_of(flags.gpu) == _GB10
-            small = gb10 or "a100" in (flags.gpu or "") or _before_v1_on_rocm(flags, version)
+            small = gb10 or "a100" in (flags.gpu or "") or before
+            if known.large_batches == "hopper" and flags.gpu is not None:
+                small = not flags.gpu.startswith(("h100", "h200"))
             if memory >= _LARGE_DEVICE and not small:
                 return _LARGE
-        return self.batch[flags.device]
+        sequences, tokens = self.batch[flags.device]
+        if flags.device == "cuda" and known.many_sequences and not before:
+            sequences = _LARGE[0]
+        return sequences, tokens
 
     def cuts_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int

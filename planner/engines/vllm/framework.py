@@ -2,7 +2,8 @@
 
 What is there before the snapshot (CUDA's context, NCCL's communicators: 0.51 GiB on an H100, 1.5 with several
 ranks) is the engine's too but does not come off the pool: vLLM counts from there (worker/gpu_worker.py
-init_device, utils/mem_utils.py memory_profiling; vLLM 0.10 to 0.33). Two parts:
+init_device, utils/mem_utils.py memory_profiling; vLLM 0.9.1 to 0.33). V1 before that took off whatever was in
+use (:data:`_CONTEXT`). Two parts:
 
 * the workspace of fused all-reduce, derived: three allocations that the driver rounds up to what multicast
   memory is handed out in;
@@ -33,21 +34,25 @@ _FUSED_MIB = {
     (10, 0): {2: 64.0, 4: 32.0, 8: 1.0},
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
+# What is there before the first snapshot: 0.51 GiB printed on an H100, 1.0 GiB more with several ranks; on
+# other GPUs what starts of 0.8.5 lack on a T4 and a 4090 (tests/data/field_reports.jsonl).
+_CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
 SMALL = 32 * GiB  # fewer multiprocessors hold less: 0.02 to 0.08 GiB printed, 0.07 to 0.11 on larger ones
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """``fused``: allocations of the fused all-reduce; ``counts``: of tokens each sequence has used, for
-    penalties; ``rest``: what is fitted. Bytes."""
+    penalties; ``context``: what was there before vLLM's first snapshot; ``rest``: what is fitted. Bytes."""
 
     fused: int
     counts: int
+    context: int
     rest: int
 
     @property
     def total(self) -> int:
-        return self.fused + self.counts + self.rest
+        return self.fused + self.counts + self.context + self.rest
 
     @property
     def formula(self) -> str:
@@ -56,14 +61,25 @@ class Held:
             text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"
         if self.counts:
             text += f" + counts of tokens for penalties {self.counts:,}"
+        if self.context:
+            text += f" + CUDA context and NCCL {self.context:,}"
         return text
 
 
 def held(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Held:
     """Of one rank."""
     return Held(
-        fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _rest(chosen, fitted)
-    )
+        fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
+        _rest(chosen, fitted),
+    )  # fmt: skip
+
+
+def _context(chosen: Resolved) -> int:
+    flags = chosen.flags
+    if not rules(chosen.version).counts_context:
+        return 0
+    alone = _CONTEXT_HOPPER if is_hopper(flags) else _CONTEXT
+    return alone + (_COMMUNICATORS if flags.tensor_parallel_size * flags.pipeline_parallel_size > 1 else 0)
 
 
 def _token_counts(architecture: Architecture, chosen: Resolved) -> int:

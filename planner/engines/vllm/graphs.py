@@ -9,7 +9,7 @@ one takes is the driver's, in steps of 2 MiB, and fitted: the estimate was 0.7 t
 from __future__ import annotations
 
 from tonnage.planner.engines.runtime.estimate import Coefficients
-from tonnage.planner.engines.vllm.versions import rules
+from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 
@@ -51,3 +51,10 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
         return 0, 0
     count = sizes(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     return first(chosen, fitted) + (count - 1) * per_size(architecture, fitted), count
+
+
+def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
+    """Whether the estimate comes off the pool: the second model runner's was 0 until it had one
+    (v1/worker/gpu/model_runner.py profile_cudagraph_memory, vllm#49224), though it captures as many."""
+    known = rules(chosen.version)
+    return known.graphs_subtracted and (known.runner_v2_graphs or not on_second_runner(architecture, known))

@@ -353,6 +353,13 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
             "`max_model_len` when initializing the engine."
         )
     size = _fixed if version < (0, 14, 0) else _rounded
+    if version < (0, 8, 4):
+        unit = "GB" if version < (0, 8, 3) else "GiB"
+        return (
+            f"ValueError: To serve at least one request with the models's max seq len ({length}), ({size(needed)} {unit} "
+            f"KV cache is needed, which is larger than the available KV cache memory ({size(available)} {unit}). Try "
+            "increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine."
+        )
     whose = "model's" if version >= (0, 22, 0) else "models's"
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""

@@ -17,13 +17,16 @@ from tonnage.planner.records import dataclass, replace
 class Rules:
     """What differs between versions; the defaults are those of 0.7."""
 
-    large_batches: bool = False  # devices of 70 GiB and more have defaults of their own
+    # what has larger defaults: H100 and H200 by their names, devices of 70 GiB and more
+    large_batches: Literal["", "hopper", "memory"] = ""
+    many_sequences: bool = False  # every GPU takes 1,024 sequences
     cuts_prompts: bool = False  # V1: chunked prefill unless something speaks against it
     hybrid_groups: bool = False  # False: sliding layers keep every token beside full ones
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # and those of 160 GiB and more
-    # top-k and top-p of the profile run: a sort, one Triton kernel with a buffer, FlashInfer's
-    sampler: Literal["sort", "triton", "flashinfer"] = "sort"
+    # top-k and top-p of the profile run: a sort, FlashInfer's on probabilities where it is installed (as in
+    # vLLM's image), one Triton kernel with a buffer, FlashInfer's
+    sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
     # what runs on the second model runner: models of these classes, and all that are dense and without state
     # ("*",): everything
     runner_v2: tuple[str, ...] = ()
@@ -42,8 +45,11 @@ class Rules:
     token_line: Literal["blocks", "concurrency"] = "blocks"
     graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
     graphs_within_profile: bool = False  # and what that leaves outside PyTorch counts as non-torch memory
+    counts_context: bool = False  # CUDA's context and NCCL's communicators come off too
     counts_consumed: bool = False  # what the runner allocates before the profile comes off too
     graphs_subtracted: bool = False  # the estimate of the CUDA graphs comes off the KV budget
+    runner_v2_graphs: bool = False  # on the second model runner too
+    sized_workspace: bool = False  # FlashInfer's attention has a workspace as large as a step wants
     default_utilization: float = 0.9
     in_flight_batches: int = 1  # batches whose tokens a sliding layer still holds, on a GPU
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
@@ -69,10 +75,26 @@ class Rules:
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
 # (from this version on, what changed)
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
-    # V1 is the default (release notes of 0.8.0)
-    ((0, 8, 0), {"cuts_prompts": True}),
-    # pull request 17885 and before: 256 and 2,048 for all in 0.7
-    ((0, 8, 3), {"large_batches": True}),
+    # V1 is the default (release notes of 0.8.0); _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler
+    # in v1/sample/ops/topk_topp_sampler.py, determine_available_memory in v1/worker/gpu_worker.py of 0.8.2
+    (
+        (0, 8, 0),
+        {
+            "cuts_prompts": True,
+            "large_batches": "hopper",
+            "many_sequences": True,
+            "sampler": "probabilities",
+            "counts_context": True,
+        },
+    ),
+    # FlashInfer from 0.2.3 on is not used
+    ((0, 8, 3), {"sampler": "sort"}),
+    # pull request 16158
+    ((0, 8, 4), {"many_sequences": False}),
+    # pull request 17885
+    ((0, 9, 0), {"large_batches": "memory"}),
+    # pull request 18974: memory_profiling counts from the first snapshot
+    ((0, 9, 1), {"counts_context": False}),
     # V1's hybrid KV cache manager
     ((0, 9, 2), {"hybrid_groups": True}),
     # before, AMD GPUs ran on V0 (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl)
@@ -124,7 +146,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         },
     ),
     # pull request 47728 (July 2026; not yet in 0.25.1's logs)
-    ((0, 26, 0), {"in_flight_batches": 2}),
+    # and _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0
+    ((0, 26, 0), {"in_flight_batches": 2, "sized_workspace": True}),
     # worker/gpu_worker.py and total_consumed in utils/mem_utils.py, first in 0.27.0;
     # profile_run of v1/worker/gpu/model_runner.py
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
@@ -133,7 +156,11 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # and mm_device_do_normalize in config/multimodal.py
     ((0, 28, 0), {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True}),
     # v1/attention/backends/mla/prefill/cpu_sdpa.py and models/pixtral.py
-    ((0, 29, 0), {"runner_v2": ("*",), "cpu_latents": True, "pixtral_mask": False}),
+    # and profile_cudagraph_memory of v1/worker/gpu/cudagraph_utils.py, 0 in 0.28 (pull request 53306)
+    (
+        (0, 29, 0),
+        {"runner_v2": ("*",), "cpu_latents": True, "pixtral_mask": False, "runner_v2_graphs": True},
+    ),
     # in 0.30's own source (model_executor/layers/attention/attention.py, utils/torch_utils.py
     # resolve_kv_cache_dtype_string); of older ones not known. models/deepseek_v4: on a CPU, where it first
     # runs, as in 0.32 (tests/data/oracles/vllm_versions.json)
@@ -188,13 +215,14 @@ def on_second_runner(architecture: Architecture, known: Rules) -> bool:
 
 # What a rule means for who upgrades; where it depends on which way it turned, both.
 _WORDS: dict[str, str] = {
-    "large_batches": "devices of 70 GiB and more have larger steps (1,024 sequences, 8,192 tokens) by default",
+    "large_batches": "H100 and H200, from 0.9 on devices of 70 GiB and more, have larger steps (1,024 "
+    "sequences, 8,192 tokens) by default",
     "cuts_prompts": "V1: prompts are cut into steps (chunked prefill)",
     "hybrid_groups": "sliding layers no longer keep every token: layers have groups of their own",
     "chunked_on_rocm": "AMD GPUs run on V1, with chunked prefill",
     "huge_batches": "devices of 160 GiB and more have larger steps by default",
     "sampler": "the sampler that the profile run measures takes other bytes per logit",
-    "runner_v2": "the second model runner takes more models",
+    "runner_v2": "the second model runner takes more models (until 0.29 it estimates no CUDA graphs)",
     "runner_v2_dense": "the second model runner takes dense models",
     "runner_v2_encodes": "the profile run of the second model runner encodes pictures too",
     "drops_towers": "towers that --limit-mm-per-prompt leaves without work are not loaded",
@@ -210,8 +238,14 @@ _WORDS: dict[str, str] = {
     "graphs_estimated": "CUDA graphs are captured on trial before the pool is sized",
     "graphs_within_profile": "what the trial capture leaves counts as non-torch memory, or no longer",
     "counts_consumed": "what the runner allocates before the profile comes off the pool",
+    "many_sequences": "1,024 sequences are the default on every GPU and the profile run samples as many (V1), "
+    "or 256 again on most",
+    "counts_context": "CUDA's context and NCCL's communicators come off the pool, or no longer",
     "graphs_subtracted": "the estimate of the CUDA graphs comes off the pool "
     "(VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 turns it off)",
+    "runner_v2_graphs": "the second model runner estimates its CUDA graphs, and takes them off the pool",
+    "sized_workspace": "FlashInfer's workspace holds 16 bytes for each value of a step's queries and counts as "
+    "CUDA graphs (a smaller --max-num-batched-tokens makes it smaller)",
     "default_utilization": "--gpu-memory-utilization is 0.92 by default",
     "in_flight_batches": "sliding layers hold the tokens of two batches in flight (asynchronous scheduling)",
     "hybrid_prefix_caching": "prefix caching of hybrids with states is on by default, and keeps states for it",
