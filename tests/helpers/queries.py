@@ -100,6 +100,13 @@ class Prometheus:
         data: dict[str, Any] = answer["data"]
         return data
 
+    def ready(self) -> bool:
+        """Whether it answers: it listens before it does, and says 503 until its storage is open."""
+        try:
+            return self._client.get("/-/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
     def instant(self, expression: str) -> list[float]:
         """Values of an instant query; NaN and infinities included."""
         return [float(sample["value"][1]) for sample in self.get("query", query=expression)["result"]]
@@ -131,11 +138,8 @@ def scraping(server: str, folder: Path) -> Iterator[Prometheus]:
         while True:
             assert process.poll() is None, (folder / "log").read_text()[-2000:]
             assert time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
-            try:
-                if client.instant("count_over_time(tonnage_engine_ready[1m]) > 8"):
-                    break
-            except httpx.TransportError:  # not up yet
-                pass
+            if client.ready() and client.instant("count_over_time(tonnage_engine_ready[1m]) > 8"):
+                break
             time.sleep(0.2)
         yield client
     finally:
