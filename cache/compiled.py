@@ -4,7 +4,8 @@ What runs for every block of every request (hashing, matching, publishing, relea
 plain loops over arrays of ints and compiled; the same source runs uncompiled with NUMBA_DISABLE_JIT=1, and the
 tests hold the two against each other. The kernels of the server's engine use the same `Compiler`.
 
-Compiling takes some seconds once per machine and version. The result is kept in the user's cache folder
+What was compiled ahead, where the package was installed (`tonnage.cache.ahead`), is read from there. Else
+compiling takes some seconds once per machine and version, and the result is kept in the user's cache folder
 (XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written (no home, no permission,
 no space), it is compiled at every start. Only what imports the manager pays for the import; `tonnage plan` does
 not.
@@ -12,6 +13,7 @@ not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.registry import CPUDispatcher
 
+from tonnage.cache.ahead import AheadOrKept, Archive
+
 log = logging.getLogger("tonnage.cache")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,34 +39,61 @@ class Compiler:
     ``folder`` holds their machine code and is named by a digest of all these modules: numba itself asks only
     whether a function's own file has changed, and not those of the functions and constants compiled into it.
     None: nothing is kept (no folder that can be written, or NUMBA_DISABLE_JIT). ``kept``: so far everything
-    compiled is in it.
+    compiled is in it. ``archive``: what was compiled ahead of the same sources, wherever they lay.
+    ``made``: its functions so far, compiled or not.
     """
 
     def __init__(self, sources: Path) -> None:
         # numba keeps code by the path of its source as it was imported (core/caching.py, 0.65), so another
         # installation finds nothing in this folder.
         digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
+        content = xxhash.xxh3_64()
         for path in (Path(__file__), *sorted(sources.rglob("*.py"))):
-            digest.update(path.read_bytes())
+            digest.update(text := path.read_bytes())
+            content.update(text)
         cache = _cache_folder()
         folder = None if cache is None else cache / f"compiled-{digest.hexdigest()}"
         self.folder = folder if not numba.config.DISABLE_JIT and _writable(folder) else None
         self.kept = self.folder is not None
+        self.archive = Archive(content.hexdigest())
+        self.made: list[CPUDispatcher] = []
+
+    def __contains__(self, note: str) -> bool:
+        """Whether all that the note stands for was compiled, here (`note`) or ahead."""
+        return note in self.archive or (self.folder is not None and (self.folder / note).exists())
+
+    def note(self, note: str) -> None:
+        """All that it stands for is compiled and kept; the note goes when that goes."""
+        if self.folder is not None and self.kept:
+            with contextlib.suppress(OSError):  # not to be written: it compiles at every start
+                (self.folder / note).touch()
+
+    def progress(self) -> tuple[int, int]:
+        """Functions that are compiled, and all that are there."""
+        return sum(bool(each.overloads) for each in self.made), len(self.made)
 
     def __call__(self, function: Function, **options: Any) -> Function:
         """``function`` compiled at its first call, with numba's options. Nobody in C calls it: without the way
         in from there, a seventh of the compiler's work."""
         dispatcher = numba.njit(no_cfunc_wrapper=True, **options)(function)
-        if self.folder is not None:
-            before = numba.config.CACHE_DIR
-            numba.config.CACHE_DIR = str(self.folder)  # read when the cache is made
-            try:
-                dispatcher._cache = _Kept(function, self)  # as cache=True does (core/dispatcher.py, 0.65)
-            except RuntimeError as error:  # numba finds no place that it can write to
-                self.lost(error)
-            finally:
-                numba.config.CACHE_DIR = before
+        if isinstance(dispatcher, CPUDispatcher):  # not so with NUMBA_DISABLE_JIT
+            # as cache=True does (core/dispatcher.py, 0.65)
+            dispatcher._cache = AheadOrKept(function, self.archive, self._in_folder(function))
+            self.made.append(dispatcher)
         return cast(Function, dispatcher)
+
+    def _in_folder(self, function: Callable[..., Any]) -> _Kept | None:
+        if self.folder is None:
+            return None
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(self.folder)  # read when the cache is made
+        try:
+            return _Kept(function, self)
+        except RuntimeError as error:  # numba finds no place that it can write to
+            self.lost(error)
+            return None
+        finally:
+            numba.config.CACHE_DIR = before
 
     def lost(self, error: Exception) -> None:
         """Something compiled could not be kept, which is said once and hinders nobody."""

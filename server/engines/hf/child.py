@@ -28,7 +28,7 @@ from tonnage.server.engines.grammars import masks
 from tonnage.server.engines.grammars.masks import GrammarMatcher
 from tonnage.server.engines.grammars.tags import TagMatcher
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.compile import prepare
+from tonnage.server.engines.hf.compile import Preparation
 from tonnage.server.engines.hf.grammars import Compiler
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, Step, Stop
@@ -90,6 +90,8 @@ class EngineLoop:
         policy: Policy | None = None,
         sharing: Sharing | None = None,
     ) -> None:
+        bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
+        preparation = Preparation(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
         with no_collections():
             import transformers  # here, so that a broken installation is told as any failure of the load is
 
@@ -105,8 +107,7 @@ class EngineLoop:
 
         self.plan = plan
         self.connection = connection
-        bfloat16_on_cpu = plan.deployment.device == "cpu" and plan.deployment.dtype == "bfloat16"
-        prepare(plan.kv_cache.layout, policy, kernels=bfloat16_on_cpu)
+        preparation.load()
         self.runner = ModelRunner(plan)
         self.grammars = Compiler(model_files(plan.model.path), self.runner.vocab_size)
         self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # with their arrival

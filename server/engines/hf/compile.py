@@ -1,4 +1,4 @@
-"""Machine code before weights: compile in a process of its own, then load from disk.
+"""Machine code before weights: compile in processes of their own, then load from disk.
 
 A compiler gives no memory back: compiled in the engine process, the same code costs some 190 MB more than
 read from disk (demo model), and the plan would be right at every start but the first.
@@ -8,65 +8,126 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
+import os
 import sys
-from pathlib import Path
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 
 from tonnage.cache.admission import Policy
-from tonnage.cache.compiled import COMPILER
+from tonnage.cache.compiled import COMPILER, Compiler
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
+_SAY_SECONDS = 5.0  # between two lines about how far it is
 
-def prepare(layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
-    """Have the code of the block manager, and with ``kernels`` that of the CPU's bfloat16 kernels, in memory.
 
-    Half a second; some 30 once per machine and version, with a line on stderr that says so.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process compiles: of ``layout`` the block manager, of None the CPU's bfloat16 kernels."""
+
+    layout: KVLayout | None
+    policy: Policy | None = None
+
+    @property
+    def compiler(self) -> Compiler:
+        return KERNELS if self.layout is None else COMPILER
+
+    @property
+    def note(self) -> str:
+        """Names what decides which functions run, and with arguments of which types."""
+        if self.layout is None:
+            return "kernels"
+        kinds = sorted({group.kind for group in self.layout.groups})
+        return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
+
+    def load(self) -> None:
+        """Read it from disk, or compile what is not there."""
+        if self.layout is not None:
+            compile_manager(self.layout, self.policy)
+            return
+        # Imports torch, which the rest does not need.
+        from tonnage.server.engines.hf.kernels.warm import compile_all
+
+        compile_all()
+
+
+class Preparation:
+    """The code of the block manager, and with ``kernels`` that of the kernels, in memory after `load`.
+
+    What was compiled neither ahead nor before is compiled from now on, each part in a process of its own; lines
+    on stderr say how far they are.
     """
-    notes = _notes(layout, policy, kernels)
-    if not all(note.exists() for note in notes):
-        print("compiling for this machine (once, about 30 s)", file=sys.stderr, flush=True)
-        process = multiprocessing.get_context("spawn").Process(
-            target=_compile, args=(layout, policy, kernels), daemon=True
-        )
-        process.start()
-        process.join()
-        if process.exitcode == 0:
-            for note in notes:
-                with contextlib.suppress(OSError):  # not to be written: it compiles at every start
-                    note.touch()
-    load(layout, policy, kernels)
+
+    def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
+        self._parts = [Part(None)] if kernels else []
+        self._parts.append(Part(layout, policy))
+        self._begun = time.monotonic()
+        self._missing = [_Compilation(part) for part in self._parts if part.note not in part.compiler]
+        if self._missing:
+            print("compiling for this machine, once", file=sys.stderr, flush=True)
+
+    def load(self) -> None:
+        """Wait until nothing is left to compile, then read it: half a second."""
+        said = self._begun
+        while working := [each for each in self._missing if each.works()]:
+            if time.monotonic() - said >= _SAY_SECONDS:
+                said = time.monotonic()
+                done, of = sum(each.done for each in self._missing), sum(each.of for each in self._missing)
+                so_far = f"{done} of {of} functions in {said - self._begun:.0f} s"
+                print(f"compiling for this machine, once: {so_far}", file=sys.stderr, flush=True)
+            wait([each.process.sentinel for each in working], _SAY_SECONDS / 10)
+        for each in self._missing:
+            each.end()
+        for part in self._parts:
+            part.load()
 
 
-def _compile(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
+class _Compilation:
+    """A process that compiles ``part``. ``done`` of its functions, and ``of`` how many, as it last told."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self.done, self.of = 0, 0
+        context = get_context("spawn")
+        self._progress, told = context.Pipe(duplex=False)
+        self.process: SpawnProcess = context.Process(target=_compile, args=(part, told), daemon=True)
+        self.process.start()
+        told.close()
+
+    def works(self) -> bool:
+        with contextlib.suppress(EOFError):
+            while self._progress.poll():
+                self.done, self.of = self._progress.recv()
+        return self.process.is_alive()
+
+    def end(self) -> None:
+        self.process.join()
+        self._progress.close()
+        if self.process.exitcode == 0:
+            self._part.compiler.note(self._part.note)
+
+
+def _compile(part: Part, told: Connection) -> None:
     """The process that compiles; it fails where the next one would not find all on disk."""
     # The compiler's objects come and go by the million, beside what was imported to stay: of 35 s of processor
     # time the collector took 7. Seldom, it takes 1, and the peak is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
-    load(layout, policy, kernels)
-    if not (COMPILER.kept and (KERNELS.kept or not kernels)):
+    threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
+    part.load()
+    if not part.compiler.kept:
         sys.exit(1)
 
 
-def load(layout: KVLayout, policy: Policy | None, kernels: bool) -> None:
-    """Read it from disk, or compile what is not there."""
-    if kernels:
-        # Imports torch, which the rest does not need.
-        from tonnage.server.engines.hf.kernels.warm import compile_all
-
-        compile_all()
-    compile_manager(layout, policy)
-
-
-def _notes(layout: KVLayout, policy: Policy | None, kernels: bool) -> list[Path]:
-    """Empty files beside the compiled code: this was compiled. They go when it goes."""
-    # What decides which functions a manager runs, and with arguments of which types.
-    what = "-".join(
-        ["manager", *sorted({group.kind for group in layout.groups}), policy.mode if policy else "sum"]
-    )
-    notes = [] if COMPILER.folder is None else [COMPILER.folder / what]
-    if kernels:
-        notes += [] if KERNELS.folder is None else [KERNELS.folder / "kernels"]
-    return notes
+def _tell(compiler: Compiler, told: Connection) -> None:
+    try:
+        while True:
+            told.send(compiler.progress())
+            time.sleep(0.5)
+    except OSError:  # who waited has ended: without notice where it was killed
+        os._exit(1)

@@ -1,0 +1,107 @@
+"""Machine code compiled ahead is what a start reads, and only where it was made of the same."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numba
+import pytest
+
+from tonnage.cache import ahead
+from tonnage.cache.compiled import Compiler
+from tonnage.server.engines.hf.ahead import Compiled, collect, write
+
+SOURCE = "def one(x):\n    return x + 1\n"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module; archives and kept code in empty folders of the test."""
+    if numba.config.DISABLE_JIT:
+        pytest.skip("without numba's compiler there is no machine code")
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "ahead_module.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(ahead, "FOLDER", tmp_path / "machine_code")
+    monkeypatch.setattr(ahead, "level_here", lambda: ahead.LEVELS[-1])  # on any processor
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    return folder
+
+
+def function() -> Callable[[int], int]:
+    module: ModuleType = importlib.reload(importlib.import_module("ahead_module"))
+    one: Callable[[int], int] = module.one
+    return one
+
+
+def archived(folder: Path) -> Compiled:
+    """`SOURCE` compiled for an int64 and written."""
+    compiler = Compiler(folder)
+    one = compiler(function())
+    compiler.archive.collect()
+    assert one(1) == 2
+    found = Compiled(compiler.archive.name, {**(compiler.archive.collected or {}), "all": b""}, [])
+    assert len(found.members) == 2
+    write(ahead.FOLDER, ahead.LEVELS[-1], [found])
+    return found
+
+
+def hits(compiler: Compiler) -> int:
+    """Functions that numba did not compile, when one is called."""
+    one = compiler(function())
+    assert one(41) == 42
+    return sum(one.stats.cache_hits.values())  # type: ignore[attr-defined]
+
+
+def test_a_start_reads_what_was_compiled_ahead(sources: Path, tmp_path: Path) -> None:
+    archived(sources)
+    compiler = Compiler(sources)
+    assert "all" in compiler
+    assert "more" not in compiler
+    assert hits(compiler) == 1
+    assert not list(tmp_path.rglob("*.nbc"))
+
+
+def test_it_is_of_the_same_sources_wherever_they_lie(sources: Path, tmp_path: Path) -> None:
+    archived(sources)
+    sources.rename(tmp_path / "moved")
+    moved = Compiler(tmp_path / "moved")
+    assert "all" in moved
+    (tmp_path / "moved" / "ahead_module.py").write_text(SOURCE.replace("1", "2"))
+    assert "all" not in Compiler(tmp_path / "moved")
+
+
+@pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
+def test_who_chooses_a_processor_gets_its_code(
+    name: str, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archived(sources)
+    monkeypatch.setattr(numba.config, name, 0 if name == "ENABLE_AVX" else "generic")
+    assert "all" not in Compiler(sources)
+
+
+def test_a_damaged_archive_is_compiled_again(sources: Path) -> None:
+    archived(sources)
+    path = ahead.FOLDER / f"{ahead.LEVELS[-1].name}.zip"
+    whole = path.read_bytes()
+    at = 200  # inside the first member
+    path.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
+    assert hits(Compiler(sources)) == 0
+    path.write_bytes(whole[: len(whole) // 2])
+    compiler = Compiler(sources)
+    assert "all" not in compiler
+
+
+def test_what_is_compiled_by_signature_is_not_run(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(sources)
+    module = importlib.import_module("ahead_module")
+    one = compiler(function())
+    monkeypatch.setattr(module, "one", one)
+    types = (numba.types.float64,)
+    found = collect(compiler, [], [("ahead_module", "one", types)])
+    assert found.signatures == [("ahead_module", "one", types)]
+    assert [member.partition("-")[0] for member in found.members] == ["ahead_module.one"]
