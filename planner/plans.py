@@ -161,6 +161,10 @@ class Deployment:
     enable_sleep_mode: bool = flag(
         False, "may sleep, its weights in the host's memory", group=_EXTRAS, engine="vllm"
     )
+    flash_attn: str = flag(
+        "auto", "scores of attention in pieces, or those of a step whole in memory", group=_CACHE,
+        choices=("auto", "on", "off"), engine="llama.cpp",
+    )  # fmt: skip
     cache_ram_bytes: int = flag(
         8192 * MiB, "MiB of the host's memory that keep prompts (default: 8192)", group=_EXTRAS, unit="MiB",
         least=0, option="--cache-ram", engine="llama.cpp",

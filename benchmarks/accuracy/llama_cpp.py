@@ -1,7 +1,11 @@
-"""``llama_cpp``: size of the KV cache llama.cpp and ik_llama.cpp print, within the print's rounding."""
+"""``llama_cpp``: size of the KV cache llama.cpp and ik_llama.cpp print, within the print's rounding. Beside
+it the compute buffer (``compute_buffers``) of starts on one device alone; ik_llama.cpp's graphs are not
+llama.cpp's.
+"""
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any, Literal
 
 from accuracy.common import Inputs, Section, read_jsonl
@@ -21,6 +25,7 @@ def score(inputs: Inputs) -> Section | None:
         return None
     section = Section()
     left_out: list[str] = []
+    buffers: list[tuple[float, bool, str]] = []
     section.extra["left_out"] = left_out
     for index, row in enumerate(read_jsonl(inputs.reports)):
         if "llama.cpp" not in row["engine"] or not row["observed"].get("available_kv_gib"):
@@ -33,7 +38,51 @@ def score(inputs: Inputs) -> Section | None:
             left_out.append(f"{label(index, row)}: the context's length is not given")
             continue
         _row(section, label(index, row), row, config)
+        if (found := _buffer(row, config)) is not None:
+            buffers.append((*found[:2], f"{label(index, row)}: {found[2]}"))
+    errors = sorted(abs(error) for error, _, _ in buffers)
+    section.extra["compute_buffers"] = {
+        "rows": len(buffers), "median_error": median(errors) if errors else None,
+        "worst_error": errors[-1] if errors else None, "covered": sum(inside for _, inside, _ in buffers),
+        "lines": [line for _, _, line in buffers],
+    }  # fmt: skip
     return section
+
+
+def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, str] | None:
+    """(error, whether the interval has it, in words) of the compute buffer of the only device with weights;
+    None: several, or not printed."""
+    from tonnage.planner.engines.registry import engine_of
+    from tonnage.planner.errors import TonnageError
+    from tonnage.planner.families.registry import build_architecture
+    from tonnage.planner.planning.deployment import complete
+    from tonnage.planner.plans import Deployment
+
+    seen = row["observed"]
+    weights = {name: float(size) for name, size in seen.get("model_buffers_mib") or ()}
+    printed = {name: float(size) for name, size in seen.get("compute_buffers_mib") or ()}
+    most = max(weights, key=lambda name: weights[name], default="")
+    if weights.get(most, 0) < 0.8 * sum(weights.values()) or printed.get(most.removesuffix("_Mapped"), 0) <= 0:
+        return None
+    said = dict(part.split("=", 1) for part in (row["other_flags"] or "").split() if "=" in part)
+    if said.get("mla_attn", "0") not in ("0", "None"):
+        return None
+    flags = Deployment(
+        engine="llama.cpp", device="cpu" if most.startswith("CPU") else "cuda", device_memory=1 << 50,
+        max_model_len=row["max_model_len"] // _sequences(row), max_num_seqs=_sequences(row),
+        max_num_batched_tokens=int(said.get("n_ubatch", 512)),
+        flash_attn="off" if said.get("flash_attn") == "0" else "on",
+    )  # fmt: skip
+    try:
+        architecture = build_architecture(config)
+        chosen = complete(flags, architecture, "bfloat16")
+        found = engine_of("llama.cpp").runtime_terms(architecture, chosen).activation
+    except TonnageError:
+        return None
+    logged = printed[most.removesuffix("_Mapped")] * MIB
+    low, high = found.low / MIB, found.high / MIB
+    line = f"planned {found.value / MIB:.2f} ({low:.2f} to {high:.2f}), printed {logged / MIB}"
+    return (found.value - logged) / logged, found.low <= logged + MIB / 200 and logged <= found.high, line
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:

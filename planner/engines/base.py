@@ -26,6 +26,7 @@ from tonnage.planner.quantization.scheme import Quantization
 if TYPE_CHECKING:
     from tonnage.planner.engines.log import LogFigures
     from tonnage.planner.engines.runtime.host import Hosted
+    from tonnage.planner.model.tensor import HeaderTensor
 
 
 class Engine(ABC):
@@ -166,6 +167,10 @@ class Engine(ABC):
         """What is really held, where it differs from transformers' modules."""
         return architecture.tensors
 
+    def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
+        """:meth:`tensors` of a file, where they are kept as it has them (``keeps_gguf``)."""
+        return tensors
+
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
         """Whether every tensor-parallel rank holds the towers whole."""
         return False
@@ -295,11 +300,6 @@ class Engine(ABC):
         """What all processes of one replica on GPUs hold of the host's memory."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
-    def host_flags(self, flags: Deployment) -> list[str]:
-        """Its own options that put something into the host's memory, or read through it, and are not at their
-        defaults."""
-        return []
-
     # -- versions
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
@@ -334,6 +334,14 @@ class Engine(ABC):
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Commands that serve ``plan``."""
         return ()
+
+    def own_flags(self, flags: Deployment) -> list[str]:
+        """Options of its own command that are not at their defaults, beside devices, sizes and dtypes."""
+        return []
+
+    def serve_options(self, flags: Deployment) -> list[str]:
+        """Options of its own command for which a compose file of its own has no variable."""
+        return []
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
         """What is set on this machine and would silently win over the plan."""

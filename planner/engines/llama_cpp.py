@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
-from tonnage.planner.engines.runtime.estimate import Estimate
-from tonnage.planner.engines.tensors import merged_tensors
+from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
@@ -33,6 +32,7 @@ from tonnage.planner.units import GiB, MiB, ceil_div
 
 if TYPE_CHECKING:
     from tonnage.planner.engines.runtime.host import Hosted
+    from tonnage.planner.model.tensor import HeaderTensor
 
 # ggml type -> (values per block, bytes per block); ggml-common.h
 CACHE_TYPES = {
@@ -56,6 +56,8 @@ _LOG_LINES = (
 # "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB"
 _LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)={NUMBER}MiB"
 _LOG_UBATCH = r"n_ubatch=(\d+)"
+_LOG_FLASH = r"flash_attn=(\w+)"
+_FLASH = {"0": "off", "1": "on", "disabled": "off", "enabled": "on", "auto": "auto"}
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
 _LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:\d+/)?(\d+) seqs\)"
 _LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
@@ -66,6 +68,11 @@ _LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
 _LOG_BREAKDOWN = r"\|-(\w+).*?\|(\d+)=(\d+)\+\((\d+)=(\d+)\+(\d+)\+(\d+)\)\+"
 _LOG_ENGINE = r"llama_(?:model_loader|context|new_context_with_model|kv_cache|init_from_model|model_load)\w*:"
 _LOG_READY = ("server is listening on", "main: model loaded", "HTTP server listening")
+# Tensors of the input layer (LLM_TENSOR_LAYER_INPUT in src/llama-arch.cpp)
+_INPUTS = (
+    "token_embd.weight", "token_embd_norm.weight", "token_embd_norm.bias", "token_types.weight",
+    "position_embd.weight", "per_layer_token_embd.weight",
+)  # fmt: skip
 CELL_PADDING = 256
 MAMBA_STATE_BYTES = 4  # recurrent states are kept in f32 (llama-memory-recurrent.cpp)
 
@@ -80,7 +87,9 @@ class LlamaCpp(Engine):
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
     apple = True
     logs = True
-    log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "context_tokens": ""}
+    log_figures: ClassVar = {
+        "weights_bytes": "", "activation_bytes": "", "kv_pool_bytes": "", "context_tokens": "",
+    }  # fmt: skip
     sized_by_context = True
     keeps_gguf = True
 
@@ -90,7 +99,13 @@ class LlamaCpp(Engine):
     def choose_kv_dtype(
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
-        return check_cache_types(flags.kv_cache_dtype)
+        found = check_cache_types(flags.kv_cache_dtype)
+        if flags.flash_attn == "off" and CACHE_TYPES[cache_types(found)[1]][0] > 1:
+            raise DeploymentError(
+                f"{found} packs V: llama.cpp stops with 'V cache quantization requires flash_attn'",
+                field="--flash-attn", hint="on, or --kv-cache-dtype f16",
+            )  # fmt: skip
+        return found
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
         if asked not in (None, 1):
@@ -111,7 +126,19 @@ class LlamaCpp(Engine):
         )
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        return merged_tensors(architecture)
+        """Rotary tables are computed as they are needed. Beside GPUs the embedding stays with the host
+        (dev_input in src/llama-model.cpp), and a head tied to it is a copy of its own."""
+        held = [tensor for tensor in architecture.tensors if tensor.role != "buffer"]
+        if flags.device != "cpu":
+            held = [replace(t, tied_to=None) if t.role == "head" else t for t in held if t.role != "embedding"]
+        return tuple(held)
+
+    def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
+        """As :meth:`tensors`, of a file."""
+        if flags.device == "cpu":
+            return tensors
+        kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
+        return tuple(t for t in tensors if t.name in kept or t.name not in _INPUTS)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
@@ -129,13 +156,25 @@ class LlamaCpp(Engine):
             (slot,), pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, 1, "llama.cpp's slots"
         )
 
+    def cpu_framework(self, architecture: Architecture, chosen: Resolved) -> Estimate:
+        from tonnage.planner.engines.runtime.llama_cpp import process
+
+        return process(architecture, chosen, _partial(architecture, chosen))
+
     def cpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate:
         """The compute buffer that llama-fit-params says."""
         if architecture.kind != "decoder":
             return super().cpu_activation(architecture, chosen)
         from tonnage.planner.engines.runtime.llama_cpp import compute_buffer
 
-        return compute_buffer(architecture, chosen, _padded(chosen.max_model_len))
+        return compute_buffer(architecture, chosen, _masked(architecture, chosen))
+
+    def gpu_terms(
+        self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
+    ) -> Runtime:
+        from tonnage.planner.engines.runtime.llama_cpp import context_memory
+
+        return Runtime(context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """n_ctx cells for each sequence, allocated whatever else is free."""
@@ -144,13 +183,7 @@ class LlamaCpp(Engine):
     def host_memory(self, hosted: Hosted) -> HostMemory:
         from tonnage.planner.engines.runtime import llama_cpp
 
-        flags, chosen = hosted.chosen.flags, hosted.chosen
-        cells = chosen.max_model_len
-        kept = [layer for layer in hosted.architecture.cache_layers if layer.kind != "full"]
-        partial = replace(hosted.architecture, cache_layers=tuple(kept))
-        fixed = size_cache(partial, cells, flags.kv_cache_dtype, ubatch=chosen.max_num_batched_tokens).bytes
-        sliding = any(layer.kind in ("sliding", "state") for layer in kept)
-        return llama_cpp.host_memory(hosted, fixed if sliding else 0)
+        return llama_cpp.host_memory(hosted, _partial(hosted.architecture, hosted.chosen))
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         text = squeezed(line)
@@ -167,14 +200,25 @@ class LlamaCpp(Engine):
                 out.flags["kv_cache_dtype"] = "/".join(kind for kind in types.groups() if kind)
         if match := compiled(_LOG_UBATCH).search(text):
             out.flags["max_num_batched_tokens"] = match[1]
+        if match := compiled(_LOG_FLASH).search(text):
+            out.flags["flash_attn"] = _FLASH.get(match[1], "auto")
         if match := re.search(_LOG_FILE, line):
             out.model = match[1]
         _read_devices(text, out)
 
     def settle_log(self, out: LogFigures) -> None:
-        """Without the cells of a cache, the context is what one sequence has."""
-        if out.engine == self.name and "context_tokens" in out.figures:
+        """Without the cells of a cache, the context is what one sequence has. Weights and the largest compute
+        buffer are those of GPUs, where there are any."""
+        if out.engine != self.name:
+            return
+        if "context_tokens" in out.figures:
             out.figures.setdefault("max_model_len", out.figures["context_tokens"])
+        for term, kind, total in (("weights_bytes", "model", sum), ("activation_bytes", "compute", max)):
+            held = {n: size for n, size in out.figures.items() if n.endswith(f"_{kind}_bytes")}
+            gpus = [size for n, size in held.items() if not n.startswith("CPU") and "Host" not in n]
+            if gpus or (held and term not in out.figures):
+                out.figures[term] = total(gpus or held.values())
+                out.rounding[term] = MiB / 200 * max(1, len(gpus))
 
     def log_says_ready(self, line: str) -> bool:
         return any(mark in line for mark in _LOG_READY)
@@ -185,6 +229,8 @@ class LlamaCpp(Engine):
         shared = plan.kv_cache.layout.block_size * plan.kv_cache.num_blocks  # n_ctx is of all sequences
         line = ["llama-server", "-m", plan.model.id, "-c", str(shared), "-np", str(flags.max_num_seqs),
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
+        if flags.flash_attn != "auto":
+            line += ["-fa", flags.flash_attn]
         if flags.cache_ram_bytes != flags_of(Deployment)["cache_ram_bytes"].default:
             line += ["--cache-ram", str(flags.cache_ram_bytes // MiB)]
         return (shlex.join(line),)
@@ -281,6 +327,24 @@ def size_cache(
         k += rows * row_bytes(k_row, k_type)
         v += rows * (row_bytes(v_row, v_type) if v_row else 0)
     return Cache(cells * streams, k, v, state)
+
+
+def _partial(architecture: Architecture, chosen: Resolved) -> int:
+    """Bytes of one sequence in layers that cannot be rolled back (sliding, states); 0 without them."""
+    kept = tuple(layer for layer in architecture.cache_layers if layer.kind != "full")
+    if all(layer.kind not in ("sliding", "state") for layer in kept):
+        return 0
+    partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype
+    return size_cache(partial, chosen.max_model_len, types, ubatch=chosen.max_num_batched_tokens).bytes
+
+
+def _masked(architecture: Architecture, chosen: Resolved) -> int:
+    """Cells of the attention masks: of the whole cache, and of each window's."""
+    cells = _padded(chosen.max_model_len)
+    windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
+    whole = any(layer.kind not in ("sliding", "state") for layer in architecture.cache_layers)
+    held = [min(cells, _padded(window + chosen.max_num_batched_tokens)) for window in windows]
+    return (cells if whole else 0) + sum(held)
 
 
 def _padded(cells: int) -> int:

@@ -10,10 +10,8 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Deployment, Plan
 
 # of those that are printed where they are not left at their defaults, what both have
-SHARED = (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel",
-    "enforce_eager",
-)  # fmt: skip
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
+SHARED = ("data_parallel_size", "enable_expert_parallel", "enforce_eager")
 
 
 def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
@@ -24,7 +22,8 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
         if flags.gpu is not None:  # what an engine holds beside weights and pool depends on it
             line += ["--gpu", flags.gpu]
-    line += [*changed(flags, SHARED), *changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
+    line += [*prefix_flags(flags), *changed(flags, (*RANKS, *SHARED))]
+    line += [*changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]
     return shlex.join(line)
 
 
@@ -59,6 +58,8 @@ def common_flags(plan: Plan) -> list[str]:
         line += ["--gpu-memory-utilization", f"{flags.gpu_memory_utilization:g}"]
     if flags.kv_cache_dtype != flags.dtype:
         line += ["--kv-cache-dtype", flags.kv_cache_dtype]
-    if not flags.enable_prefix_caching:
-        line.append("--no-enable-prefix-caching")
     return line
+
+
+def prefix_flags(flags: Deployment) -> list[str]:
+    return [] if flags.enable_prefix_caching else ["--no-enable-prefix-caching"]

@@ -34,7 +34,7 @@ _LOGGED = (
     "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enforce_eager",
     "enable_prefix_caching", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_bytes",
     "enable_lora", "max_loras", "max_lora_rank", "swa_full_tokens_ratio", "mem_fraction_static",
-    "limit_mm_per_prompt", "language_model_only", "skip_mm_profiling",
+    "limit_mm_per_prompt", "language_model_only", "skip_mm_profiling", "flash_attn",
 )  # fmt: skip
 _OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
 # What a plan depends on most: said to be assumed where neither the log nor the user says it.
@@ -253,7 +253,8 @@ def _not_compared(
     if why := engine.unlike_logged(size.chosen.flags, source.kind, found.flags.get("quantization")):
         skipped.add("weights_bytes")
         notes.append(f"weights not compared: {why}")
-    if args.gpu is None and args.device_memory is None and "device_bytes" not in found.figures:
+    known = args.gpu is not None or args.device_memory is not None or "device_bytes" in found.figures
+    if not known and not engine.sized_by_context:
         left = [name for name in FITTED if name in found.figures]
         skipped.update(FITTED)
         if left:

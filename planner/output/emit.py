@@ -6,6 +6,7 @@ chart is rendered or the server starts, and not by the kernel under load.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from math import ceil
 
@@ -106,6 +107,8 @@ def _compose_env(plan: Plan) -> str:
         "SEQUENCES": plan.deployment.max_num_seqs,
         "BATCHED_TOKENS": plan.deployment.max_num_batched_tokens,
         "GPUS": _settings(plan)["tensor_parallel_size"],
+        "DEVICES": gpus(plan) if plan.deployment.pipeline_parallel_size > 1 else None,
+        "OPTIONS": shlex.join(engine_of(plan.deployment.engine).serve_options(plan.deployment)) or None,
     }
     hint = "# beside deploy/compose.yaml: -f deploy/compose.gpu.yaml\n" if gpus(plan) else ""
     settings = "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)
@@ -161,7 +164,7 @@ def _helm_values(plan: Plan) -> str:
     if shared:
         # NCCL, the workers' queues and a KV tier live in /dev/shm, of which a container gets 64 MiB unasked
         lines.append(f"sharedMemoryBytes: {shared}")
-    if gpus(plan) and (options := engine_of(plan.deployment.engine).host_flags(plan.deployment)):
+    if gpus(plan) and (options := engine_of(plan.deployment.engine).own_flags(plan.deployment)):
         # vLLM's own command has them, the server's settings do not
         lines += ["vllmServe:", f"  args: [{', '.join(map(_quoted, options))}]"]
     return "\n".join(lines) + "\n"

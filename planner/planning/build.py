@@ -252,7 +252,8 @@ class Sizer:
             parts = held_parts(architecture, quantization, flags, self._copies or ())
             if self._source.kind == "gguf" and engine_of(flags.engine).keeps_gguf:
                 whole = hold_weights(architecture, quantization, flags).loaded.total
-                parts = [(part, as_stored(held, whole, self._source.tensors or ())) for part, held in parts]
+                stored = engine_of(flags.engine).stored_tensors(self._source.tensors or (), flags)
+                parts = [(part, as_stored(held, whole, stored)) for part, held in parts]
             self._parts[key] = parts
         return self._parts[key]
 

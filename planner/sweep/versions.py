@@ -109,6 +109,7 @@ def terms_of(plan: Plan) -> dict[str, Any]:
         "num_blocks": cache.num_blocks,
         "tokens": cache.tokens,
         "max_concurrency": round(cache.max_concurrency, 2),
+        "host_bytes": 0 if plan.host is None else plan.host.value,
     }
     flags = plan.deployment
     found |= {name: getattr(flags, name) for name in _DEFAULTS}

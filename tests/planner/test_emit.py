@@ -19,6 +19,7 @@ from tonnage.planner.plans import Deployment
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "tonnage"
+FILES = ("compose.yaml", "compose.gpu.yaml", "vllm/compose.yaml")
 MIB = 2**20
 
 
@@ -98,7 +99,7 @@ def test_tensor_parallel_reaches_the_engine() -> None:
     (file,) = re.findall(r"-f (\S+gpu\S+)", env)
     assert (ROOT / file).exists()
     variables = dict(line.split("=", 1) for line in env.splitlines() if not line.startswith("#"))
-    texts = "".join((ROOT / "deploy" / name).read_text() for name in ("compose.yaml", "compose.gpu.yaml"))
+    texts = "".join((ROOT / "deploy" / name).read_text() for name in FILES)
     assert all(f"${{{name}:-" in texts for name in variables), variables
     # its /tmp and home are in memory
     assert int(variables["MEMORY_LIMIT"]) == memory_limit_bytes(three) + SCRATCH_BYTES

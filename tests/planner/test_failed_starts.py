@@ -23,7 +23,8 @@ GIB = 1 << 30
 FILES = (
     "config/model.py", "config/vllm.py", "config/parallel.py", "config/scheduler.py", "config/compilation.py",
     "v1/core/kv_cache_utils.py", "v1/core/kv_cache_planning.py", "v1/worker/utils.py", "v1/worker/gpu_worker.py",
-    "v1/worker/gpu_model_runner.py", "v1/worker/cpu_worker.py", "platforms/cuda.py", "distributed/utils.py", "model_executor/models/registry.py",
+    "v1/worker/gpu_model_runner.py", "v1/worker/cpu_worker.py", "platforms/cpu.py", "platforms/cuda.py",
+    "distributed/utils.py", "model_executor/models/registry.py",
 )  # fmt: skip
 
 
@@ -78,6 +79,8 @@ STOPPED = [
     (LLAMA, {"kv_cache_memory_bytes": 62 * GIB, "max_num_seqs": 1024}, "CUDA out of memory occurred when warming up sampler with 1024 dummy requests."),
     (LLAMA, {"gpu": None, "device": "cpu", "device_memory": 32 * GIB, "kv_cache_memory_bytes": 20 * GIB}, "on kv cache allocation is less than requested memory for kv (20.0 GiB)."),
     (HYBRID, {"max_num_seqs": 2048, "max_num_batched_tokens": 4096, "gpu": "a100-80g"}, "max_num_seqs (2048) exceeds available Mamba cache blocks ("),
+    ("zai-org__GLM-5.2", {"gpu": "cpu", "device_memory": 1 << 50, "max_model_len": 4096}, "Sparse Attention is not supported on CPU."),
+    ("nvidia__DeepSeek-V3.2-NVFP4", {"gpu": "cpu", "device_memory": 1 << 50, "max_model_len": 4096, "engine_version": "0.33.0"}, "Sparse Attention is not supported on CPU."),
     ("baichuan-inc__Baichuan2-7B-Base", {"max_model_len": 4096}, "was supported in vLLM until v0.23.0, and is not supported anymore."),
 ]  # fmt: skip
 

@@ -336,5 +336,14 @@ def test_the_command_that_serves_has_them(plan_of) -> None:
         "--mm-processor-cache-gb", "1",
     ]  # fmt: skip
     assert "vllmServe" not in yaml.safe_load(emit(plan_of(LLAMA), "helm-values"))
+    more = {"pipeline_parallel_size": 2, "enable_prefix_caching": False}
+    variables = emit(plan_of(LLAMA, **asked, **more), "compose-env")
+    options = (
+        "--dtype bfloat16 --kv-cache-dtype bfloat16 --pipeline-parallel-size 2 --no-enable-prefix-caching "
+        "--load-format pt --enable-sleep-mode --kv-offloading-size 10 --mm-processor-cache-gb 1"
+    )
+    assert f"\nOPTIONS={options}\n" in variables
+    assert "\nDEVICES=2\n" in variables
+    assert "OPTIONS" not in emit(plan_of(LLAMA, engine="hf", max_model_len=8192), "compose-env")
     flags = {"engine": "llama.cpp", "max_model_len": 8192, "cache_ram_bytes": 512 << 20}
     assert "--cache-ram 512" in serve_lines(plan_of(LLAMA, **flags))[-1]

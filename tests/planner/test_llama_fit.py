@@ -1,21 +1,28 @@
 """Plans of llama.cpp against llama-fit-params --fit-print, which says host memory of model, context and
-compute buffer without loading.
+compute buffer without loading, and against contexts of its library.
 
-Its answers here are those of the sources in llama-cpp-python 0.3.36, built for the CPU alone; the compute
-buffer from its log (``-lv 5``), to a hundredth of a MiB.
+The former's answers are those of the sources in llama-cpp-python 0.3.36, built for the CPU alone; the compute
+buffer from its log (``-lv 5``), to a hundredth of a MiB. The latter's are llama.cpp 0.5.0's (the library in
+npm @node-llama-cpp/linux-x64 3.22.1), of files made for it with F16 weights of zeros.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
-from tonnage.planner.planning.build import make_plan
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.planning.advice import serve_lines
+from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import MiB
 
+DATA = Path(__file__).parent.parent / "data"
 ROUNDED = MiB / 200  # the log's last digit
 
 
@@ -80,3 +87,91 @@ def test_the_mlp_where_logits_are_few(case, folder_with, tiny_llama) -> None:
     if inner > hidden:  # else attention is the widest, which the interval covers alone
         planned = next(term for term in plan.terms if term.name == "activation_bytes").value
         assert abs(planned / MiB - MADE[case]) < 0.01
+
+
+# Of files made for it: (family, hidden, inner, heads, KV heads, head size, experts, of a token), cells, flash
+# attention -> MiB with logits of one token, as llama-server reserves them
+SERVED = {
+    (("llama", 1024, 256, 16, 4, 64, 0, 0), 8192, "on"): 18.01,
+    (("llama", 1024, 256, 16, 4, 64, 0, 0), 2048, "on"): 12.01,
+    (("llama", 1024, 256, 16, 4, 64, 0, 0), 8192, "off"): 283.01,
+    (("llama", 512, 256, 4, 2, 192, 0, 0), 8192, "on"): 14.01,
+    (("llama", 512, 256, 4, 2, 192, 0, 0), 8192, "off"): 88.51,
+    (("llama", 1024, 512, 16, 16, 64, 0, 0), 8192, "on"): 21.01,
+    (("llama", 1024, 512, 16, 16, 64, 0, 0), 8192, "off"): 286.01,
+    (("qwen3", 512, 256, 4, 2, 192, 0, 0), 8192, "on"): 14.01,
+    (("qwen3", 512, 2048, 4, 2, 192, 0, 0), 8192, "on"): 24.51,
+    (("qwen3_moe", 512, 384, 4, 2, 128, 16, 4), 8192, "on"): 21.01,
+    (("qwen3_moe", 512, 384, 4, 2, 128, 16, 4), 8192, "off"): 86.01,
+    (("qwen3_moe", 1024, 256, 4, 2, 128, 16, 8), 8192, "on"): 43.01,
+    (("qwen3_moe", 1024, 128, 4, 2, 128, 16, 8), 8192, "on"): 31.01,
+    (("qwen3_moe", 2048, 128, 4, 2, 64, 16, 8), 8192, "on"): 52.51,
+}
+
+
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_the_widest_of_a_layer(case) -> None:
+    (family, hidden, inner, heads, kv_heads, head, experts, chosen), cells, flash = case
+    name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[
+        family
+    ]
+    config = {
+        "model_type": family, "architectures": [name], "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head,
+        "vocab_size": 512, "max_position_embeddings": 8192, "torch_dtype": "float16",
+    }  # fmt: skip
+    if experts:
+        config |= {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
+    flags = Deployment(
+        engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=cells, flash_attn=flash
+    )
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    said, (low, high) = SERVED[case] * MiB, plan.intervals["activation_bytes"]
+    assert low - ROUNDED <= said <= high + ROUNDED
+    assert abs(low - said) <= 0.1 * said + ROUNDED  # below it only without flash attention
+
+
+def test_a_gpu_has_a_context_and_no_embedding(folder_with, tiny_llama) -> None:
+    """meta-llama's 8B in a log: 281.81 MiB of its 4,437.80 are CPU_Mapped, the embedding."""
+    folder = folder_with({**tiny_llama, "tie_word_embeddings": False})
+    flags = {"engine": "llama.cpp", "max_model_len": 128}
+    here, there = (make_plan(folder, Deployment(**flags, **on)) for on in
+                   ({"device": "cpu", "device_memory": 1 << 35}, {"gpu": "h100-80g"}))  # fmt: skip
+    rows = tiny_llama["vocab_size"] * tiny_llama["hidden_size"]
+    assert here.rank.weights_bytes - there.rank.weights_bytes == 2 * rows
+    tied = make_plan(
+        folder_with({**tiny_llama, "tie_word_embeddings": True}), Deployment(**flags, gpu="h100-80g")
+    )
+    assert tied.rank.weights_bytes == there.rank.weights_bytes
+    assert here.rank.activation_bytes == there.rank.activation_bytes
+    low, high = there.intervals["framework_bytes"]
+    assert low < 451 * MiB < there.rank.framework_bytes < 541 * MiB < 749 * MiB < high
+
+
+def test_several_gpus_keep_copies_of_what_goes_between_them() -> None:
+    """Two T4 with Qwen3-30B-A3B and 32,768 cells in turns of 512 tokens: 444.77 MiB printed on the last."""
+    config = json.loads((DATA / "configs" / "Qwen__Qwen3-30B-A3B.json").read_text())
+    flags = Deployment(engine="llama.cpp", gpu="t4-16g", max_model_len=32768, pipeline_parallel_size=2)
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    assert abs(plan.rank.activation_bytes / MiB - 444.77) < 5
+
+
+def test_a_packed_v_needs_flash_attention() -> None:
+    flags = Deployment(
+        engine="llama.cpp", device="cpu", flash_attn="off", kv_cache_dtype="q8_0", max_model_len=512
+    )
+    with pytest.raises(DeploymentError, match="V cache quantization requires flash_attn"):
+        make_plan(str(demo_gguf()), flags)
+    kept = make_plan(str(demo_gguf()), replace(flags, kv_cache_dtype="q8_0/f16"))
+    assert "-fa off" in serve_lines(kept)[-1]
+
+
+def test_the_process_on_a_cpu_is_small() -> None:
+    """Its prompt cache of 8 GiB is only filled by and by."""
+    flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=512)
+    plan = make_plan(str(demo_gguf()), flags)
+    low, high = plan.intervals["framework_bytes"]
+    assert low < 32 * MiB < plan.rank.framework_bytes < 64 * MiB
+    assert 8192 * MiB < high < 8448 * MiB
+    none = make_plan(str(demo_gguf()), replace(flags, cache_ram_bytes=0))
+    assert high - none.intervals["framework_bytes"][1] == 8192 * MiB

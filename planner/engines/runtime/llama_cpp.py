@@ -1,46 +1,115 @@
-"""llama.cpp's compute buffer on a CPU, and the host's memory of llama-server on a GPU. Files named are
-llama.cpp's, as llama-cpp-python 0.3.36 has them.
+"""llama.cpp's compute buffer, its process on a CPU, and the host's memory of llama-server on a GPU. Files
+named are llama.cpp's, as llama-cpp-python 0.3.36 has them.
 
 The model's file is mapped: what stays in it (the embeddings) is page cache.
 """
 
 from __future__ import annotations
 
+from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.host import Hosted, page_cache
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.host import HostMemory, HostPart
 from tonnage.planner.plans import Resolved
-from tonnage.planner.units import GiB
+from tonnage.planner.units import GiB, MiB
 
 # Anonymous memory beside the caches; assumed, from reports: 8.3 GB of which the prompt cache says 7,377.676 MiB
 # with a 12B model on CUDA (ollama/ollama#18264), 0.08 GiB of an embedder (Tanguille/cluster#4341).
 _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB // 2
+# Of llama-server on a CPU. Its library holds 0.6 MiB before a model, its tokenizer 282 to 292 bytes for each
+# token of a BPE with merges, 131 of a SentencePiece (RssAnon, llama.cpp 0.5.0, x86_64, 2026-11-23); its HTTP
+# server, chat templates and slots were not measured.
+_SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
+_TOKEN, _TOKEN_LOW = 292, 131
+_HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose graphs, or the same, were held against it
+# Of a GPU: the median and both ends of the reports named in context_memory.
+_CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
+_COPIES = 4
 # n_ctx_checkpoints and checkpoint_min_step of common/common.h
 _CHECKPOINTS, _CHECKPOINT_STEP = 32, 8192
 
 
-def compute_buffer(architecture: Architecture, chosen: Resolved, cells: int) -> Estimate:
-    """What a step's graph takes on a CPU, ``cells`` of the cache a sequence: the largest tensors that live at
-    once, in fp32, as ggml-alloc reserves them (sched_reserve in src/llama-context.cpp).
+def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int) -> Estimate:
+    """What a step's graph takes on the device that computes it: the largest tensors that live at once, in
+    fp32, as ggml-alloc reserves them (sched_reserve in src/llama-context.cpp). ``masked``: cells of the
+    attention masks.
 
-    Behind the layers: logits of every token, their normed input and the last residual. In an MLP: gate, up and
-    product, four residuals, the attention mask in fp16. The larger of the two is what llama-fit-params says of
-    a Llama; with several sequences or a packed cache up to a mask and two residuals more, which lie between.
-    llama-server reserves logits of its slots alone since n_outputs_max: the lower end.
+    Behind the layers: logits of every token, their normed input and the last residual, which is what
+    llama-fit-params says of most models; llama-server reserves logits of its slots alone since n_outputs_max
+    (2026): the lower end. In a layer, the mask in fp16 and the widest of: gate, up and product of an MLP with
+    four residuals; what comes of each of a token's experts, with queries, three residuals and, where they do
+    not fit into what is free by then, gate, up and product; queries, keys and values of the attention;
+    without flash attention the scores of all heads, their mask in fp32, four times the queries, keys, values
+    and a residual. All were held against llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts of
+    unlike shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
+    four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
     """
+    flags = chosen.flags
     tokens = min(chosen.max_num_batched_tokens, chosen.max_model_len * chosen.max_num_seqs)
-    hidden, inner, vocab = architecture.hidden_size, architecture.intermediate_size, architecture.vocab_size
     inputs = tokens * 28  # ids of tokens and outputs, positions, cells of K and of V (llama-graph.cpp)
-    residual, mask = tokens * hidden * 4, tokens * cells * 2
-    logits = tokens * vocab * 4 + 2 * residual
-    mlp = tokens * inner * 4 * (3 if architecture.gated_mlp else 2) + 4 * residual + mask + inputs
-    value = max(logits, mlp)
+    row = 4 * tokens
+    residual, gate = row * architecture.hidden_size, row * architecture.intermediate_size
+    mask = 2 * tokens * masked
+    queries = row * architecture.heads * architecture.head_size
+    keys = row * architecture.kv_heads * architecture.head_size
+    logits = row * architecture.vocab_size + 2 * residual
+    moments = {
+        "MLP": gate * (3 if architecture.gated_mlp else 2) + 4 * residual,
+        "attention": max(3 * residual + 2 * queries, residual + queries + 9 * keys // 2),
+    }
+    if architecture.experts:
+        down = residual * max(1, architecture.experts_per_token)
+        moments["experts"] = down + queries + 3 * residual + (3 * gate if residual < gate < down / 2 else 0)
+    if flags.flash_attn == "off":
+        scores = row * architecture.heads * masked
+        moments["scores"] = scores + mask + residual + 4 * queries + 2 * keys
+    widest = max(moments.values()) + mask + inputs
+    least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # of older graphs
+    ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
+    copies = _COPIES * (mask + residual) if ranks > 1 else 0
+    value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type != "llama":  # other graphs were not held against it
+    if architecture.model_type not in _HELD:
         high += value // 2
-    formula = f"max(logits {logits:,}, MLP {mlp:,}) for {tokens:,} tokens"
-    return Estimate(value, min(value, mlp), high, formula, "llama-fit-params --fit-print; largest live tensors")
+    said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
+    formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"
+    if copies:
+        formula += f" + {_COPIES} copies of mask and residual {copies:,}"
+    source = "llama-fit-params --fit-print; largest live tensors"
+    return Estimate(value, min(value, least), high, formula, source)
+
+
+def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estimate:
+    """llama-server on a CPU, beside model, caches and compute buffer. ``partial``: as for
+    :func:`host_memory`."""
+    vocabulary = architecture.vocab_size
+    # of ggml's CPU backend: what a matrix is multiplied with, in 16 bits (ggml-cpu.c, ggml_graph_plan)
+    work = 2 * chosen.max_num_batched_tokens * max(architecture.intermediate_size, architecture.hidden_size)
+    value = _SERVER + vocabulary * _TOKEN + work
+    slots = chosen.max_num_seqs
+    kept = chosen.flags.cache_ram_bytes + slots * _CHECKPOINTS * partial
+    formula = f"program {_SERVER:,} + vocabulary {vocabulary:,} x {_TOKEN} + operands {work:,}"
+    if kept:
+        formula += (
+            f"; prompt cache and context checkpoints up to {kept:,} more (--cache-ram, --ctx-checkpoints)"
+        )
+    low = _SERVER_LOW + vocabulary * _TOKEN_LOW
+    high = value + _SERVER_HIGH - _SERVER + vocabulary * _TOKEN + kept
+    source = "RssAnon of llama.cpp 0.5.0's library, vocabularies of 49,152 to 262,144; the program is assumed"
+    return Estimate(value, low, high, formula, source)
+
+
+def context_memory(chosen: Resolved) -> Estimate:
+    """What llama.cpp's own breakdown calls unaccounted on a GPU: the driver's context, cuBLAS, pools of the
+    kernels; beside it whatever else the GPU does."""
+    nvidia = capability_of(chosen.flags.gpu) is not None or chosen.flags.gpu is None
+    return Estimate(
+        _CONTEXT, _CONTEXT_LOW if nvidia else 0, _CONTEXT_HIGH,
+        f"context, libraries and their pools {_CONTEXT:,}",
+        "unaccounted in llama.cpp's memory breakdown: 451 to 541 MiB on RTX 4090 and 3090, 749 on an RTX PRO "
+        "6000 (ggml-org/llama.cpp#15860, #27953); context and cuBLAS alone 170 (dogkeeper886/ollama37#183)",
+    )  # fmt: skip
 
 
 def host_memory(hosted: Hosted, partial: int) -> HostMemory:

@@ -215,10 +215,17 @@ class VLLM(Engine):
 
         return host.host_memory(hosted)
 
-    def host_flags(self, flags: Deployment) -> list[str]:
-        from tonnage.planner.engines.vllm.serve_line import host_flags
+    def own_flags(self, flags: Deployment) -> list[str]:
+        from tonnage.planner.engines.vllm.serve_line import own_flags
 
-        return host_flags(flags)
+        return own_flags(flags, self.quantizes_to)
+
+    def serve_options(self, flags: Deployment) -> list[str]:
+        """deploy/vllm/compose.yaml."""
+        stages = flags.pipeline_parallel_size
+        line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
+        line += ["--pipeline-parallel-size", str(stages)] if stages > 1 else []
+        return [*line, *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import shlex
 
-from tonnage.planner.engines.serve_line import SHARED, changed, common_flags, model_and_revision, tonnage_serve
+from tonnage.planner.engines.serve_line import (
+    RANKS,
+    SHARED,
+    changed,
+    common_flags,
+    model_and_revision,
+    prefix_flags,
+    tonnage_serve,
+)
 from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import GiB
@@ -13,7 +21,7 @@ from tonnage.planner.units import GiB
 def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, ...]:
     """Under this project's server, and vLLM's own. ``made_while_loading``: formats that need a flag."""
     line = ["vllm", "serve", *model_and_revision(plan.model.id), *common_flags(plan)]
-    line += _own_flags(plan, made_while_loading)
+    line += [*changed(plan.deployment, RANKS), *own_flags(plan.deployment, made_while_loading)]
     asked = plan.deployment.quantization
     made = ("--quantization", asked) if asked in made_while_loading else ()
     return tonnage_serve(plan, made), shlex.join(line)
@@ -28,8 +36,8 @@ _HOST = ("load_format", "safetensors_load_strategy", "enable_sleep_mode")
 _HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")  # options in GiB
 
 
-def host_flags(flags: Deployment) -> list[str]:
-    """:meth:`.base.Engine.host_flags`."""
+def _host_flags(flags: Deployment) -> list[str]:
+    """What puts something into the host's memory, or reads through it."""
     line = changed(flags, _HOST)
     for name in _HOST_SIZES:
         flag, size = flags_of(Deployment)[name], getattr(flags, name)
@@ -46,12 +54,12 @@ _OWN = (
 )  # fmt: skip
 
 
-def _own_flags(plan: Plan, made_while_loading: tuple[str, ...]) -> list[str]:
-    flags = plan.deployment
-    line = changed(flags, (*SHARED, *_OWN))
+def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[str]:
+    """:meth:`.base.Engine.own_flags`, with formats that need a flag."""
+    line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
-    line += host_flags(flags)
+    line += _host_flags(flags)
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]
         line += ["--max-lora-rank", str(flags.max_lora_rank)]

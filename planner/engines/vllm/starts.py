@@ -18,6 +18,7 @@ from typing import Any
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.engines.vllm.kv_formats import sparse_latent
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Failure, RankPlan, Resolved
 from tonnage.planner.units import GiB, gib
@@ -146,6 +147,8 @@ def _failures(
 ) -> Iterator[Failure]:
     flags, version = chosen.flags, chosen.version
     yield from _without_class(architecture, version)
+    if flags.device == "cpu":
+        yield from _sparse_on_cpu(architecture, version)
     if flags.device != "cpu":
         yield from _too_few_gpus(chosen)
         yield from _in_use(chosen)
@@ -241,6 +244,18 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
             f"vLLM {text} has no class {name} any more: --engine-version {until} is the last that has",
             f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
             "anymore. Please use an older version of vLLM if you want to use this model architecture.",
+        )
+
+
+def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
+    """An indexer chooses latents on GPUs alone (platforms/cpu.py, get_attn_backend_cls); DeepSeek-V4 has a class of
+    its own for CPUs."""
+    if sparse_latent(architecture):
+        text = ".".join(map(str, version))
+        yield Failure(
+            f"vLLM {text} has no sparse attention on a CPU, and {architecture.class_name} nothing else there: a GPU "
+            "(--gpu) would start",
+            "NotImplementedError: Sparse Attention is not supported on CPU.",
         )
 
 
