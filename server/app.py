@@ -28,6 +28,7 @@ from tonnage.server.engines.vllm.tool_parser import load_tool_parser
 from tonnage.server.http.turns import Turns
 from tonnage.server.observe.logs import log_access
 from tonnage.server.observe.metrics import Metrics
+from tonnage.server.observe.refused import RefusalLog
 from tonnage.server.observe.request_log import RequestLog
 from tonnage.server.observe.tracing import TraceContext, Tracing
 from tonnage.server.security.keys import KeyRing, load_keys
@@ -109,9 +110,10 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    if settings.access_log:
-        state.accounts.on_finish.append(log_access)
-    _add_middleware(app, settings, keys)
+    refusals = RefusalLog()
+    # A line of the access log says it too.
+    state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
+    _add_middleware(app, settings, keys, refusals)
     return app
 
 
@@ -126,11 +128,13 @@ def _tool_parser(settings: Settings, folder: Path) -> Callable[[], ToolParser] |
     return None if name is None else partial(load_tool_parser, name, folder)
 
 
-def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
+def _add_middleware(app: FastAPI, settings: Settings, keys: KeyRing, refusals: RefusalLog) -> None:
     """The last one added is the outermost: a refusal without a key has its request id and CORS headers too."""
     if keys:
         public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())
-        app.add_middleware(Authentication, keys=keys, public_paths=frozenset(public))
+        app.add_middleware(
+            Authentication, keys=keys, public_paths=frozenset(public), on_refused=refusals.refused
+        )
         app.openapi = lambda: secured_openapi(app, public)  # type: ignore[method-assign]
     if settings.allowed_origins:
         app.add_middleware(

@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from tonnage.planner.errors import TonnageError
 
@@ -30,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": (
         "tonnage.server.commands.watch",
         "show a running server beside its plan: vLLM, SGLang, llama.cpp",
+    ),
+    "status": (
+        "tonnage.server.commands.status",
+        "show a Tonnage server at a glance",
     ),
     "doctor": ("tonnage.server.commands.doctor", "say what is installed and which backend would be chosen"),
     "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
@@ -55,6 +60,7 @@ tonnage COMMAND --help shows the options of a command; tonnage --version the ver
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command. Returns its exit code: 0 done, 1 the answer is no, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _encodable()
     try:
         return _dispatch(arguments)
     except TonnageError as error:
@@ -72,6 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stdout = None  # or the interpreter flushes it again and complains
         return BROKEN_PIPE
+
+
+def _encodable() -> None:
+    """What a terminal that is not UTF-8 cannot show is a question mark there, and no traceback."""
+    out = sys.stdout
+    if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors == "strict":
+        out.reconfigure(errors="replace")
 
 
 def _dispatch(arguments: list[str]) -> int:

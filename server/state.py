@@ -8,11 +8,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.outbox import Outboxes
@@ -25,6 +28,8 @@ from tonnage.server.text.tool_calls import ToolParser
 
 # A cancelled request needs a few rounds of the event loop; a second is far more, and bounded.
 _CUT_OFF_SECONDS = 1.0
+# Between two lines about a drain.
+DRAIN_PROGRESS_SECONDS = 5.0
 
 log = logging.getLogger("tonnage.server")
 
@@ -44,9 +49,9 @@ class ServerState:
     tool_parser: ToolParser | None = None
     load_tool_parser: Callable[[], ToolParser] | None = None  # called in a thread, before the engine starts
     bodies: BodyBytes = field(init=False)
-    draining: bool = False
+    draining_since: float | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    started: bool = False
+    ready_at: float | None = None  # seconds since the epoch, as `draining_since`
     startup_error: TonnageError | None = None
     on_startup_error: Callable[[TonnageError], None] | None = None
     _loading_since: float = field(default_factory=time.monotonic)
@@ -54,6 +59,25 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.bodies = BodyBytes(self.settings.max_request_body_bytes)
+
+    @property
+    def started(self) -> bool:
+        """The engine has loaded."""
+        return self.ready_at is not None
+
+    @property
+    def draining(self) -> bool:
+        return self.draining_since is not None
+
+    def phase(self, stats: EngineStats) -> tuple[str, float]:
+        """loading, ready, restarting, draining or failed, and since when (seconds since the epoch)."""
+        if self.startup_error is not None:
+            return "failed", self.created
+        if self.draining_since is not None:
+            return "draining", self.draining_since
+        if self.ready_at is None:
+            return "loading", self.created
+        return "ready" if stats.ready else "restarting", stats.since or self.ready_at
 
     @property
     def plan(self) -> Plan:
@@ -113,7 +137,16 @@ class ServerState:
     def start(self) -> None:
         """Start the engine in the background, so that /health answers while it loads."""
         self._loading_since = time.monotonic()
+        log.info("tonnage %s loads %s", version("tonnage"), self.model_name, extra=self._identity())
         self._loading = asyncio.create_task(self._start(), name="engine start")
+
+    def _identity(self) -> dict[str, Any]:
+        """Fields of the first log line."""
+        plan = self.plan
+        return {
+            "plan_id": plan.plan_id, "engine": plan.deployment.engine, "architecture": plan.model.architecture,
+            "pool_bytes": plan.rank.kv_pool_bytes, "max_model_len": plan.deployment.max_model_len,
+        }  # fmt: skip
 
     async def _start(self) -> None:
         try:
@@ -126,7 +159,11 @@ class ServerState:
             log.exception("the engine failed to start")
             self.startup_error = TonnageError(f"the engine failed to start: {type(error).__name__}: {error}")
         else:
-            self.started = True
+            self.ready_at = time.time()
+            seconds = round(time.monotonic() - self._loading_since, 1)
+            log.info(
+                "ready", extra={"model": self.model_name, "plan_id": self.plan.plan_id, "seconds": seconds}
+            )
             return
         if self.on_startup_error is not None:
             self.on_startup_error(self.startup_error)
@@ -144,11 +181,27 @@ class ServerState:
 
     async def drain(self, seconds: float) -> None:
         """Send new requests away; return when those in flight have ended or the time is up."""
-        self.draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.accounts.idle.wait()
-                await self.outboxes.idle.wait()  # answers that are made, and not read yet
+        self.draining_since = time.time()
+        if self.accounts.idle.is_set() and self.outboxes.idle.is_set():
+            log.info("stopping: nothing is in flight")
+            return
+        log.info("draining: %d requests in flight", self.accounts.in_flight, extra={"most_seconds": seconds})
+        until = time.monotonic() + seconds
+        while not (self.accounts.idle.is_set() and self.outboxes.idle.is_set()):
+            left = until - time.monotonic()
+            if left <= 0:
+                log.warning("the time to drain is over: %d requests are cut off", self.accounts.in_flight)
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, DRAIN_PROGRESS_SECONDS)):
+                    await self.accounts.idle.wait()
+                    await self.outboxes.idle.wait()  # answers that are made, and not read yet
+                continue
+            log.info(
+                "draining: %d requests in flight", self.accounts.in_flight,
+                extra={"most_seconds": round(max(0.0, until - time.monotonic()), 1)},
+            )  # fmt: skip
+        log.info("drained")
 
     def check_ready(self) -> None:
         """Raises ApiError (503) with the reason while the engine cannot serve."""

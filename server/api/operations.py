@@ -1,4 +1,4 @@
-"""What operators ask: /health (alive), /ready (can serve), /memory and /metrics."""
+"""What operators ask: /health (alive), /ready (can serve), /memory and /metrics; / is a page of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from tonnage.server.api.generation import Generator
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.observe.metrics import Metrics
+from tonnage.server.observe.page import HEADERS as PAGE_HEADERS
+from tonnage.server.observe.page import status_page
 from tonnage.server.observe.report import memory_report
+from tonnage.server.observe.status import status_of
 from tonnage.server.state import ServerState
 
 
 def operations_router(state: ServerState, metrics: Metrics, generator: Generator) -> APIRouter:
     router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The server at a glance, for a browser."""
+        status = status_of(memory_report(state, metrics.room()))
+        return HTMLResponse(status_page(status), headers=PAGE_HEADERS)
 
     @router.get("/version")
     async def tonnage_version() -> dict[str, str]:
@@ -59,8 +68,9 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
 
     @router.get("/memory")
     async def memory() -> dict[str, Any]:
-        """The plan, what was measured, the difference, the pool by state and what is left to reserve."""
-        return memory_report(state)
+        """The plan, what was measured, the difference, the pool by state, what is left to reserve, who runs and
+        waits, since when the server is ready and how long it would take to drain."""
+        return memory_report(state, metrics.room())
 
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

@@ -14,6 +14,7 @@ from types import FrameType, UnionType
 from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.bars import SHADES, shades
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit
@@ -231,7 +232,8 @@ class Waiting:
         if sys.stderr.isatty():
             from rich.console import Console  # only on a terminal
 
-            self._status = Console(stderr=True).status(what)
+            spinner = "dots" if shades(sys.stderr) == SHADES else "line"
+            self._status = Console(stderr=True).status(what, spinner=spinner)
 
     def __enter__(self) -> Callable[[], None]:
         if self._status is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from tonnage.planner.errors import DeploymentError
@@ -11,6 +10,7 @@ from tonnage.planner.flags import flags_of, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import Parser, stoppable
+from tonnage.server.commands.remote import add_client_flags, client_of, seconds
 
 OK, FAILED = 0, 1
 
@@ -32,7 +32,6 @@ examples:
 
 # The engine is recognised; what it drafts with and offloads is said as in tonnage plan.
 _RECOGNISED = ("engine",)
-_LEAST_INTERVAL, _MOST = 0.1, 86_400.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,13 +53,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--interval", default="5", metavar="SECONDS", help="between the begins of two looks (default: 5)"
     )
-    p.add_argument("--timeout", default="10", metavar="SECONDS", help="for each answer (default: 10)")
     p.add_argument("--json", action="store_true", help="print one JSON object a look, one a line")
     p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
     p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
-    p.add_argument(
-        "--api-key", metavar="KEY", help="sent as a bearer token (default: TONNAGE_API_KEY of the environment)"
-    )
+    add_client_flags(p)
     p.add_argument(
         "--kv-unified",
         action=argparse.BooleanOptionalAction,
@@ -76,31 +72,31 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the server cannot be read; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
-    interval = _seconds(arguments.interval, "--interval", least=_LEAST_INTERVAL)
-    timeout = _seconds(arguments.timeout, "--timeout", least=_LEAST_INTERVAL)
+    interval = seconds(arguments.interval, "--interval")
     if arguments.host is not None and arguments.port is None:
         raise DeploymentError("means nothing without --port", field="--host")
     port = _port(arguments.port)
     if port is not None and arguments.once:
         raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
     # Imported here: --help needs none of it.
-    from tonnage.server.watch.client import Client, WatchError
+    from tonnage.server.watch.client import WatchError
     from tonnage.server.watch.export import Exporter
     from tonnage.server.watch.loop import watch
     from tonnage.server.watch.screens import Lines, Screen
+    from tonnage.server.watch.text import drawn, lines, to_dict
     from tonnage.server.watch.watcher import Watcher
 
-    key = arguments.api_key or os.environ.get("TONNAGE_API_KEY")
-    client = Client(arguments.url, api_key=key, timeout=timeout)
+    client = client_of(arguments)
     watcher = Watcher(client, given(arguments, Deployment), arguments.model, kv_unified=arguments.kv_unified)
     exporter = None if port is None else Exporter(client.url, arguments.host or "127.0.0.1", port)
     plain = arguments.json or not sys.stdout.isatty()
-    screen = Lines(arguments.json) if plain else Screen()
+    screen = Lines(lines(), to_dict if arguments.json else None) if plain else Screen(drawn)
     if exporter is not None:
         print(f"metrics at {exporter.address}", file=sys.stderr, flush=True)
     try:
         with stoppable(), screen:
-            watch(watcher, screen, exporter, None if arguments.once else interval)
+            places = [screen] if exporter is None else [screen, exporter]
+            watch(watcher.look, places, None if arguments.once else interval, patient=exporter is not None)
             return OK
     except WatchError as error:
         print(f"tonnage watch: {error}", file=sys.stderr)
@@ -110,16 +106,6 @@ def run(argv: list[str]) -> int:
     finally:
         if exporter is not None:
             exporter.close()
-
-
-def _seconds(text: str, field: str, *, least: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value <= _MOST:
-        raise DeploymentError(f"{text[:40]!r} is not from {least} to {_MOST:,.0f} seconds", field=field)
-    return value
 
 
 def _port(text: str | None) -> int | None:

@@ -97,6 +97,7 @@ class EngineStats:
     restarts: int = 0
     invariant_violations: int | None = 0  # None: nobody looks
     admission_mode: str | None = None
+    since: float | None = None  # when ``ready`` changed last, in seconds since the epoch; None: not told
 
 
 # What only grows.

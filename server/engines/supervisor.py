@@ -64,6 +64,7 @@ class SupervisedEngine(Engine):
         self._before: EngineStats | None = None  # counters of the engines that are gone
         self._watch: asyncio.Task[None] | None = None
         self._between = False
+        self._since: float | None = None  # when it became ready, or ceased to be
         self._capacity: Capacity | None = None  # of the last engine that loaded; the next has the same plan
         self._stopping = False
 
@@ -103,7 +104,9 @@ class SupervisedEngine(Engine):
         stats = self._engine.stats()
         if self._before is not None:
             stats = _sum(stats, self._before)
-        return dataclasses.replace(stats, ready=stats.ready and not self._between, restarts=self._restarts)
+        return dataclasses.replace(
+            stats, ready=stats.ready and not self._between, restarts=self._restarts, since=self._since
+        )
 
     def capacity(self) -> Capacity:
         if self._between:
@@ -136,7 +139,8 @@ class SupervisedEngine(Engine):
 
     async def _restart(self, attempt: int) -> bool:
         """One try. True: an engine runs (or the supervisor gave up and waits for its end)."""
-        self._between = True
+        if not self._between:
+            self._between, self._since = True, time.time()
         now = time.monotonic()
         while self._restarted and now - self._restarted[0] > _WINDOW_SECONDS:
             self._restarted.popleft()
@@ -167,7 +171,7 @@ class SupervisedEngine(Engine):
         try:
             async with deadline:
                 await engine.start()
-            self._capacity = engine.capacity()
+            self._capacity, self._since = engine.capacity(), time.time()
         except TimeoutError as error:
             if not deadline.expired():  # the engine's own
                 raise

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.plans import Plan, RankPlan
-from tonnage.server.engines.stats import MeasuredMemory, PoolStats
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 from tonnage.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much more fits: ``requests`` of the present mix, ``prompt_tokens`` of the largest prompt; seconds
+    until the pool is full (None: not within a day) and until what is in flight is through (None: not known)."""
+
+    requests: int
+    prompt_tokens: int
+    full_in_seconds: float | None
+    drain_seconds: float | None
 
 
 def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
@@ -37,15 +51,22 @@ def rank_components(rank: RankPlan) -> dict[str, int]:
     return {**rank.components, "free": rank.free_bytes}
 
 
-def memory_report(state: ServerState) -> dict[str, Any]:
-    """JSON of /memory. Bytes are integers; null: not measured (yet)."""
+def memory_report(state: ServerState, room: Room) -> dict[str, Any]:
+    """JSON of /memory. Bytes are integers; null: not measured (yet), or not known. ``time`` and ``since`` (the
+    begin of ``state``) are seconds since the epoch."""
     plan, stats = state.plan, state.engine.stats()
     memory = stats.memory
     planned, measured = planned_components(plan), measured_components(plan, memory)
     process = memory.process_peak
+    name, since = state.phase(stats)
     return {
         "model": state.model_name,
+        "version": version("tonnage"),
+        "time": round(time.time(), 3),
         "ready": state.started and stats.ready,
+        "state": name,
+        "since": round(since, 3),
+        "restarts": stats.restarts,
         "plan": plan_to_dict(plan),
         "measured": {
             **{f"{name}_bytes": measured.get(name) for name in planned if name != "cuda_graphs"},
@@ -62,7 +83,9 @@ def memory_report(state: ServerState) -> dict[str, Any]:
             "process_peak_bytes": None if process is None else process - plan.rank.used_bytes,
         },
         "pool": _pool(plan, stats.pool),
-        "headroom": _headroom(state, stats.pool),
+        "headroom": _headroom(state, stats.pool, room),
+        "requests": _requests(state, stats),
+        "drain_seconds": _rounded(room.drain_seconds),
     }
 
 
@@ -86,14 +109,35 @@ def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:
     }
 
 
-def _headroom(state: ServerState, pool: PoolStats) -> dict[str, Any]:
+def _headroom(state: ServerState, pool: PoolStats, room: Room) -> dict[str, Any]:
     cache = state.plan.kv_cache
     size = pool.headroom * cache.layout.bytes_per_block
     return {
         "blocks": pool.headroom,
         "bytes": size,
         "max_length_sequences": size // cache.bytes_per_sequence if cache.bytes_per_sequence else None,
+        "requests": room.requests,
+        "prompt_tokens": room.prompt_tokens,
+        "full_in_seconds": _rounded(room.full_in_seconds),
     }
+
+
+def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
+    """Ages are from the arrival. Where nobody waits all run, also those of which the engine does not say so."""
+    running, waiting = state.accounts.oldest()
+    if not stats.waiting:
+        running, waiting = max((age for age in (running, waiting) if age is not None), default=None), None
+    return {
+        "in_flight": state.accounts.in_flight,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "longest_running_seconds": _rounded(running if stats.running else None),
+        "longest_waiting_seconds": _rounded(waiting),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def reserved_unused(pool: PoolStats) -> int:

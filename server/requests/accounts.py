@@ -22,6 +22,7 @@ class Accounts(RequestCounts):
         self.idle.set()
         self.on_submit: list[Callable[[Ticket], None]] = []  # called when a request goes to the engine
         self.on_finish: list[Callable[[Ticket], None]] = []  # called once for each request, with its outcome
+        self._open: dict[Ticket, None] = {}  # those in flight, in the order of their arrival
         self._reserved = 0  # tokens that the requests in flight may need, prompt and completion
         self._drain = DrainEstimate()
 
@@ -32,7 +33,20 @@ class Accounts(RequestCounts):
         self.received += 1
         self.in_flight += 1
         self.idle.clear()
-        return Ticket(self, endpoint, request_id, tenant)
+        ticket = Ticket(self, endpoint, request_id, tenant)
+        self._open[ticket] = None
+        return ticket
+
+    def oldest(self) -> tuple[float | None, float | None]:
+        """Seconds since the arrival of the oldest request in flight that has had its turn, and of the oldest
+        that has not."""
+        now = time.monotonic()
+        found: dict[bool, float] = {}
+        for ticket in self._open:
+            found.setdefault(ticket.admitted, now - ticket._start)
+            if len(found) == 2:
+                break
+        return found.get(True), found.get(False)
 
     def retry_after(self) -> float:
         """Seconds until what all requests in flight were reserved is given back, at the rate at which
@@ -50,6 +64,7 @@ class Accounts(RequestCounts):
 
     def _close(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1
+        del self._open[ticket]
         if not self.in_flight:
             self.idle.set()
         self.outcomes[outcome] += 1
@@ -72,6 +87,7 @@ class Ticket:
         "__weakref__",
         "_accounts",
         "_start",
+        "admitted",
         "arrived",
         "counts",
         "endpoint",
@@ -89,6 +105,7 @@ class Ticket:
         self._accounts = accounts
         self._start = time.monotonic()
         self.arrived = time.time()
+        self.admitted = False  # one of its prompts was, as far as the engine says
         self.endpoint = endpoint
         self.request_id = request_id
         self.tenant = tenant
@@ -110,6 +127,7 @@ class Ticket:
 
     def queued(self, seconds: float) -> None:
         """A prompt of it was admitted after ``seconds`` in the queue."""
+        self.admitted = True
         self._accounts.queue_wait.observe(seconds)
 
     def finish(self, outcome: Outcome) -> None:

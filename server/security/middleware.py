@@ -5,10 +5,14 @@ Pure ASGI: Starlette's BaseHTTPMiddleware buffers streams and hides disconnects.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, ErrorCode, render
@@ -19,6 +23,11 @@ from tonnage.server.security.refusals import Refusals
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 # What they show is of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
+# What a person opens in a browser, and what those pages load.
+BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json"}
+ASSETS = "/docs/"
+_ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password", Bearer'}
+_MOST_OF_A_PATH = 200
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -54,34 +63,71 @@ class RequestId:
 class Authentication:
     """``Authorization: Bearer KEY`` on every route but the public ones; its tenant goes into the scope.
 
+    A browser cannot send that: for the pages it shows it may send the key as the password of ``Basic``, and is
+    asked for it. Nowhere else, since it sends that again by itself, whoever made it ask. ``on_refused`` hears
+    of each refusal.
+
     Where there are several keys, the metrics are for those marked ``metrics = true`` in the key file.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, public_paths: frozenset[str] = PUBLIC_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        public_paths: frozenset[str] = PUBLIC_PATHS,
+        on_refused: Callable[[ApiError, str, str], None] | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._public = public_paths
+        self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Starlette reads a header as Latin-1, so this is what was sent. Only blanks: U+00A0 and U+0085 are
-        # white space in Latin-1 and parts of characters in UTF-8.
-        sent = key.strip(" \t").encode("latin-1")
-        tenant = self._keys.tenant(sent) if scheme.lower() == "bearer" and sent else None
+        header = Headers(scope=scope).get("authorization", "")
+        browser = scope["method"] in ("GET", "HEAD") and _for_browsers(scope["path"])
+        sent = _key(header, browser)
+        tenant = self._keys.tenant(sent) if sent else None
         if tenant is None:
-            message = "incorrect API key" if scheme else "you did not provide an API key"
+            message = "incorrect API key" if header.partition(" ")[0] else "you did not provide an API key"
             error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
-            await render(error)(scope, receive, send)
+            asks = browser and "text/html" in Headers(scope=scope).get("accept", "")
+            await self._refuse(error, scope, _ASK_A_PERSON if asks else None)(scope, receive, send)
             return
         if scope["path"] in METRICS_PATHS and len(self._keys) > 1 and not tenant.metrics:
             error = ApiError(
                 ErrorCode.PERMISSION_DENIED,
                 f"{scope['path']} shows the counts of all tenants: it takes a key of metrics = true",
             )
-            await render(error)(scope, receive, send)
+            await self._refuse(error, scope)(scope, receive, send)
             return
         scope["tonnage.tenant"] = tenant
         await self._app(scope, receive, send)
+
+    def _refuse(self, error: ApiError, scope: Scope, extra: dict[str, str] | None = None) -> Response:
+        if self._on_refused is not None:
+            path = scope["path"][:_MOST_OF_A_PATH]
+            self._on_refused(error, path if path.isprintable() else ascii(path), scope["tonnage.request_id"])
+        return render(error, extra)
+
+
+def _for_browsers(path: str) -> bool:
+    return path in BROWSER_PATHS or path.startswith(ASSETS)
+
+
+def _key(header: str, basic: bool) -> bytes:
+    """The key that an Authorization header holds; empty for none. ``basic``: also as a password."""
+    scheme, _, value = header.partition(" ")
+    # Starlette reads a header as Latin-1, so this is what was sent. Only blanks: U+00A0 and U+0085 are
+    # white space in Latin-1 and parts of characters in UTF-8.
+    sent = value.strip(" \t").encode("latin-1")
+    if scheme.lower() == "bearer":
+        return sent
+    if basic and scheme.lower() == "basic":
+        try:
+            return base64.b64decode(sent, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""

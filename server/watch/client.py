@@ -17,7 +17,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 
 # vLLM 0.32's page has 53 kB for one engine, so this is one of 300 replicas.
 MAX_PAGE_BYTES = 16 * 2**20
-_PORTS = "vLLM's is 8000, SGLang's 30000, llama-server's 8080"
+_PORTS = "vLLM's and Tonnage's is 8000, SGLang's 30000, llama-server's 8080"
 _ENDPOINTS = ("/metrics", "/v1")  # what people paste
 
 

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.observe.metrics.families import Page
+from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.watcher import Watched
 
 _CLIENT_SECONDS = 10.0  # a scraper that sends or takes nothing for so long is gone (Prometheus' own timeout)
@@ -61,7 +62,7 @@ class Exporter:
         self._look = look
         self._write()
 
-    def lose(self) -> None:
+    def lost(self, error: WatchError) -> None:
         """The server does not answer."""
         self._look = None
         self._failures += 1

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from tonnage.server.watch.client import WatchError
-from tonnage.server.watch.export import Exporter
-from tonnage.server.watch.screens import Lines, Screen
-from tonnage.server.watch.watcher import Watcher
+
+Look = TypeVar("Look")
+_Shown = TypeVar("_Shown", contravariant=True)
 
 
-def watch(watcher: Watcher, screen: Lines | Screen, exporter: Exporter | None, interval: float | None) -> None:
+class Shows(Protocol[_Shown]):
+    """A place where looks are shown."""
+
+    def show(self, look: _Shown) -> None: ...
+
+    def lost(self, error: WatchError) -> None:
+        """The server does not answer."""
+
+
+def watch(
+    look: Callable[[], Look], places: Sequence[Shows[Look]], interval: float | None, *, patient: bool = False
+) -> None:
     """Looks every ``interval`` seconds until it is stopped; once where that is None. Raises WatchError where
-    the server cannot be read and nothing says that it once could, or will be."""
-    patient = exporter is not None
+    the server cannot be read and nothing says that it once could, or (``patient``) will be."""
     while True:
         begun = time.monotonic()
         try:
-            look = watcher.look()
+            found = look()
         except WatchError as error:
             if interval is None or not patient:
                 raise
-            screen.lost(error)
-            if exporter is not None:
-                exporter.lose()
+            for place in places:
+                place.lost(error)
         else:
             patient = True
-            screen.show(look)
-            if exporter is not None:
-                exporter.show(look)
+            for place in places:
+                place.show(found)
         if interval is None:
             return
         time.sleep(max(0.0, begun + interval - time.monotonic()))

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
+from tonnage.planner.bars import shades
 from tonnage.server.watch.client import WatchError
-from tonnage.server.watch.text import drawn, line, plain, to_dict
-from tonnage.server.watch.watcher import Watched
+
+Look = TypeVar("Look")
 
 
-class Lines:
-    """Plain lines, or JSON: the head when the server or its plan is another one, then a line a look."""
+class Lines(Generic[Look]):
+    """Plain lines, or JSON: one object a look, one a line."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._json = as_json
-        self._head: object = None
+    def __init__(self, plain: Callable[[Look], str], to_dict: Callable[[Look], dict[str, Any]] | None) -> None:
+        """``to_dict`` None: no JSON. ``plain``: the lines of a look."""
+        self._plain, self._to_dict = plain, to_dict
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> Lines[Look]:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def show(self, look: Watched) -> None:
-        if self._json:
-            print(json.dumps(to_dict(look)), flush=True)
-            return
-        head = (look.told, look.planned, look.notes)
-        if head != self._head:
-            self._head = head
-            print("\n".join(plain(look)))
-        print(line(look), flush=True)
+    def show(self, look: Look) -> None:
+        print(self._plain(look) if self._to_dict is None else json.dumps(self._to_dict(look)), flush=True)
 
     def lost(self, error: WatchError) -> None:
-        if self._json:
+        if self._to_dict is not None:
             told = {"code": error.code, "message": error.message, "hint": error.hint}
             known = {name: value for name, value in told.items() if value is not None}
             print(json.dumps({"time": round(time.time(), 3), "error": known}), flush=True)
@@ -42,29 +38,34 @@ class Lines:
             print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
 
 
-class Screen:
-    """One screen that is drawn again at each look."""
+class Screen(Generic[Look]):
+    """One screen that is drawn again at each look. ``draw``: (look, shades of bars, why there is no newer one)
+    -> something that rich draws."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Look, str, str | None], Any]) -> None:
         from rich.console import Console  # only on a terminal
         from rich.live import Live
 
+        self._draw, self._shades = draw, shades(sys.stdout)
         self._live = Live(console=Console(highlight=False), auto_refresh=False)
-        self._last: Watched | None = None
+        self._last: Look | None = None
 
-    def __enter__(self) -> Screen:
-        self._live.__enter__()
+    def __enter__(self) -> Screen[Look]:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._live.__exit__(*error)
+        self._live.stop()
 
-    def show(self, look: Watched) -> None:
+    def show(self, look: Look) -> None:
         self._last = look
-        self._live.update(drawn(look), refresh=True)
+        self._update(self._draw(look, self._shades, None))
 
     def lost(self, error: WatchError) -> None:
         from rich.text import Text  # only on a terminal
 
-        shown = Text(str(error)) if self._last is None else drawn(self._last, str(error))
-        self._live.update(shown, refresh=True)
+        last = self._last
+        self._update(Text(str(error)) if last is None else self._draw(last, self._shades, str(error)))
+
+    def _update(self, drawn: Any) -> None:
+        self._live.start()  # with the first look: a failure before it leaves the terminal as it was
+        self._live.update(drawn, refresh=True)

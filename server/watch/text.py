@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from tonnage.planner.units import gib
+from tonnage.planner.bars import cells
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
+from tonnage.server.observe.status import Row, memory_rows
+from tonnage.server.watch.drawing import aligned, tabled
 from tonnage.server.watch.records import Counters
 from tonnage.server.watch.watcher import Watched
-
-Row = tuple[str, str, str, str]
 
 _BAR, _NEARLY_FULL = 40, 0.9
 
@@ -28,28 +28,8 @@ def headline(look: Watched) -> list[str]:
     return lines
 
 
-def memory_rows(look: Watched) -> list[Row]:
-    """(component, planned, measured, difference), without what is neither planned nor measured."""
-    planned = {} if look.planned is None else dict(look.planned.components)
-    planned = {name: size for name, size in planned.items() if size or name in look.measured}
-    names = [*planned, *(name for name in look.measured if name not in planned)]
-    return [_row(name, planned.get(name), look.measured.get(name)) for name in names if name != "free"] + (
-        [_row("free", planned["free"], look.measured.get("free"))] if "free" in planned else []
-    )
-
-
-def _row(name: str, planned: int | None, measured: int | None) -> Row:
-    difference = ""
-    if planned is not None and measured is not None:
-        difference = f"{measured - planned:+,}" if measured != planned else "0"
-        if planned and measured != planned and name != "free":
-            difference += f" ({100 * (measured - planned) / planned:+.1f} %)"
-    return (
-        name,
-        "" if planned is None else f"{planned:,} ({gib(planned)})",
-        "" if measured is None else f"{measured:,} ({gib(measured)})",
-        difference,
-    )
+def _rows(look: Watched) -> list[Row]:
+    return memory_rows({} if look.planned is None else look.planned.components, look.measured)
 
 
 def line(look: Watched) -> str:
@@ -111,40 +91,40 @@ def rates_line(look: Watched) -> str | None:
     return ", ".join(parts) or None
 
 
-def plain(look: Watched) -> list[str]:
-    """The head of a watch that is not on a terminal."""
-    table = [("", "planned bytes", "measured", "difference"), *memory_rows(look)]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    lines = headline(look)
-    if len(table) > 1:
-        lines += ["", *(_aligned(row, widths) for row in table), ""]
+def _head(look: Watched) -> list[str]:
+    """Of a watch that is not on a terminal."""
+    table = aligned(_rows(look))
+    lines = [*headline(look), *(["", *table, ""] if table else [])]
     return lines + [f"Note: {note}" for note in look.notes]
 
 
-def _aligned(row: Row, widths: list[int]) -> str:
-    cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
-    return "  ".join([f"{row[0]:<{widths[0]}}", *cells[1:]]).rstrip()
+def lines() -> Callable[[Watched], str]:
+    """Of one look after another: the head when the server or its plan is another one, then a line."""
+    last: object = None
+
+    def text(look: Watched) -> str:
+        nonlocal last
+        head = (look.told, look.planned, look.notes)
+        new, last = head != last, head
+        return "\n".join([*(_head(look) if new else ()), line(look)])
+
+    return text
 
 
-def drawn(look: Watched, trouble: str | None = None) -> Any:
-    """The same for a terminal: something that rich draws. ``trouble``: why there is no newer look."""
+def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
+    """The same for a terminal: something that rich draws. ``shades``: of its bar, from full to empty;
+    ``trouble``: why there is no newer look."""
     from rich.console import Group  # only on a terminal
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("", "planned bytes", "measured", "difference"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for row in memory_rows(look):
-        table.add_row(*map(escape, row))
     first, *rest = headline(look)
     parts: list[Any] = [f"[bold]{escape(first)}[/]", *map(escape, rest), "", *map(escape, _parts(look))]
     used, usable = look.reading.blocks("used"), look.reading.blocks("usable")
     if used is not None and usable:
-        cells = round(_BAR * used / usable)
+        full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
-        parts.append(f"[{colour}]{'█' * cells}[/]{'░' * (_BAR - cells)}")
-    parts += ["", table, ""]  # below, where a low window cuts it off
+        parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
+    parts += ["", tabled(_rows(look)), ""]  # below, where a low window cuts it off
     parts += [f"[dim]Note: {escape(note)}[/]" for note in look.notes]
     clock = time.strftime("%H:%M:%S", time.localtime(look.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")

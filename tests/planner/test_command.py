@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
+from terminal import Terminal
 
 from tonnage.planner.command import run
 from tonnage.planner.errors import DeploymentError
@@ -70,15 +71,6 @@ def test_a_terminal_gets_bars(tmp_path):
     assert "256.6 MiB" in output.decode()
 
 
-class Terminal(io.StringIO):
-    """80 columns that say they are a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_is_not_acted_on_and_may_be_without_colours(monkeypatch, tiny_llama, folder_with):
     folder = folder_with(tiny_llama)
     plan = replace(
@@ -87,9 +79,9 @@ def test_a_terminal_is_not_acted_on_and_may_be_without_colours(monkeypatch, tiny
     monkeypatch.setenv("COLUMNS", "100")
     for style, escapes in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", style)
-        out = Terminal()
+        out = Terminal("utf-8")
         print_plan(plan, True, out)
-        text = out.getvalue()
+        text = out.shown()
         assert "\x1b[31m y" not in text
         assert "x\\x1b[31m y" in text
         assert ("\x1b[" in text) is escapes
@@ -202,3 +194,21 @@ def test_gib_names_its_unit():
     assert gib(3 << 29) == "1.50 GiB"
     assert gib(512 << 20) == "512.0 MiB"
     assert gib(-(3 << 29)) == "-1.50 GiB"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("tonnage.planner.command", ["demo", "--device-memory", "16GiB", "--explain"]),
+        ("tonnage.planner.training.command", ["demo", "--device-memory", "8GiB"]),
+    ],
+    ids=["plan", "train"],
+)
+def test_a_terminal_that_is_not_utf_8_gets_ascii_bars(monkeypatch, command, arguments, encoding):
+    terminal = Terminal(encoding)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "150")
+    assert import_module(command).run(arguments) == 0
+    shown = terminal.shown()
+    assert ("█" in shown, "####" in shown) == ((True, False) if encoding == "utf-8" else (False, True))

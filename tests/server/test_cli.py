@@ -206,17 +206,23 @@ def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
 
 
 def test_a_signal_while_loading_stops_everything() -> None:
+    """And Ctrl-C, which a terminal sends to all of its processes, is the server's to handle."""
     with serving("demo", "--port", "0", *SMALL) as (process, url):
         deadline = time.monotonic() + PATIENCE
         while not (family := psutil.Process(process.pid).children(recursive=True)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        for child in family:
+            child.send_signal(signal.SIGINT)
         process.terminate()
-        process.communicate(timeout=PATIENCE)
+        _, err = process.communicate(timeout=PATIENCE)
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)
     assert process.returncode == 0
     assert alive == []
+    lines = [line for line in err.splitlines() if not line.startswith("loading the model")]
+    assert all(" INFO " in line for line in lines), err
+    assert lines[-1].endswith("stopping: nothing is in flight")
 
 
 def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:

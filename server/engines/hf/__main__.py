@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from tonnage.server.engines.imports import no_collections
-
 if __name__ == "__main__":
+    # Ctrl-C is the parent's to handle. It started us with the signal held back, so that no import below ends in
+    # a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    from tonnage.server.engines.imports import no_collections
+
     with no_collections():
         from tonnage.server.engines.hf.child import main
     main(int(sys.argv[1]), int(sys.argv[2]))

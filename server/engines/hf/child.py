@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import signal
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
@@ -47,7 +46,6 @@ from tonnage.server.text.grammar import NO_TOKEN
 
 def main(descriptor: int, threads: int) -> None:
     """Ends when told to, or when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     connection = Connection(descriptor)
     load: Load = connection.recv()
     if load.plan.deployment.device == "cpu":

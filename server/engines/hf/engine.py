@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,6 +67,17 @@ _HONOURED = BASIC_PARAMS | {
     "min_tokens",
     "priority",
 }
+
+
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """A process started meanwhile begins with SIGINT held back: a terminal sends Ctrl-C to all processes,
+    and until one says otherwise Python answers it with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def capabilities() -> Capabilities:
@@ -155,12 +167,13 @@ class HFEngine(Engine):
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "tonnage.server.engines.hf"]
-            self._process = subprocess.Popen(  # noqa: ASYNC220 -- a spawn takes a millisecond
-                [*command, str(theirs.fileno()), str(self._threads)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**ENVIRONMENT, **os.environ},
-            )
+            with interrupt_held():
+                self._process = subprocess.Popen(  # noqa: ASYNC220 -- a spawn takes a millisecond
+                    [*command, str(theirs.fileno()), str(self._threads)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**ENVIRONMENT, **os.environ},
+                )
         self._sampler.start()
         self._connection = Connection(ours.detach())
         loop = asyncio.get_running_loop()

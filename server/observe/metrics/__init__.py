@@ -16,10 +16,20 @@ zero. There are no ``_created`` series.
 
 from __future__ import annotations
 
+import time
+
 from tonnage.server.engines.capacity import limits_of
+from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.config import engine_families, plan_families
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.metrics.headroom import Trend, headroom, headroom_families
+from tonnage.server.observe.metrics.headroom import (
+    FOREVER_SECONDS,
+    Headroom,
+    Trend,
+    drain_seconds,
+    headroom,
+    headroom_families,
+)
 from tonnage.server.observe.metrics.memory import memory_families
 from tonnage.server.observe.metrics.pool import difference_families, pool_families
 from tonnage.server.observe.metrics.requests import (
@@ -32,6 +42,7 @@ from tonnage.server.observe.metrics.requests import (
 )
 from tonnage.server.observe.metrics.usage import Usage
 from tonnage.server.observe.metrics.vllm_names import vllm_families
+from tonnage.server.observe.report import Room
 from tonnage.server.state import ServerState
 
 __all__ = ["ADMISSIONS", "Metrics"]
@@ -48,6 +59,23 @@ class Metrics:
         self._page = Page(model=state.model_name)
         self._vllm = Page(model_name=state.model_name, engine="0")
 
+    def room(self) -> Room:
+        """How much more fits now."""
+        stats, counts = self._state.engine.stats(), self._state.accounts
+        found = self._headroom(stats)
+        self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)
+        full = self._trend.seconds_to(found.blocks)
+        return Room(
+            found.requests,
+            found.prompt_tokens,
+            None if full >= FOREVER_SECONDS else full,
+            drain_seconds(counts),
+        )
+
+    def _headroom(self, stats: EngineStats) -> Headroom:
+        tokens = self._state.settings.default_max_tokens
+        return headroom(stats.pool, stats.running, self._usage.mix, self._limits, tokens)
+
     def render(self) -> bytes:
         """Prometheus text format 0.0.4."""
         state, page = self._state, self._page
@@ -62,8 +90,7 @@ class Metrics:
         engine_families(page, stats, stats.admission_mode or settings.admission_mode, ready=ready)
         pool_families(page, layout, stats)
         difference_families(page, plan, pool.num_blocks)
-        room = headroom(pool, stats.running, self._usage.mix, self._limits, settings.default_max_tokens)
-        headroom_families(page, room, pool.usable, layout.bytes_per_block, self._trend, counts)
+        headroom_families(page, self._headroom(stats), pool.usable, layout.bytes_per_block, self._trend, counts)
         engine_request_families(page, stats)
         admission_families(page, stats, counts.refused)
         request_families(page, counts)

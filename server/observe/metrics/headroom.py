@@ -83,6 +83,7 @@ def headroom_families(
     page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
+    drain = drain_seconds(counts)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
     page.gauge(
         "tonnage_headroom_bytes",
@@ -109,12 +110,13 @@ def headroom_families(
         "tonnage_drain_seconds",
         "Seconds until the requests in flight are through at the rate of the last completions; "
         f"{FOREVER_SECONDS:.0f}: not within a day, or no rate known.",
-        _drain(counts),
+        FOREVER_SECONDS if drain is None else min(FOREVER_SECONDS, drain),
     )
 
 
-def _drain(counts: RequestCounts) -> float:
+def drain_seconds(counts: RequestCounts) -> float | None:
+    """Until the requests in flight are through at the rate of the last completions; None: no rate is known."""
     if not counts.in_flight:
         return 0.0
     rate = counts.completion_rate()
-    return FOREVER_SECONDS if not rate else min(FOREVER_SECONDS, counts.in_flight / rate)
+    return counts.in_flight / rate if rate else None

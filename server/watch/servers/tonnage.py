@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tonnage.server.observe.status import COMPONENTS
 from tonnage.server.watch.client import Answer, Client, WatchError
 from tonnage.server.watch.records import Counters, Planned, Pool, Reading, Replica, Told
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers.families import headroom_told
 from tonnage.server.watch.servers.told import mapping, number, text
 
-# component -> key of a rank in the plan's JSON
-_COMPONENTS = {
-    "weights": "weights_bytes",
-    "kv_pool": "kv_pool_bytes",
-    "activations": "activation_bytes",
-    "cuda_graphs": "cuda_graph_bytes",
-    "framework": "framework_bytes",
-    "lora": "lora_bytes",
-    "draft": "draft_bytes",
-    "free": "free_bytes",
-}
 _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
 
 
@@ -81,7 +71,7 @@ def _planned(plan: Mapping[str, Any]) -> Planned:
         engine=flags["engine"],
         quantization=flags["quantization"] or "none",
         device=f"{device}:{plan['worst_rank']}" if device != "cpu" else "cpu",
-        components={name: rank[key] for name, key in _COMPONENTS.items()},
+        components={name: rank[key] for name, key in COMPONENTS.items()},
         block_size=group.get("block_size", 1),
         bytes_per_block=group.get("bytes_per_block", 0),
         max_model_len=flags["max_model_len"],

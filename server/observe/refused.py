@@ -1,0 +1,68 @@
+"""A log line for each request that got an error instead of an answer, and one for all where they are many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.accounts import Ticket
+
+log = logging.getLogger("tonnage.server")
+
+# Lines of their own within so many seconds; what is beyond is counted and told at their end. A server that is
+# full refuses hundreds a second, and each line would cost what a token costs.
+AT_ONCE = 10
+WINDOW_SECONDS = 10.0
+
+# Their messages hold numbers and names of settings. Others quote what the client sent, and no prompt is ever in
+# a line: of them code and field are told.
+_QUOTE_NOTHING = frozenset(
+    {
+        ErrorCode.REQUEST_TOO_LARGE, ErrorCode.CONTEXT_LENGTH_EXCEEDED, ErrorCode.EXCEEDS_KV_CAPACITY,
+        ErrorCode.INVALID_API_KEY, ErrorCode.PERMISSION_DENIED, ErrorCode.RATE_LIMIT_EXCEEDED,
+        ErrorCode.INSUFFICIENT_QUOTA, ErrorCode.REQUEST_TIMEOUT, ErrorCode.QUEUE_TIMEOUT,
+        ErrorCode.SERVER_OVERLOADED, ErrorCode.MODEL_LOADING, ErrorCode.SERVER_STOPPING,
+    }
+)  # fmt: skip
+
+
+class RefusalLog:
+    """Of one app, on its event loop."""
+
+    def __init__(self) -> None:
+        self._lines = 0  # in this window
+        self._more: Counter[str] = Counter()  # by code, without a line
+        self._end: asyncio.TimerHandle | None = None
+
+    def finished(self, ticket: Ticket) -> None:
+        """Listens to the accounts."""
+        if ticket.error is not None:
+            self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
+
+    def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
+        if self._end is None:
+            self._end = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._window_ends)
+        if self._lines >= AT_ONCE:
+            self._more[error.code.value] += 1
+            return
+        self._lines += 1
+        fields: dict[str, Any] = {
+            "code": error.code.value, "status": error.status, "param": error.param, "tenant": tenant or None,
+            "endpoint": path, "request_id": request_id,
+        }  # fmt: skip
+        log.log(
+            logging.INFO if error.status < 500 else logging.WARNING,
+            "request %s: %s",
+            "refused" if error.is_refusal else "failed",
+            error.message if error.code in _QUOTE_NOTHING else error.code.value.replace("_", " "),
+            extra={name: value for name, value in fields.items() if value is not None},
+        )
+
+    def _window_ends(self) -> None:
+        self._end, self._lines = None, 0
+        if self._more:
+            log.warning("%d more requests refused or failed", self._more.total(), extra=dict(self._more))
+            self._more.clear()

@@ -1,0 +1,163 @@
+"""A server at a glance: its /memory as rows, lines and a bar, for ``tonnage status`` and the page at /.
+
+Imports nothing of the server, so that the command starts at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tonnage.planner.units import gib
+
+Row = tuple[str, str, str, str]
+TITLES: Row = ("", "planned bytes", "measured", "difference")
+
+# component -> its key among those of a rank in the plan's JSON
+COMPONENTS = {
+    "weights": "weights_bytes",
+    "kv_pool": "kv_pool_bytes",
+    "activations": "activation_bytes",
+    "cuda_graphs": "cuda_graph_bytes",
+    "framework": "framework_bytes",
+    "lora": "lora_bytes",
+    "draft": "draft_bytes",
+    "free": "free_bytes",
+}
+# States of the pool in the order of the bar; they add up to the usable blocks.
+POOL_STATES = ("used", "reserved", "cached", "free")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """``state``: loading, ready, restarting, draining or failed; ``since``: a text about it. ``facts``: (name,
+    text). ``pool``: blocks by POOL_STATES, reserved being those of running requests that hold nothing yet;
+    empty for a model that stores nothing."""
+
+    model: str
+    state: str
+    since: str
+    plan: str
+    memory: tuple[Row, ...]
+    pool: Mapping[str, int]
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def usable(self) -> int:
+        return sum(self.pool.values())
+
+
+def status_of(report: Mapping[str, Any]) -> Status:
+    """Raises KeyError, TypeError or IndexError for what is not the /memory of this release."""
+    plan, flags = report["plan"], report["plan"]["deployment"]
+    pool = _pool(report["pool"]["blocks"])
+    length = f", context {flags['max_model_len']:,} tokens" if flags["max_model_len"] else ""
+    return Status(
+        model=report["model"],
+        state=report["state"],
+        since=_since(report),
+        plan=f"{plan['model']['architecture']} on {flags['engine']}{length}; tonnage {report['version']}, "
+        f"plan {plan['plan_id']}",
+        memory=tuple(_memory(report)),
+        pool=pool,
+        facts=tuple(_facts(report, pool)),
+    )
+
+
+def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[Row]:
+    """(component, planned, measured, difference), free last, without what is neither planned nor measured."""
+    shown = {name: size for name, size in planned.items() if size or name in measured}
+    names = [*shown, *(name for name in measured if name not in shown)]
+    rows = [_row(name, shown.get(name), measured.get(name)) for name in names if name != "free"]
+    return rows + ([_row("free", shown["free"], measured.get("free"))] if "free" in shown else [])
+
+
+def span(seconds: float) -> str:
+    """``4.2 s``, ``3 min 5 s``, ``2 h 4 min``, ``3 d 2 h``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for size, name, part, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _row(name: str, planned: int | None, measured: int | None) -> Row:
+    difference = ""
+    if planned is not None and measured is not None:
+        difference = f"{measured - planned:+,}" if measured != planned else "0"
+        if planned and measured != planned and name != "free":
+            difference += f" ({100 * (measured - planned) / planned:+.1f} %)"
+    return (
+        name,
+        "" if planned is None else f"{planned:,} ({gib(planned)})",
+        "" if measured is None else f"{measured:,} ({gib(measured)})",
+        difference,
+    )
+
+
+def _since(report: Mapping[str, Any]) -> str:
+    at = report["since"]
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    restarts = report["restarts"]
+    again = f", restarted {restarts} x" if restarts else ""
+    return f"since {clock} ({span(max(0.0, report['time'] - at))}){again}"
+
+
+def _memory(report: Mapping[str, Any]) -> list[Row]:
+    """By component, and the most that all processes held at once."""
+    plan, measured = report["plan"], report["measured"]
+    rank = plan["ranks"][plan["worst_rank"]]
+    planned = {name: rank[key] for name, key in COMPONENTS.items()}
+    held = {name: size for name in planned if (size := measured.get(f"{name}_bytes")) is not None}
+    peak = measured["process_peak_bytes"]
+    whole = [] if peak is None else [_row("all processes", rank["total_bytes"] - rank["free_bytes"], peak)]
+    return memory_rows(planned, held) + whole
+
+
+def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:
+    """What is reserved and not yet held is taken from what is free, then from what is cached."""
+    used, cached, free = blocks["used"], blocks["cached"] or 0, blocks["free"]
+    reserved = min(blocks["promised_unused"], cached + free)
+    taken = max(0, reserved - free)
+    states = (used, reserved, cached - taken, max(0, free - reserved))
+    return dict(zip(POOL_STATES, states, strict=True)) if blocks["usable"] else {}
+
+
+def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str, str]]:
+    requests, headroom, plan = report["requests"], report["headroom"], report["plan"]
+    running, waiting = requests["running"], requests["waiting"]
+    facts = []
+    if pool:
+        states = ", ".join(f"{count:,} {state}" for state, count in pool.items())
+        size = plan["kv_cache"]["usable_blocks"] * report["pool"]["bytes_per_block"]
+        blocks = f"{sum(pool.values()):,} blocks of {report['pool']['block_size_tokens']} tokens"
+        facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
+    limit = plan["deployment"]["max_num_seqs"]
+    text = f"{running:,} of at most {limit:,}" if limit else f"{running:,}"
+    facts.append(("running", _longest(text, running, requests["longest_running_seconds"])))
+    facts.append(("waiting", _longest(f"{waiting:,}", waiting, requests["longest_waiting_seconds"])))
+    room = f"{headroom['requests']:,} more requests like those so far"
+    if pool:
+        room += f"; largest prompt now {headroom['prompt_tokens']:,} tokens"
+        if (full := headroom["full_in_seconds"]) is not None:
+            room += f"; full in {span(full)}" if full else "; full"
+    facts.append(("headroom", room))
+    facts.append(("drain", _drain(report["drain_seconds"], requests["in_flight"])))
+    return facts
+
+
+def _longest(text: str, count: int, seconds: float | None) -> str:
+    return text if not count or seconds is None else f"{text}, the longest for {span(seconds)}"
+
+
+def _drain(seconds: float | None, in_flight: int) -> str:
+    if not in_flight:
+        return "nothing in flight"
+    if seconds is None:
+        return f"{in_flight:,} in flight; too few have ended to say for how long"
+    return f"{span(seconds)} for the {in_flight:,} in flight"

@@ -1,0 +1,107 @@
+"""One look at a Tonnage server's /memory, and how it is shown on a terminal and in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tonnage.planner.bars import cells
+from tonnage.server.observe.status import POOL_STATES, Status, status_of
+from tonnage.server.watch.client import Client, WatchError
+from tonnage.server.watch.drawing import aligned, tabled
+
+_BAR = 60
+# Of the states of the pool, in their order; the shade is what tells them apart without colour.
+_COLOURS = dict(zip(POOL_STATES, ("blue", "yellow", "cyan", "dim"), strict=True))
+_STATE_COLOURS = {
+    "ready": "green",
+    "loading": "yellow",
+    "draining": "yellow",
+    "restarting": "red",
+    "failed": "red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """``report``: the JSON of /memory."""
+
+    url: str
+    report: Mapping[str, Any]
+    status: Status
+
+
+def look(client: Client) -> Seen:
+    """Raises WatchError where there is no server, it wants a key, or it is none of ours."""
+    answer = client.get("/memory")
+    report = answer.json()
+    if not isinstance(report, dict) or "plan" not in report:
+        raise WatchError(
+            f"{client.url} is not a Tonnage server: /memory answered {answer.status}",
+            hint=f"tonnage watch {client.url} shows vLLM, SGLang and llama.cpp",
+        )
+    try:
+        return Seen(client.url, report, status_of(report))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise WatchError(
+            f"{client.url}/memory is not as this release writes it: {type(error).__name__} {error}",
+            hint="use the tonnage of the server",
+        ) from None
+
+
+def to_dict(seen: Seen) -> dict[str, Any]:
+    return {"url": seen.url, **seen.report}
+
+
+def plain(seen: Seen) -> str:
+    status = seen.status
+    width = max(len(name) for name, _ in status.facts)
+    facts = [f"{name:<{width}}  {text}" for name, text in status.facts]
+    return "\n".join([*_head(seen), "", *facts, "", *aligned(status.memory)])
+
+
+def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
+    """Something that rich draws."""
+    from rich.console import Group  # only on a terminal
+    from rich.markup import escape
+    from rich.table import Table
+
+    status = seen.status
+    first, *rest = _head(seen)
+    colour = _STATE_COLOURS.get(status.state, "bold")
+    first = escape(first).replace(status.state, f"[{colour}]{status.state}[/]", 1)
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    if status.usable:
+        facts.add_row("", pool_bar(status, shades))
+    for name, text in status.facts:
+        facts.add_row(name, escape(text))
+    parts: list[Any] = [
+        first,
+        *(f"[dim]{escape(line)}[/]" for line in rest),
+        "",
+        facts,
+        "",
+        tabled(status.memory),
+    ]
+    if trouble:
+        parts += ["", f"[red]{escape(trouble)}[/]"]
+    return Group(*parts)
+
+
+def _head(seen: Seen) -> list[str]:
+    status = seen.status
+    return [f"{status.state} {status.since}: {status.model} at {seen.url}", status.plan]
+
+
+def pool_bar(status: Status, shades: str) -> str:
+    """Borders are rounded, not widths, so that the parts add up to the bar."""
+    at, before, parts = 0, 0, []
+    for (state, blocks), shade in zip(status.pool.items(), shades, strict=True):
+        at += blocks
+        end = cells(at, status.usable, _BAR)
+        parts.append(f"[{_COLOURS[state]}]{shade * (end - before)}[/]")
+        before = end
+    return "".join(parts)

@@ -1,0 +1,307 @@
+"""``tonnage status``, the page at / and the log lines of an operator, on a real server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import pytest
+from pages import pages
+from serving import free_port
+from terminal import Terminal
+from watched import vllm
+
+from tonnage.planner import bars
+from tonnage.planner.errors import TonnageError
+from tonnage.server import state as server_state
+from tonnage.server.app import create_app
+from tonnage.server.commands.status import run
+from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.stats import MeasuredMemory
+from tonnage.server.engines.supervisor import SupervisedEngine
+from tonnage.server.observe import refused
+from tonnage.server.observe.status import POOL_STATES, Status, span, status_of
+from tonnage.server.settings import load_settings
+from tonnage.server.watch.client import Client, WatchError
+from tonnage.server.watch.screens import Screen
+from tonnage.server.watch.status import drawn, look, plain, pool_bar
+
+KEY = "a-key-of-the-status-tests"
+BROWSER = {"accept": "text/html,application/xhtml+xml"}
+
+
+async def ask(server: Any, count: int, **body: Any) -> list[asyncio.Task[httpx.Response]]:
+    tasks = [asyncio.create_task(server.complete(prompt=[9] * 40, **body)) for _ in range(count)]
+    await server.until(lambda: server.engine.stats().running + server.engine.stats().waiting == count)
+    return tasks
+
+
+async def test_a_busy_server(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+    """Two run, one waits, and everything shown is what the server says under its other names."""
+    engine = FakeEngine(small_plan(max_num_seqs=2), token_rate=50)
+    async with run_server(engine, served=SupervisedEngine(lambda: engine)) as server:
+        for _ in range(3):
+            assert (await server.complete(max_tokens=2)).status_code == 200
+        tasks = await ask(server, 3, max_tokens=1000)
+        await server.until(lambda: server.state.accounts.oldest()[0] is not None)
+        found = await asyncio.to_thread(look, Client(server.url))
+        metrics = (await server.http.get("/metrics")).text
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.until(lambda: engine.stats().running == 0)
+        idle = (await asyncio.to_thread(look, Client(server.url))).report
+    report, status = found.report, found.status
+    assert (report["state"], report["restarts"]) == ("ready", 0)
+    assert report["since"] <= report["time"]
+    requests = report["requests"]
+    assert (requests["in_flight"], requests["running"], requests["waiting"]) == (3, 2, 1)
+    assert requests["longest_running_seconds"] >= requests["longest_waiting_seconds"] > 0
+    assert f'tonnage_headroom_requests{{model="demo"}} {report["headroom"]["requests"]}' in metrics
+    assert report["drain_seconds"] > 0
+    blocks = report["pool"]["blocks"]
+    assert sum(status.pool.values()) == status.usable == blocks["usable"] == 255
+    assert (status.pool["used"], status.pool["reserved"]) == (blocks["used"], blocks["promised_unused"])
+    text = plain(found)
+    assert text.startswith("ready since ")
+    assert re.search(r"^running +2 of at most 2, the longest for [\d.]+ s$", text, re.M)
+    assert re.search(r"^waiting +1, the longest for [\d.]+ s$", text, re.M)
+    assert re.search(r"^drain +.* for the 3 in flight$", text, re.M)
+    assert re.search(r"^kv_pool +94,371,840 \(90\.0 MiB\)", text, re.M)
+    assert report["plan"]["plan_id"] in text
+    assert (idle["requests"]["longest_running_seconds"], idle["drain_seconds"]) == (None, 0)
+
+
+async def test_from_loading_to_draining(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog
+) -> None:
+    caplog.set_level(logging.INFO, "tonnage.server")
+    loaded = asyncio.Event()
+
+    class Loading(FakeEngine):
+        async def start(self) -> None:
+            await loaded.wait()
+            await super().start()
+
+    engine = Loading(small_plan(), token_rate=50)
+    async with run_server(engine, ready=False) as server:
+
+        async def phase() -> str:
+            report = (await server.http.get("/memory")).json()
+            assert status_of(report).state == report["state"]
+            return str(report["state"])
+
+        assert await phase() == "loading"
+        loaded.set()
+        await server.until(lambda: server.state.started)
+        assert await phase() == "ready"
+        tasks = await ask(server, 2, max_tokens=1000)
+        server_state.DRAIN_PROGRESS_SECONDS, usual = 0.05, server_state.DRAIN_PROGRESS_SECONDS
+        try:
+            draining = asyncio.create_task(server.state.drain(0.3))
+            await asyncio.sleep(0)
+            assert await phase() == "draining"
+            await draining
+        finally:
+            server_state.DRAIN_PROGRESS_SECONDS = usual
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    lines = [record.getMessage() for record in caplog.records]
+    first, second, *more = lines
+    assert re.fullmatch(r"tonnage [\d.]+\S* loads demo", first)
+    assert vars(caplog.records[0])["plan_id"] == server.state.plan.plan_id
+    assert second == "ready"
+    assert more.count("draining: 2 requests in flight") >= 2
+    assert more[-1] == "the time to drain is over: 2 requests are cut off"
+
+
+async def test_refused_requests_are_told_and_never_quoted(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog, monkeypatch
+) -> None:
+    caplog.set_level(logging.INFO, "tonnage.server")
+    monkeypatch.setattr(refused, "WINDOW_SECONDS", 0.3)
+    async with run_server(FakeEngine(small_plan()), api_key=(KEY,), key=KEY) as server:
+        caplog.clear()
+        await server.complete(max_tokens=10**6, request_id="r-1")
+        await server.complete(temperature=9, prompt="a secret of the client")
+        await server.complete(model="another secret")
+        for _ in range(30):
+            await server.http.get("/memory", headers={"authorization": "Bearer a-third-secret"})
+        await server.until(lambda: any("more requests" in line.getMessage() for line in caplog.records))
+    never, bad, unknown, *others = caplog.records
+    assert never.getMessage().startswith("request refused: this model's maximum context length is 2048 tokens")
+    assert (vars(never)["request_id"], vars(never)["code"]) == ("r-1", "context_length_exceeded")
+    assert bad.getMessage() == "request refused: invalid value"
+    assert vars(bad)["param"] == "temperature"
+    assert vars(unknown)["code"] == "model_not_found"
+    assert len(others) < refused.AT_ONCE + 2
+    assert others[0].getMessage() == "request refused: incorrect API key; send Authorization: Bearer KEY"
+    assert vars(others[0])["endpoint"] == "/memory"
+    assert any(vars(line).get("invalid_api_key", 0) >= 10 for line in others)
+    assert not any("secret" in str(vars(line)) for line in caplog.records)
+
+
+class Fetched(HTMLParser):
+    """What a page would load or send, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "form", "img", "iframe", "object", "base")
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "style") and tag != "a"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+async def test_the_page(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+    """No script, no style or file from elsewhere; for whoever may read /memory, who may be a browser."""
+    name = "<b>demo</b>"
+    async with run_server(FakeEngine(small_plan()), api_key=(KEY,), served_model_name=name) as server:
+        basic = {"authorization": "Basic " + base64.b64encode(f"me:{KEY}".encode()).decode()}
+        wrong = {"authorization": "Basic " + base64.b64encode(b"me:wrong-key-of-mine").decode()}
+        for headers in ({}, wrong, {"authorization": "Basic !"}):
+            refused = await server.http.get("/", headers=BROWSER | headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"].startswith('Basic realm="')
+            assert (await server.http.get("/", headers=headers)).headers["www-authenticate"] == "Bearer"
+        for headers in (basic, {"authorization": f"Bearer {KEY}"}):
+            answer = await server.http.get("/", headers=headers)
+            assert answer.status_code == 200
+        assert (await server.http.get("/memory", headers=basic)).status_code == 200
+        # A browser sends it by itself, whoever made it ask: it is no key where something is done.
+        for method, path in (("POST", "/v1/completions"), ("POST", "/"), ("GET", "/v1/models")):
+            answer_to = await server.http.request(method, path, headers=basic | BROWSER)
+            assert (answer_to.status_code, answer_to.headers["www-authenticate"]) == (401, "Bearer")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert answer.headers["cache-control"] == "no-store"
+    page = Fetched(answer.text)
+    assert page.loads == []
+    assert name in page.text
+    assert "<b>" not in answer.text
+    for shown in (
+        "ready since",
+        "plan ",
+        "kv_pool",
+        "of 255 blocks of 16 tokens",
+        "more requests like those so far",
+    ):
+        assert shown in re.sub(r"\s+", " ", page.text)
+
+
+@pytest.fixture(scope="module")
+def report(small_plan: Callable[..., Any], tokenizer: Any) -> str:
+    """/memory of a server that loads and has measured what it holds."""
+    measured = MeasuredMemory(
+        weights=269_060_352, kv_pool=94_371_840, framework=300 * 2**20, process_peak=700 * 2**20
+    )
+    engine = FakeEngine(small_plan(), memory=measured)
+    app = create_app(load_settings(model="demo"), engine, tokenizer, operations_only=True)
+
+    async def fetched() -> str:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page") as http:
+            return (await http.get("/memory")).text
+
+    return asyncio.run(fetched())
+
+
+def test_the_command(report: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pages(memory=report) as server:
+        assert run([server.url]) == 0
+        text = capsys.readouterr().out
+        assert run([server.url.removeprefix("http://"), "--json", "--api-key", KEY]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert server.asked[-1][1]["Authorization"] == f"Bearer {KEY}"
+    assert found == {"url": server.url} | json.loads(report)
+    assert "\x1b" not in text
+    assert f"demo at {server.url}\n" in text
+    assert re.search(r"^all processes +[\d,]+ \([\d.]+ [MG]iB\) +[\d,]+ ", text, re.M)
+
+
+def test_the_key_of_the_environment(report: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TONNAGE_API_KEY", f"{KEY},another-key-of-it")
+    with pages(memory=report) as server:
+        assert run([server.url]) == 0
+        assert server.asked[-1][1]["Authorization"] == f"Bearer {KEY}"
+
+
+def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) -> None:
+    """One line, which says what to do."""
+    older = json.loads(report)
+    del older["requests"]
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with vllm() as other, pages(memory=json.dumps(older)) as old:
+        for url, said in (
+            (nobody, "is it started"),
+            (other.url, f"tonnage watch {other.url} shows vLLM"),
+            (old.url, "use the tonnage of the server"),
+        ):
+            assert run([url]) == 1
+            told = capsys.readouterr()
+            assert (told.out, told.err.count("\n")) == ("", 1)
+            assert told.err.startswith("tonnage status: ")
+            assert said in told.err
+
+
+async def test_it_asks_for_a_key(run_server: Callable[..., Any], small_plan: Callable[..., Any]) -> None:
+    async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
+        with pytest.raises(WatchError, match=r"--api-key KEY, or TONNAGE_API_KEY"):
+            await asyncio.to_thread(look, Client(server.url))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--interval", "0", "--watch"], ["--timeout", "x"], ["--api-key", "a\nb"]]
+)
+def test_bad_input_is_refused_by_name(arguments: list[str]) -> None:
+    with pytest.raises(TonnageError) as told:
+        run(["http://127.0.0.1:9", *arguments])
+    assert not isinstance(told.value, WatchError)
+
+
+@pytest.mark.parametrize(("encoding", "full"), [("utf-8", bars.SHADES[0]), ("latin-1", bars.ASCII[0])])
+def test_a_screen_of_any_encoding(
+    report: str, monkeypatch: pytest.MonkeyPatch, encoding: str, full: str
+) -> None:
+    terminal = Terminal(encoding)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    busy = json.loads(report)
+    busy["pool"]["blocks"] |= {"used": 100, "free": 155}
+    with pages(memory=json.dumps(busy)) as server, Screen(drawn) as screen:
+        screen.show(look(Client(server.url)))
+        screen.lost(WatchError("no server there", hint="start one"))
+    shown = terminal.shown()
+    assert full in shown
+    assert "no server there (start one)" in shown
+
+
+def test_the_bar_adds_up() -> None:
+    for counts in ((1, 1, 1, 252), (84, 86, 85, 0), (0, 0, 0, 255)):
+        status = Status("demo", "ready", "", "", (), dict(zip(POOL_STATES, counts, strict=True)), ())
+        assert len(re.sub(r"\[[^]]*\]", "", pool_bar(status, bars.ASCII))) == 60
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"), (9.94, "9.9 s"), (42.4, "42 s"), (59.6, "1 min"), (185, "3 min 5 s"),
+        (7441, "2 h 4 min"), (180_000, "2 d 2 h"),
+    ],
+)  # fmt: skip
+def test_spans(seconds: float, text: str) -> None:
+    assert span(seconds) == text
