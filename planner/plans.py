@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.flags import flag
+from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import (
     MixCapacity,
     RequestCapacity,
@@ -197,9 +198,19 @@ def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """A draft beside the model: ``part``, its share of one rank; ``follows``: it is given the model's hidden
+    states, ``reads``: and those of so many inner layers."""
+
+    part: Architecture
+    follows: bool = False
+    reads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """A Deployment without open questions: ``flags`` for the Plan, and its integers without None. ``limit``:
-    bytes of the device that the plan may take."""
+    bytes of the device that the plan may take. ``draft``: of --speculative-model, once it is known."""
 
     flags: Deployment
     version: tuple[int, int, int]
@@ -210,6 +221,7 @@ class Resolved:
     max_num_batched_tokens: int
     block_size: int
     given_block_size: int | None = None
+    draft: Drafting | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class Engine(ABC):
     # how it keeps a model
     as_transformers = False  # keys and values as transformers' own modules make them
     pads_vocabulary = False  # of each rank, to whole rows of its padding
+    towers_everywhere = False  # of pictures and sound, on every pipeline stage
     keeps_gguf = False  # a GGUF file's tensors in the types it stores them in
     tiles_linear = False  # linear weights may be repacked into padded tiles
     null_block = False  # block 0 of the pool holds nothing

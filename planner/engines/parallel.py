@@ -23,7 +23,8 @@ _TP = "--tensor-parallel-size"
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """Sizes of the parallel groups; ``expert``: whole experts per rank instead of slices,
-    ``whole_towers``: whole towers."""
+    ``whole_towers``: whole towers, ``towers_everywhere``: on every pipeline stage (no class of vLLM asks for
+    the stage where it builds them)."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -31,6 +32,7 @@ class Parallel:
     expert: bool = False
     pad_vocabulary: bool = True
     whole_towers: bool = False
+    towers_everywhere: bool = False
 
     @property
     def trivial(self) -> bool:
@@ -103,18 +105,19 @@ def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int
     tensors = tuple(
         _shard(_untied(tensor, stage), architecture, parallel)
         for tensor in architecture.tensors
-        if _on_stage(tensor, mine, stage, parallel.pipeline)
+        if _on_stage(tensor, mine, stage, parallel)
     )
     cache = tuple(layer for layer in architecture.cache_layers if layer.layer in mine)
     return replace(architecture, tensors=tensors, cache_layers=cache)
 
 
-def _on_stage(tensor: TensorSpec, mine: range, stage: int, stages: int) -> bool:
+def _on_stage(tensor: TensorSpec, mine: range, stage: int, parallel: Parallel) -> bool:
     if tensor.layer is not None:
         return tensor.layer in mine
     if tensor.role in _LAST:
-        return stage == stages - 1
-    return stage == 0 or tensor.role == "buffer"
+        return stage == parallel.pipeline - 1
+    everywhere = parallel.towers_everywhere and tensor.role in TOWER_ROLES
+    return stage == 0 or tensor.role == "buffer" or everywhere
 
 
 def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
@@ -133,7 +136,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
         if size % ranks:
             raise _undivided(f"{ranks} does not divide the vocabulary, padded to {size}", size, ranks)
-    if tensor.kv_rows and tensor.kv_units:
+    if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:  # these have as many as others
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:

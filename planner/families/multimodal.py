@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import common, gemma3n_towers, pictures, towers
+from tonnage.planner.families import common, gemma3n_towers, gemma4_towers, pictures, towers
 from tonnage.planner.families.family import RENAMED, Family, InVLLM
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
@@ -114,20 +114,27 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
     stated = Fields(vision).integer("hidden_size", gemma3n_towers.VISION_WIDTH, limit="width")
     gemma3n_towers.embedder(t, "model.embed_vision", vision, stated, text.hidden_size)
     gemma3n_towers.embedder(t, "model.embed_audio", sound, width, text.hidden_size)
-    return joined(text, model_type, "Gemma3nForConditionalGeneration", t)
+    seen = pictures.gemma3n(text.hidden_size)
+    return joined(text, model_type, "Gemma3nForConditionalGeneration", t, vision=seen)
 
 
 def gemma4(fields: Fields, model_type: str) -> Architecture:
-    if fields.raw("audio_config") is not None:
-        raise UnsupportedArchitecture("the audio tower is not planned yet", field="audio_config")
     text = text_of(fields, "gemma4_text", fields.mapping("text_config"))
     t = Tensors()
+    sound, seen = fields.mapping("audio_config"), None
     if fields.raw("vision_config") is not None:
         t.role = "vision"
-        hidden = towers.gemma4(t, "model.vision_tower", _vision(fields))
+        vision = _vision(fields)
+        hidden = towers.gemma4(t, "model.vision_tower", vision)
         t.role = "projector"
         t.linear("model.embed_vision.embedding_projection", text.hidden_size, hidden)
-    return joined(text, model_type, "Gemma4ForConditionalGeneration", t)
+        seen = pictures.gemma4(fields, vision, text.hidden_size, sound is not None)
+    if sound is not None:
+        t.role = "audio"
+        width = gemma4_towers.audio(t, "model.audio_tower", sound)
+        t.role = "projector"
+        t.linear("model.embed_audio.embedding_projection", text.hidden_size, width)
+    return joined(text, model_type, "Gemma4ForConditionalGeneration", t, vision=seen)
 
 
 # LlamaConfig's and LlavaConfig's own defaults (transformers 5.19), which the published files leave out
@@ -155,7 +162,7 @@ def _llava_text(fields: Fields, model_type: str) -> Architecture:
         return text_of(fields, "llama", config)
     own = model_type == "llava_next"
     kind = config.get("model_type", "llama")
-    if kind not in ("llama", "mistral", "qwen2"):
+    if kind not in ("llama", "mistral", "qwen2", *(("granite",) if own else ())):
         raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=own)
 
@@ -188,28 +195,42 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
+    if seen is not None and isinstance(layers, list):  # what every layer makes is kept meanwhile
+        seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     name = "LlavaForConditionalGeneration"
-    if kind == "clip_vision_model" and fields.raw("vision_feature_select_strategy") not in (None, "default"):
-        seen = None  # the class token is an embedding too
+    whole = fields.raw("vision_feature_select_strategy") not in (None, "default")
+    if whole == (kind == "clip_vision_model") and kind != "pixtral":
+        seen = None  # the class token is an embedding too; of SigLIP, which has none, a patch is left out
     if following:
         name = "LlavaNextForConditionalGeneration"
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
-        seen = pictures.tiles(fields, seen) if kind == "clip_vision_model" else None
+        size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
+        seen = pictures.tiles(fields, seen, size)
     return joined(text, model_type, name, t, vision=seen)
+
+
+# Ministral3Config's own defaults (transformers 5.19)
+_MINISTRAL3 = {
+    "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144,
+    "sliding_window": None,
+}  # fmt: skip
 
 
 def mistral3(fields: Fields, model_type: str) -> Architecture:
     """Mistral Small 3.1 and 3.2, and what else has a Pixtral tower whose patches are merged."""
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
-    if kind != "mistral":
+    if kind not in ("mistral", "ministral3"):
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not known below mistral3", field="text_config.model_type"
         )
+    if kind == "ministral3":  # the same tensors, and a window only where the file has one
+        config = {**_MINISTRAL3, **(config or {})}
     # the published files say nothing and store a head (24.0 B parameters in Mistral-Small-3.1-24B)
-    text = text_of(fields, kind, config, own=True)
+    text = text_of(fields, "mistral", config, own=True)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture("only the last layer is known", field="vision_feature_layer")
     t = Tensors()
@@ -332,11 +353,15 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
-    width = towers.llama4(t, "vision_model", _vision(fields))
+    vision = _vision(fields)
+    width = towers.llama4(t, "vision_model", vision)
     t.role = "projector"
     t.linear("multi_modal_projector.linear_1", text.hidden_size, width)
     tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
-    return replace(text, model_type=model_type, class_name="Llama4ForConditionalGeneration", tensors=tensors)
+    return replace(
+        text, model_type=model_type, class_name="Llama4ForConditionalGeneration", tensors=tensors,
+        vision=pictures.llama4(fields, vision, text.hidden_size),
+    )  # fmt: skip
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:
@@ -359,14 +384,16 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
     t.linear("model.mm_projector.out_proj", text.hidden_size, merged, bias=True)
-    return joined(text, model_type, "Kimi_K25ForConditionalGeneration", t)
+    seen = pictures.kimi_k25(fields, vision, text.hidden_size) if kernel == [2, 2] else None
+    return joined(text, model_type, "Kimi_K25ForConditionalGeneration", t, vision=seen)
 
 
 def minimax(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "minimax_m3", fields.mapping("text_config"))
     t = Tensors()
     t.role = "vision"
-    hidden = towers.minimax(t, "model.vision_tower", _vision(fields))
+    vision = _vision(fields)
+    hidden = towers.minimax(t, "model.vision_tower", vision)
     t.role = "projector"
     at = "model.multi_modal_projector"
     wide = fields.integer("projector_hidden_size", text.hidden_size, limit="width")
@@ -377,7 +404,8 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
         ("merge_linear_1", wide, merged), ("merge_linear_2", text.hidden_size, wide),
     ):  # fmt: skip
         t.linear(f"{at}.{name}", out, into, bias=bias)
-    return joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t)
+    seen = pictures.minimax(fields, vision, text.hidden_size)
+    return joined(text, model_type, "MiniMaxM3SparseForConditionalGeneration", t, vision=seen)
 
 
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:

@@ -1,8 +1,8 @@
 """Qwen's Omni models: the thinker alone, which is what engines serve; talker and vocoder, which make sound of
 its answers, are models of their own and are not loaded (vLLM 0.32.0, models/qwen2_5_omni_thinker.py).
 
-Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. How large pictures and sounds may be is
-not known here: the interval has room for them.
+Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. Pictures are Qwen2.5-VL's in either
+(their processing info in vLLM is); sounds have fewer embeddings than these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError
-from tonnage.planner.families import towers
+from tonnage.planner.families import pictures, towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors
@@ -43,14 +43,16 @@ def thinker(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated})
     t = Tensors()
     t.role = "vision"
-    towers.qwen(t, "visual", inner.mapping("vision_config") or {}, tower)
+    vision = inner.mapping("vision_config") or {}
+    towers.qwen(t, "visual", vision, tower)
     t.role = "audio"
     sound = inner.mapping("audio_config") or {}
     if model_type == "qwen2_5_omni":
         _whisper(t, "audio_tower", sound)
     else:
         _downsampled(t, "audio_tower", sound)
-    return joined(text, model_type, _CLASS[model_type], t, "model.")
+    seen = pictures.omni(fields, vision, tower, text.hidden_size)
+    return joined(text, model_type, _CLASS[model_type], t, "model.", vision=seen)
 
 
 def _sizes(f: Fields) -> tuple[int, int, int, int]:

@@ -2,8 +2,8 @@
 
 Sizes are those of the processor's own files beside config.json; where these are not at hand, what the family's
 published files state: preprocessor_config.json of Qwen2-VL and Qwen2.5-VL (max_pixels 12,845,056), Qwen3-VL to
-3.8 (16,777,216; video_preprocessor_config.json 25,165,824), Mistral Small 3.1 (1,540 pixels) and Kimi-VL (4,096
-patches).
+3.8 (16,777,216; video_preprocessor_config.json 25,165,824), Mistral Small 3.1 (1,540 pixels), Kimi-VL (4,096
+patches), Kimi-K2.5 (16,384) and Llama 4 (16 tiles).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import towers
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.vision import Tower, Vision
+from tonnage.planner.model.vision import Item, Tower, Vision
 from tonnage.planner.records import replace
 
 FILES = ("preprocessor_config", "video_preprocessor_config")
@@ -70,6 +70,13 @@ def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int)
     )  # fmt: skip
 
 
+def omni(fields: Fields, vision: Mapping[str, Any], tower: str, width: int) -> Vision:
+    """Qwen's Omni models: pictures and frames as Qwen2.5-VL has them, and 30 s of sound."""
+    made = qwen(Fields({FILES[0]: fields.raw(FILES[0])}), vision, tower, width)
+    image = longest_edge(fields.mapping(FILES[0]) or {}, _QWEN_PIXELS["qwen2_5"][0])
+    return replace(made, image=image, video=0, frames=_FRAMES["qwen2_5"], others=(Item("audio", 750),))
+
+
 def square(
     tower: Literal["siglip", "clip"], vision: Mapping[str, Any], defaults: Mapping[str, int], width: int,
     tokens: int | None = None,
@@ -112,20 +119,20 @@ def pixtral(
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
-def tiles(fields: Fields, vision: Vision | None) -> Vision | None:
-    """LLaVA-NeXT's largest picture: the grid of tiles with most embeddings, one for each patch and end of line,
-    and the whole picture as one tile more (get_num_image_tokens, models/llava_next.py)."""
+def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
+    """LLaVA-NeXT's largest picture: the grid of tiles, each of ``size`` pixels a side, with most embeddings,
+    one for each patch and end of line, and the whole picture as one tile more (get_num_image_tokens,
+    models/llava_next.py)."""
     listed = fields.raw("image_grid_pinpoints") or _PINPOINTS
     if vision is None or not isinstance(listed, list):
         return None
     side = isqrt(vision.image)
-    pixels = side * vision.patch
     best = (0, 0)
     for place in listed:
         if not (isinstance(place, list) and len(place) == 2 and all(type(n) is int and n > 0 for n in place)):
             raise ConfigError(f"{shown(place)} is not height and width", field="image_grid_pinpoints")
-        rows, columns = place[0] // pixels, place[1] // pixels
-        if place[0] % pixels or place[1] % pixels:
+        rows, columns = place[0] // size, place[1] // size
+        if place[0] % size or place[1] % size:
             return None  # tiles that the picture does not fill
         best = max(best, (rows * side * (columns * side + 1) + vision.image, rows * columns + 1))
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
@@ -134,13 +141,113 @@ def tiles(fields: Fields, vision: Vision | None) -> Vision | None:
 def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Kimi-VL profiles a picture of 1,024 x 1,024 pixels (MaxImageTokenMeta, models/kimi_vl.py)."""
     f = Fields(vision)
-    hidden = f.integer("hidden_size", 1152, limit="width")
-    patch = f.integer("patch_size", 14, limit="width")
-    limit = (fields.mapping(FILES[0]) or {}).get("in_token_limit", 4096)
-    if type(limit) is not int or limit < 4:
-        raise ConfigError(f"{shown(limit)} is not a number of patches", field=f"{FILES[0]}.in_token_limit")
+    limit = _patches(fields.mapping(FILES[0]) or {}, "in_token_limit", 4096)
+    return _moonvit(
+        f.integer("hidden_size", 1152, limit="width"), f.integer("intermediate_size", 4304, limit="width"),
+        f.integer("num_attention_heads", 16, limit="heads"), f.integer("patch_size", 14, limit="width"), width,
+        limit, 1024,
+    )  # fmt: skip
+
+
+def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
+    """Kimi-K2.5 profiles a picture of 3,000 x 3,000 pixels, or four frames of a video where these have more
+    embeddings: they have not where a picture may have more than a frame, whose patches are pooled over time
+    (models/kimi_k25.py, processors/kimi_k25_vision_fused.py)."""
+    f = Fields(vision, towers.MOONVIT)
+    told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
+    told = told if isinstance(told, Mapping) else {}
+    limit = _patches(told, "in_patch_limit", 16_384)
+    return _moonvit(
+        f.integer("hidden_size", 1152, limit="width"), f.integer("intermediate_size", 4304, limit="width"),
+        f.integer("num_attention_heads", 16, limit="heads"), f.integer("patch_size", 14, limit="width"), width,
+        limit, 3000,
+    )  # fmt: skip
+
+
+def _moonvit(hidden: int, inner: int, heads: int, patch: int, width: int, limit: int, side: int) -> Vision:
     return Vision(
-        "moonvit", hidden, f.integer("intermediate_size", 4304, limit="width"),
-        hidden // f.integer("num_attention_heads", 16, limit="heads"), patch, 2, 3 * patch * patch, width,
-        "patches", limit, side=1024,
+        "moonvit", hidden, inner, hidden // heads, patch, 2, 3 * patch * patch, width, "patches", limit,
+        side=side,
+    )  # fmt: skip
+
+
+def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
+    limit = told.get(name, default)
+    if type(limit) is not int or limit < 4:
+        raise ConfigError(f"{shown(limit)} is not a number of patches", field=f"{FILES[0]}.{name}")
+    return limit
+
+
+def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
+    """A column of as many tiles as the processor allows, and the whole picture as one tile more
+    (get_image_size_with_most_features, models/mllama4.py)."""
+    f = Fields(vision)
+    v = {name: f.integer(name, default, limit="width") for name, default in towers.LLAMA4.items()}
+    whole = (v["image_size"] // v["patch_size"]) ** 2
+    ratio = f.number("pixel_shuffle_ratio", 0.5)
+    if not 0.05 <= ratio <= 1:
+        raise ConfigError(f"{ratio} is not between 0.05 and 1", field="vision_config.pixel_shuffle_ratio")
+    tokens = whole // round(1 / ratio**2)
+    most = _patches(fields.mapping(FILES[0]) or {}, "max_patches", 16)
+    return Vision(
+        "llama4", v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
+        v["patch_size"], 1, v["num_channels"] * v["patch_size"] ** 2, width, "fixed", (most + 1) * tokens,
+        patches=(most + 1) * (whole + 1),
+    )  # fmt: skip
+
+
+def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
+    """MiniMax-M3: as Qwen2-VL, but up to 500 frames of their own size, and each patch is projected before four
+    are merged (models/minimax_m3/common/mm_preprocess.py, vision_tower.py; defaults of
+    processors/minimax_m3.py)."""
+    f = Fields(vision)
+    v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
+    head = v["hidden_size"] // v["num_attention_heads"]
+    image, frame = fields.mapping(FILES[0]) or {}, fields.mapping(FILES[1]) or {}
+    return Vision(
+        "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,  # of three axes
+        v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
+        "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),
+        projector=(fields.integer("projector_hidden_size", width, limit="width"), width),
+    )  # fmt: skip
+
+
+def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
+    """Pixels; a limit on the longer side is one on the square of it."""
+    pixels = longest_edge(told, default, where)
+    edge = told.get("max_long_side_pixel")
+    if edge is None:
+        return pixels
+    if type(edge) is not int or not 0 < edge < 1 << 20:
+        raise ConfigError(f"{shown(edge)} is not a size", field=f"{where}.max_long_side_pixel")
+    return min(edge * edge, 12_845_056 if where == FILES[0] else pixels)
+
+
+def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
+    """Pictures of ``max_soft_tokens`` embeddings, padded to as many patches; videos of 32 frames of 70, each
+    with eight more for its time (get_mm_max_tokens_per_item, models/gemma4_mm.py); 30 s of sound."""
+    f = Fields(vision)
+    v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}
+    most = f.integer("default_output_length", _soft(fields), limit="width")
+    pooled = f.integer("pooling_kernel_size", 3, limit="width") ** 2
+    others = (Item("video", 32 * (70 + 8), 32 * 70 * pooled, 32), Item("audio", 750))
+    return Vision(
+        "gemma4", v["hidden_size"], v["intermediate_size"], f.integer("head_dim", 64, limit="width"),
+        v["patch_size"], 1, 3 * v["patch_size"] ** 2, width, "fixed", most, patches=most * pooled,
+        places=v["position_embedding_size"], others=others if sound else others[:1],
+    )  # fmt: skip
+
+
+def _soft(fields: Fields) -> int:
+    return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
+
+
+def gemma3n(width: int) -> Vision:
+    """Pictures of 768 x 768 pixels and 30 s of sound (get_mm_max_tokens_per_item, models/gemma3n_mm.py, and the
+    processor's image_seq_length and audio_seq_length). MobileNet's stem halves the sides: a patch is here 2 x 2
+    pixels, of 64 channels behind it."""
+    side = 768 // 2
+    return Vision(
+        "mobilenet", 64, 64, 1, 2, 1, 3 * 2 * 2, width, "fixed", 256, patches=side * side,
+        others=(Item("audio", 188),),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
+from tonnage.planner.families.gemma4_towers import linear
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -213,29 +214,33 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
     return dims.hidden
 
 
+GEMMA4 = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
+    "patch_size": 16, "position_embedding_size": 10_240,
+}  # fmt: skip
+
+
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     f = Fields(config)
-    v = _sizes(
-        f, {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12}
-    )
+    v = _sizes(f, GEMMA4)
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
     size = f.integer("head_dim", 64, limit="width")
     kv_heads = f.integer("num_key_value_heads", heads, limit="heads")
-    patch = f.integer("patch_size", 16, limit="width")
-    places = f.integer("position_embedding_size", 10240, limit="width")
+    patch, places = v["patch_size"], v["position_embedding_size"]
     bias = f.boolean("attention_bias", False)
+    clipped = f.boolean("use_clipped_linears", False)
     t.add(f"{at}.patch_embedder.position_embedding_table", (2, places, hidden), "vision", "PatchEmbedder")
     t.linear(f"{at}.patch_embedder.input_proj", hidden, 3 * patch * patch)
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.encoder.layers.{i}"
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            t.linear(f"{here}.self_attn.{name}_proj.linear", rows * size, hidden, bias=bias)
-        t.linear(f"{here}.self_attn.o_proj.linear", hidden, heads * size, bias=bias)
+            linear(t, f"{here}.self_attn.{name}_proj", rows * size, hidden, clipped, bias)
+        linear(t, f"{here}.self_attn.o_proj", hidden, heads * size, clipped, bias)
         t.norm(f"{here}.self_attn.q_norm", size)
         t.norm(f"{here}.self_attn.k_norm", size)
         for name in ("gate", "up"):
-            t.linear(f"{here}.mlp.{name}_proj.linear", v["intermediate_size"], hidden)
-        t.linear(f"{here}.mlp.down_proj.linear", hidden, v["intermediate_size"])
+            linear(t, f"{here}.mlp.{name}_proj", v["intermediate_size"], hidden, clipped)
+        linear(t, f"{here}.mlp.down_proj", hidden, v["intermediate_size"], clipped)
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             t.norm(f"{here}.{name}_layernorm", hidden)
     if f.boolean("standardize", False):
@@ -285,14 +290,17 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     return f.integer("vision_output_dim", 7680, limit="width")
 
 
+LLAMA4 = {
+    "hidden_size": 768, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
+    "num_channels": 3, "image_size": 448, "patch_size": 14, "projector_input_dim": 4096,
+    "projector_output_dim": 4096,
+}  # fmt: skip
+
+
 def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Returns the width the projector reads."""
     f = Fields(config)
-    v = _sizes(
-        f, {"hidden_size": 768, "intermediate_size": 5632, "num_hidden_layers": 34, "num_attention_heads": 16,
-            "num_channels": 3, "image_size": 448, "patch_size": 14, "projector_input_dim": 4096,
-            "projector_output_dim": 4096},
-    )  # fmt: skip
+    v = _sizes(f, LLAMA4)
     hidden, patch = v["hidden_size"], v["patch_size"]
     t.add(f"{at}.class_embedding", (hidden,), "vision", "Llama4VisionModel")
     places = (v["image_size"] // patch) ** 2 + 1
@@ -316,7 +324,7 @@ def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     return f.integer("vision_output_dim", 7680, limit="width")
 
 
-_MOONVIT = {
+MOONVIT = {
     **{n: f"vt_{n}" for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     **{f"pos_emb_{n}": f"init_pos_emb_{n}" for n in ("height", "width", "time")},
 }
@@ -324,7 +332,7 @@ _MOONVIT = {
 
 def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Kimi's vision tower, by the published names or transformers' own. Returns the hidden size."""
-    f = Fields(config, _MOONVIT)
+    f = Fields(config, MOONVIT)
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
     layers = f.integer("num_hidden_layers", 27, limit="layers")
@@ -341,8 +349,9 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         here = f"{at}.layers.{i}"
         t.norm(f"{here}.norm1", hidden, "layer")
         t.norm(f"{here}.norm2", hidden, "layer")
-        for name in ("proj", "q_proj", "k_proj", "v_proj"):
-            t.linear(f"{here}.attn.{name}", hidden, hidden, bias=True)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            t.linear(f"{here}.attn.{name}", hidden, hidden, bias=True, shard="column")
+        t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     t.norm(f"{at}.final_layernorm", hidden, "layer")
     t.rotary(hidden // heads // 2, f"{at}.rotary_emb.")
@@ -372,13 +381,16 @@ def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     return hidden
 
 
+MINIMAX = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_channels": 3, "patch_size": 14, "temporal_patch_size": 2,
+}  # fmt: skip
+
+
 def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """CLIP layers on patches of two frames, rotary positions. Returns the hidden size."""
     f = Fields(config)
-    v = _sizes(
-        f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16,
-            "num_channels": 3, "patch_size": 14, "temporal_patch_size": 2},
-    )  # fmt: skip
+    v = _sizes(f, MINIMAX)
     hidden, patch = v["hidden_size"], v["patch_size"]
     conv(t, f"{at}.embeddings.proj", (hidden, v["num_channels"], v["temporal_patch_size"], patch, patch), False)
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")

@@ -31,7 +31,16 @@ from tonnage.planner.planning.terms import (
     quantized_terms,
 )
 from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import Deployment, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
+from tonnage.planner.plans import (
+    Deployment,
+    Drafting,
+    Failure,
+    KVCachePlan,
+    ModelInfo,
+    Plan,
+    RankPlan,
+    Resolved,
+)
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import asdict, dataclass, replace
@@ -203,7 +212,8 @@ class Sizer:
         parts = self._held(
             architecture, quantization, flags
         )  # refuses what cannot be divided, as the engine does
-        pooled, draft_weights, draft_high, draft_notes = with_draft(source, architecture, flags)
+        pooled, draft_weights, draft_high, draft_notes, beside = with_draft(source, architecture, flags)
+        chosen = replace(chosen, draft=beside)
         pool = engine.build_pool(pooled, chosen)
         flags = engine.shown_flags(flags, pool)
         added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
@@ -320,14 +330,14 @@ def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved
 
 def with_draft(
     source: ModelSource, architecture: Architecture, flags: Deployment
-) -> tuple[Architecture, int, int, tuple[str, ...]]:
-    """What the pool is built from, the draft's weights and what they may be at most, notes."""
+) -> tuple[Architecture, int, int, tuple[str, ...], Drafting | None]:
+    """What the pool is built from, the draft's weights and what they may be at most, notes, the draft."""
     if flags.speculative_model is None:
-        return architecture, 0, 0, ()
+        return architecture, 0, 0, (), None
     from tonnage.planner.planning.speculative import add_draft
 
     draft = add_draft(source, architecture, flags)
-    return draft.architecture, draft.weights, draft.high, draft.notes
+    return draft.architecture, draft.weights, draft.high, draft.notes, draft.beside
 
 
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:

@@ -45,11 +45,12 @@ _OWN_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class Eagle:
     """``method``: vLLM's name of it. ``optional``: an embedding stored with the draft, that is held only if its
-    values differ."""
+    values differ. ``reads``: hidden states of so many of the model's layers, beside the last one's."""
 
     architecture: Architecture
     method: str
     optional: TensorSpec | None = None
+    reads: int = 0
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
@@ -94,10 +95,11 @@ def eagle_draft(
         )
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
+    reads = _reads(outer) if third else 0
     kept = _third(made, outer, model) if third else _first(made, names if tensors is not None else None)
     held = any(name.endswith("embed_tokens.weight") for name in names)
     made = replace(made, tensors=tuple(kept), recipe=None)
-    return Eagle(made, "eagle3" if third else "eagle", embedding if held else None)
+    return Eagle(made, "eagle3" if third else "eagle", embedding if held else None, reads)
 
 
 def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
@@ -111,11 +113,27 @@ def _first(made: Architecture, names: set[str] | None) -> list[TensorSpec]:
     return out
 
 
-def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("eagle_config")
-    inner = inner if isinstance(inner, Mapping) else {}
-    ids = inner.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-    aux = config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _listed(config: Mapping[str, Any]) -> Any:
+    """Hidden states of the model that go into ``fc``, not yet checked."""
+    ids = _inner(config).get("eagle_aux_hidden_state_layer_ids") or config.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    return config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)
+
+
+def _reads(config: Mapping[str, Any]) -> int:
+    """As many as it has no fc for are none."""
+    return _listed(config) if _inner(config).get("use_aux_hidden_state", True) else 0
+
+
+def _third(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
+    inner = _inner(config)
+    aux = _listed(config)
     width = config.get("target_hidden_size") or made.hidden_size
     rows = config.get("draft_vocab_size") or made.vocab_size
     for field, value, most in (

@@ -31,7 +31,9 @@ class Own:
     file vLLM builds so many. ``at``: a layer's name in checkpoints, of its place ``i`` among the draft's layers
     or ``n`` among all. ``joined``, ``norms``: in each layer, or ``outside`` once for all; ``split``: whether
     tensor parallelism divides the joining matrix. ``kind``: of the attention. ``dense``: its MLP is that of a
-    layer without experts. ``heads``: each layer has a head of its own.
+    layer without experts. ``heads``: each layer has a head of its own. ``block``: where the decoder layer is
+    below it. ``pattern``: a layer is made of parts, each with a mixer of one kind; the norms of ``last`` are in
+    the last part.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -45,6 +47,9 @@ class Own:
     kind: str = "full"
     dense: bool = False
     heads: bool = False
+    block: str = ""
+    pattern: bool = False
+    last: tuple[str, ...] = ()
 
 
 _DEEPSEEK = Own()
@@ -69,6 +74,16 @@ _FAMILIES = {
         kind="sliding", dense=True,
     ),
     **dict.fromkeys(("step3p7", "step3p7_text"), Own(dense=True, heads=True)),
+    **dict.fromkeys(
+        ("minimax_m3", "minimax_m3_vl"),
+        Own(
+            count="num_mtp_modules", at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
+            block="transformer_layer.",
+        ),
+    ),
+    "nemotron_h": Own(
+        at="mtp.layers.{i}", norms=("enorm", "hnorm"), split=True, pattern=True, last=("final_layernorm",)
+    ),
 }  # fmt: skip
 
 
@@ -93,6 +108,8 @@ def own_draft(
             field=FIELD,
             hint="leave it out",
         )
+    if own.pattern:
+        return _patterned(architecture, own, _parts(config), stages)
     found = [*_layers(architecture, own, count)]
     if stages > 1:
         found.append(_vocabulary(architecture, "mtp.embed_tokens.weight", "embedding"))
@@ -150,13 +167,59 @@ def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[Tensor
             if tensor.layer is None or tensor.layer != (mlp if from_mlp else attention):
                 continue
             rest = tensor.name.partition(f".{tensor.layer}.")[2]
-            yield replace(tensor, name=f"{at}.{rest}", layer=i)
+            yield replace(tensor, name=f"{at}.{own.block}{rest}", layer=i)
         if own.outside is None:
             yield from _beside(own, at, hidden, i)
         if own.heads:
             yield _vocabulary(architecture, f"{at}.shared_head.head.weight", "head", i)
     if own.outside is not None:
         yield from _beside(own, own.outside, hidden, None)
+
+
+_KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E"}
+
+
+def _parts(config: Mapping[str, Any]) -> str:
+    """One letter for each part of Nemotron-H's draft layer (NemotronHConfig)."""
+    listed = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
+    if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
+        raise DeploymentError(
+            f"{listed!r:.40}: vLLM builds attention and experts only", field="mtp_hybrid_override_pattern",
+            hint="leave the draft out",
+        )  # fmt: skip
+    return "".join(_KINDS[kind] for kind in listed)
+
+
+def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) -> Architecture:
+    """A draft layer of ``parts``, numbered as layers."""
+    attention = next((each for each in architecture.cache_layers if each.kind == "full"), None)
+    routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
+    if (attention is None and "*" in parts) or (routed is None and "E" in parts):
+        raise DeploymentError(
+            "its draft has a kind of layer that the model has not: its widths are not known", field=FIELD,
+            hint="leave it out",
+        )  # fmt: skip
+    found, cache = [], []
+    for i, kind in enumerate(parts):
+        at = own.at.format(i=i)
+        like = attention.layer if kind == "*" and attention is not None else routed
+        for tensor in architecture.tensors:
+            if tensor.layer == like is not None:
+                rest = tensor.name.partition(f".{like}.")[2]
+                found.append(replace(tensor, name=f"{at}.{rest}", layer=i))
+        if kind == "*" and attention is not None:
+            cache.append(replace(attention, layer=i))
+        if i == 0:
+            found += _beside(own, at, architecture.hidden_size, i)
+    end = own.at.format(i=len(parts) - 1)
+    width = (architecture.hidden_size,)
+    found += [TensorSpec(f"{end}.{name}.weight", width, "norm", "RMSNorm", len(parts) - 1) for name in own.last]
+    if stages > 1:
+        found.append(_vocabulary(architecture, "mtp.embed_tokens.weight", "embedding"))
+    return replace(
+        architecture, layers=len(parts), tensors=tuple(found), cache_layers=tuple(cache), rotary=None,
+        recipe=None,
+    )  # fmt: skip
 
 
 def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:

@@ -12,7 +12,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.weights import sum_weights
-from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.plans import Deployment, Drafting, Resolved
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
@@ -24,12 +24,13 @@ OWN_LAYERS = "mtp"
 @dataclass(frozen=True, slots=True)
 class Draft:
     """``weights`` bytes of one rank, at most ``high``; ``architecture``: the target, the draft's cache layers
-    behind its own."""
+    behind its own; ``beside``: the draft as it runs."""
 
     architecture: Architecture
     weights: int = 0
     high: int = 0
     notes: tuple[str, ...] = ()
+    beside: Drafting | None = None
 
 
 def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment) -> Draft:
@@ -47,7 +48,9 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
             architecture, source.config, source.tensors if source.kind != "gguf" else None,
             flags.num_speculative_tokens, flags.pipeline_parallel_size,
         )  # fmt: skip
-        return _held(architecture, own, read_quantization(source.config, flags.quantization), flags)
+        return _held(
+            architecture, own, read_quantization(source.config, flags.quantization), flags, follows=True
+        )
     from tonnage.planner.planning import eagle
 
     draft = resolve_model(name)
@@ -56,7 +59,8 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
         # its rotary table is as long as the model's context (_maybe_override_draft_max_position_embeddings)
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
-        found = _held(architecture, replace(made.architecture, max_model_len=longest), quantization, flags)
+        own = replace(made.architecture, max_model_len=longest)
+        found = _held(architecture, own, quantization, flags, follows=True, reads=made.reads)
         found = replace(found, notes=(f'vLLM takes this draft with "method": "{made.method}"',))
         if made.optional is None:
             return found
@@ -102,11 +106,14 @@ def _rotary_types(config: Mapping[str, Any]) -> set[object]:
     return {each.get("rope_type", each.get("type", "default")) for each in nested or [found]}
 
 
-def _held(target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment) -> Draft:
+def _held(
+    target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
+    follows: bool = False, reads: int = 0,
+) -> Draft:  # fmt: skip
     """The draft's share of one rank: its layers are not divided over pipeline stages."""
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
     rounding = engine_of(flags.engine).allocator_rounding(part, quantization, flags)
     weights = sum_weights(part, quantization, flags).total + rounding
     moved = tuple(replace(layer, layer=target.layers + layer.layer) for layer in draft.cache_layers)
     both = replace(target, cache_layers=(*target.cache_layers, *moved))
-    return Draft(both, weights, weights)
+    return Draft(both, weights, weights, beside=Drafting(part, follows, reads))

@@ -110,6 +110,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         expert=flags.enable_expert_parallel,
         pad_vocabulary=engine.pads_vocabulary,
         whole_towers=engine.whole_towers(architecture, flags),
+        towers_everywhere=engine.towers_everywhere,
     )
     return parallel.rank_architecture(architecture, sizes, stage)
 

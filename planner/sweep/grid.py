@@ -122,7 +122,7 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
         held = hold_weights(part_of(ranks), quantization, flags)
-        _, draft, _, _ = with_draft(source, architecture, flags)
+        _, draft, *_ = with_draft(source, architecture, flags)
         return held.bytes, lora_bytes(architecture, flags) + draft
 
     def resolve(key: tuple[int, str, int]) -> Resolved:
@@ -136,13 +136,15 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
 
     def pool(key: _PoolKey) -> PoolSpec:
         chosen = resolved_for[key]
-        pooled, _, _, _ = with_draft(source, architecture, chosen.flags)
+        pooled, *_ = with_draft(source, architecture, chosen.flags)
         return engine.build_pool(pooled, chosen)
 
     def runtime(key: tuple[int, int, str | None]) -> Runtime:
         place, ranks, kind = key
         chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
-        chosen = replace(chosen, flags=replace(chosen.flags, quantization=kind))
+        flags = replace(chosen.flags, quantization=kind)
+        *_, draft = with_draft(source, architecture, flags)
+        chosen = replace(chosen, flags=flags, draft=draft)
         return engine.runtime_terms(part_of(ranks), chosen)
 
     def experts(scheme: str) -> str | None:

@@ -49,6 +49,7 @@ CASES = [
         "num_aux_hidden_states": 5, "attention_bias": True,
     }),
     (LLAMA, 4, {}, 3, {**EAGLE, "architectures": ["EagleLlamaForCausalLM"]}),
+    ("transformers-default__qwen3_next", 8, {"num_experts": 8, "num_experts_per_tok": 2}, 3, None),
 ]  # fmt: skip
 IDS = [f"{model}-{i}" for i, (model, *_) in enumerate(CASES)]
 
@@ -145,7 +146,7 @@ def flags(**more) -> Deployment:
     [
         (LLAMA, {}, 1, "nothing that llama models have"),
         ("moonshotai__Kimi-K2-Instruct", {}, 1, "nothing that kimi_k2 models have"),
-        ("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8", {}, 1, "not planned: config.json names 1 draft"),
+        ("deepseek-ai__DeepSeek-V4-Flash", {}, 1, "not planned: config.json names 1 draft"),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": 0}, 1, "names no draft layers"),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "no number of draft layers"),
         ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is no multiple of the 3 draft layers"),
@@ -240,3 +241,65 @@ def test_speculators_files_are_read(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         found.append(plan_source(source(LLAMA), flags(speculative_model=str(tmp_path / name))).rank.draft_bytes)
     assert found[0] == found[1] > 0
+
+
+def test_a_draft_that_is_profiled_takes_its_own_moment(tmp_path):
+    """The first model runner verifies a drafted token of each sequence in its profile run, with its logits five
+    times over in float32; the second does not. Both run the draft while the model's hidden states are there."""
+    third = {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(third))
+    rows, vocabulary = 1024, 128_256
+    for version, verifies in (("0.19.0", True), ("0.32.0", False)):
+        found = []
+        for draft in ({}, {"speculative_model": str(tmp_path), "num_speculative_tokens": 3}):
+            asked = Deployment(
+                engine="vllm",
+                engine_version=version,
+                gpu="h100-80g",
+                max_model_len=4096,
+                max_num_seqs=rows,
+                **draft,
+            )
+            found.append(plan_source(source(LLAMA), asked).rank.activation_bytes)
+        more = found[1] - found[0]
+        sampler = rows * vocabulary * ((3 * 2 + 6 * 4) - (2 + 3 * 4))
+        if verifies:
+            assert more == pytest.approx(sampler, rel=0.01)
+        else:
+            assert 0 < more < sampler / 4
+
+
+def test_the_parts_of_a_hybrid_s_draft_must_be_known():
+    with pytest.raises(DeploymentError, match="vLLM builds attention and experts only"):
+        plan_source(
+            source("nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8", mtp_hybrid_override_pattern="*M"), flags()
+        )
+
+
+def test_nemotron_h_drafts_by_a_layer_of_attention_and_one_of_experts():
+    """models/nemotron_h_mtp.py, which vLLM builds on a GPU only: two parts, one with a cache."""
+    config = json.loads((CONFIGS / "nvidia__NVIDIA-Nemotron-3-Super-120B-A12B-FP8.json").read_text())
+    config.pop("quantization_config", None)
+    plan = plan_source(ModelSource("m", "m", config, "folder"), flags(num_speculative_tokens=3))
+    hidden, latent = config["hidden_size"], config["moe_latent_size"]
+    heads, kv, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    attention = 2 * hidden * size * (heads + kv)
+    experts = config["n_routed_experts"] * (2 * latent * config["moe_intermediate_size"] + hidden)
+    beside = 2 * hidden * (config["moe_shared_expert_intermediate_size"] + latent)
+    wanted = attention + experts + beside + 2 * hidden * hidden + 5 * hidden
+    assert wanted * 2 <= plan.rank.draft_bytes <= wanted * 2 + (1 << 20)
+    layers = config["num_hidden_layers"]
+    drafted = [layer for group in plan.kv_cache.layout.groups for layer in group.layers if layer >= layers]
+    assert drafted == [layers]
+
+
+def test_minimax_m3_drafts_by_sparse_layers_of_experts():
+    """models/minimax_m3/nvidia/mtp.py: force_sparse_attn, force_moe."""
+    config = json.loads((CONFIGS / "MiniMaxAI__MiniMax-M3.json").read_text())
+    config.pop("quantization_config", None)
+    plan = plan_source(ModelSource("m", "m", config, "folder"), flags(num_speculative_tokens=7))
+    drafted = sorted(layer for group in plan.kv_cache.layout.groups for layer in group.layers)[-1]
+    assert drafted == config["num_hidden_layers"] + 6
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config["num_local_experts"] * 3 * hidden * inner
+    assert 7 * 2 * (experts + 2 * hidden * hidden) < plan.rank.draft_bytes < 7 * 2 * 1.06 * experts

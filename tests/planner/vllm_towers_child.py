@@ -48,17 +48,26 @@ class Live(TorchDispatchMode):
 
 def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable[[Any], Any], int]]:
     """Tower -> (the module, how it is called, patches)."""
-    from transformers import CLIPVisionConfig, PixtralVisionConfig, SiglipVisionConfig
+    from transformers import (
+        AutoModel,
+        CLIPVisionConfig,
+        Gemma4VisionConfig,
+        Llama4VisionConfig,
+        PixtralVisionConfig,
+        SiglipVisionConfig,
+    )
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from vllm.model_executor.models.clip import CLIPVisionModel
+    from vllm.model_executor.models.mllama4 import Llama4VisionModel
     from vllm.model_executor.models.moonvit import MoonVitPretrainedModel
     from vllm.model_executor.models.pixtral import PixtralHFVisionModel
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VisionTransformer
     from vllm.model_executor.models.qwen2_vl import Qwen2VisionTransformer
     from vllm.model_executor.models.qwen3_vl import Qwen3_VisionTransformer
     from vllm.model_executor.models.siglip import SiglipVisionModel
+    from vllm.models.minimax_m3.common.vision_tower import MiniMaxVLVisionTransformer
     from vllm.transformers_utils.configs.moonvit import MoonViTConfig
 
     one, grid = SIDE * SIDE, [[1, SIDE, SIDE]]
@@ -77,7 +86,22 @@ def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable
         hidden_size=hidden, intermediate_size=inner, out_hidden_size=16, deepstack_visual_indexes=[],
         num_position_embeddings=2304, **qwen,
     )  # fmt: skip
+    llama4 = Llama4VisionModel(Llama4VisionConfig(**square, projector_input_dim=16, projector_output_dim=16))
+    llama4.vision_adapter = torch.nn.Identity()  # its widths follow from one of the tower's
+    three = Config(
+        **plain, num_channels=3, patch_size=14, layer_norm_eps=1e-5, img_token_compression_config={}
+    )  # fmt: skip
+    gemma4 = AutoModel.from_config(
+        Gemma4VisionConfig(**plain, num_key_value_heads=4, head_dim=hidden // 4, position_embedding_size=128)
+    )
+    places = torch.stack(torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij"), -1).view(
+        1, one, 2
+    )
+    pixels = torch.zeros(1, one, 3 * 16 * 16)
     return {
+        "llama4": (llama4, lambda m: m(picture), 2 * (one + 1)),
+        "minimax": (MiniMaxVLVisionTransformer(three), lambda m: m(flat, grid), one),
+        "gemma4": (gemma4, lambda m: _gemma4(m, pixels, places), one),
         "qwen2": (Qwen2VisionTransformer(qwen2), lambda m: m(flat, grid), one),
         "qwen2_5": (Qwen2_5_VisionTransformer(qwen25), lambda m: m(flat, grid), one),
         "qwen3": (Qwen3_VisionTransformer(qwen3), lambda m: m(wide, grid), one),
@@ -96,6 +120,33 @@ def towers(hidden: int, inner: int) -> dict[str, tuple[torch.nn.Module, Callable
     }  # fmt: skip
 
 
+class Config:
+    """A config of the engine's own."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+def _gemma4(model: Any, pixels: torch.Tensor, places: torch.Tensor) -> Any:
+    """As models/gemma4_mm.py calls it."""
+    padding = (places == -1).all(dim=-1)
+    made = model.patch_embedder(pixels, places, padding)
+    return model.encoder(inputs_embeds=made, attention_mask=~padding, pixel_position_ids=places)
+
+
+def _replace_kernels() -> None:
+    """Those that transformers and MiniMax-M3's tower call, by their outputs."""
+    from vllm.models.minimax_m3.common import vision_tower
+
+    def tables(t: Any, h: Any, w: Any, grid: Any, merge: int) -> Any:
+        shape = 3, sum(a * b * c for a, b, c in grid), 3 * t.numel()
+        return torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+
+    vision_tower.vit_mrope_setup = tables
+    vision_tower.triton_mrope = lambda *_, **__: None
+    torch.nn.functional.scaled_dot_product_attention = lambda query, *_, **__: torch.empty_like(query)
+
+
 def main(folder: str, sizes: list[list[int]]) -> None:
     """``folder``: any model that vLLM knows, for a configuration."""
     import vllm.model_executor.layers.linear as linear
@@ -109,6 +160,7 @@ def main(folder: str, sizes: list[list[int]]) -> None:
         return torch.empty_like(query, memory_format=torch.contiguous_format)
 
     MMEncoderAttention.__call__ = attention
+    _replace_kernels()
     ApplyRotaryEmb.__call__ = lambda self, x, cos, sin: torch.empty_like(x)
     linear.dispatch_unquantized_gemm = lambda *_: lambda layer, *a: torch.nn.functional.linear(*a)
     config = EngineArgs(model=folder, dtype="bfloat16", max_model_len=64).create_engine_config()

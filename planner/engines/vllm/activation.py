@@ -42,6 +42,11 @@ _MULTIPROCESSORS = 132
 # (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
+# The first model runner profiles its rejection sampler too, with one drafted token for each sequence. Of each
+# row, in the model's dtype: logits of the drafted token and of the one behind it, and a copy of the latter; in
+# float32: that as it was returned, the former's logits as they came and constrained, their probabilities, the
+# exponential noise and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
+_VERIFIER = 3, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Peak:
         if self.encoder and self.encoder.peak:
             text = f"max({text}, encoder {self.encoder.peak:,})"
         if self._deep:
-            text += f" + buffers of deep features {self._deep:,}"
+            text += f" + buffers of what layers are given {self._deep:,}"
         text += f" + workspace of matrix multiplications {self.workspace:,}"
         return text + (f"; encoder: {self.encoder.formula}" if self.encoder and self.encoder.peak else "")
 
@@ -82,19 +87,26 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     size = DTYPE_BYTES[flags.dtype]
     stream = chosen.max_num_batched_tokens * architecture.hidden_size * size
     first, last = _ends(architecture)
+    second = on_second_runner(architecture, known)
     # a pooler's answer is a vector for each text (_dummy_pooler_run)
     samples = last and architecture.kind != "encoder" and flags.runner != "pooling"
     # a later stage receives hidden states and residual into buffers of its own
     # (make_empty_intermediate_tensors)
     received = 0 if first else 2 * stream
-    encoded = encoding(architecture, chosen) if first else None
+    encoded = encoding(architecture, chosen, first)
+    towers = has_towers(architecture) and not drops_towers(architecture, flags, chosen.version)
     if encoded is not None:
         received += encoded.kept
-    elif first and has_towers(architecture) and not drops_towers(architecture, flags, chosen.version):
+    elif towers and (first or not second):
         received += stream  # what the encoder made of pictures is kept meanwhile, a step's tokens or more
+    forward = _forward(architecture, chosen)
+    if chosen.draft is not None and last:
+        # it runs on the same tokens while the model's hidden states are still there, and those it reads
+        read = chosen.draft.reads * stream
+        forward = max(forward + read, _forward(chosen.draft.part, chosen) + stream + read)
     hopper = (capability_of(flags.gpu) or _HOPPER) >= _HOPPER
     return Peak(
-        forward=_forward(architecture, chosen) + received,
+        forward=forward + received,
         sampler=_sampler(architecture, chosen, known, fitted) + stream + received if samples else 0,
         workspace=0 if known.cublas_first else _CUBLAS if hopper else _CUBLAS_BEFORE_HOPPER,
         experts=_expert_buffer(architecture, chosen) if known.expert_buffer else 0,
@@ -111,18 +123,22 @@ def _ends(architecture: Architecture) -> tuple[bool, bool]:
 def _sampler(architecture: Architecture, chosen: Resolved, known: Rules, fitted: Coefficients) -> int:
     """Logits in the model's dtype; their float32 copy, the probabilities and the exponential noise (4 bytes
     each, of a float32 model too: 2.21 GiB printed), or as many for FlashInfer's masked logits; the rows that
-    are sampled and a random copy of them."""
+    are sampled and a random copy of them. With a draft, those of _VERIFIER."""
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
     sampled = 2 * rows * architecture.hidden_size * size
     if on_second_runner(architecture, known):
         # its dummy requests ask for no sampling parameters: nothing is copied (v1/worker/gpu/sample/sampler.py)
         return rows * vocabulary * size + sampled
+    drafts = chosen.draft is not None
     if known.sampler == "sort":
-        return sorting(architecture, chosen, fitted)
+        return sorting(architecture, chosen, fitted) + (rows * vocabulary * 2 * (size + 4) if drafts else 0)
+    triton = (known.sampler == "triton" or drafts) and rows >= 8
+    buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if triton else 0
+    if drafts:
+        return rows * vocabulary * (_VERIFIER[0] * size + _VERIFIER[1] * 4) + sampled + buffer
     if known.sampler == "probabilities":  # float32 logits, probabilities
         return rows * vocabulary * (size + 2 * 4) + sampled
-    buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if known.sampler == "triton" and rows >= 8 else 0
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
 
 

@@ -39,7 +39,11 @@ class _Layer:
 # (2a), output (a) and what it is projected to (h); qwen3 keeps the positions;
 # siglip.py, clip.py: projection (3a), output (a); these and the next two keep the embeddings of the patches;
 # pixtral.py: rotated queries and keys twice (4a);
-# moonvit.py: queries and keys as complex float32 before and after rotation (8a), and as they go on (2a).
+# moonvit.py: queries and keys as complex float32 before and after rotation (8a), and as they go on (2a);
+# mllama4.py: the same;
+# minimax_m3/common/vision_tower.py: queries and keys beside the projection (2a), float32 tables of three axes;
+# transformers' gemma4: float32 inside its norms; timm's mobilenetv5: the stem's output, and the first
+# convolution's, behind its norm and its activation.
 _LAYERS: dict[Tower, _Layer] = {
     "qwen2": _Layer((3, 8), (3, 3), 2),
     "qwen2_5": _Layer((3, 8), (4, 4), 3),
@@ -48,18 +52,28 @@ _LAYERS: dict[Tower, _Layer] = {
     "clip": _Layer((3, 4), (3, 3), 2, kept=1, rotary=0),
     "pixtral": _Layer((2, 8), (5, 4), 3, kept=1, rotary=2),
     "moonvit": _Layer((2, 13), (4, 2), 2, kept=1, rotary=2),
+    "llama4": _Layer((2, 13), (3, 2), 2, kept=1, rotary=0),
+    "minimax": _Layer((2, 6), (3, 2), 2, rotary=6),
+    "gemma4": _Layer((3, 7), (4, 3), 3, rotary=2),
+    "mobilenet": _Layer((4, 0), (0, 0), 0, rotary=0),
 }
 # MoonViT's table of rotations: complex64 for every place of a grid of 512 x 512 (Rope2DPosEmb, moonvit.py)
 _GRID, _COMPLEX64 = 512 * 512, 8
 # Whose processors may hand over bytes, which the GPU turns into the model's dtype
 # (supports_mm_device_do_normalize in models)
 _ON_DEVICE = ("qwen2", "qwen2_5", "qwen3")
+# Modules of other libraries, which no rank divides (AutoModel in models/gemma4_mm.py, gemma3n_mm.py)
+_WHOLE = ("gemma4", "mobilenet")
+# Gemma 4's pictures are encoded as many at once as one-hot positions of 64 bits, counted twice, have room for
+# in this share of the device (_encoder_chunk in models/gemma4_mm.py)
+_PIECE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """Bytes: ``peak`` while the tower runs; ``kept`` of its embeddings (and, on the first model runner, its
-    input) while the language model runs; ``deep``: buffers of the language model for deep features."""
+    input) while the language model runs; ``deep``: buffers for what its
+    layers are given of each token."""
 
     peak: int
     kept: int
@@ -67,17 +81,22 @@ class Encoding:
     formula: str
 
 
-def encoding(architecture: Architecture, chosen: Resolved) -> Encoding | None:
-    """None: nothing is encoded."""
+def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -> Encoding | None:
+    """None: nothing is known of the tower. ``first``: of the first pipeline stage; the second model runner
+    encodes there alone."""
     vision, found, known = architecture.vision, profiled(architecture, chosen), rules(chosen.version)
     if vision is None:
         return None
-    if drops_towers(architecture, chosen.flags, chosen.version):
-        return Encoding(0, 0, 0, "")
     size = DTYPE_BYTES[chosen.flags.dtype]
-    deep = vision.deep * chosen.max_num_batched_tokens * architecture.hidden_size * size
+    if drops_towers(architecture, chosen.flags, chosen.version):
+        return Encoding(0, 0, _per_layer(architecture) * chosen.max_num_batched_tokens * size, "")
+    deep = (
+        (vision.deep * architecture.hidden_size + _per_layer(architecture))
+        * chosen.max_num_batched_tokens
+        * size
+    )
     second = on_second_runner(architecture, known)
-    if found is None or (second and not known.runner_v2_encodes):
+    if found is None or (second and not (first and known.runner_v2_encodes)):
         return Encoding(0, 0, deep, "")
     data = shares_pictures(architecture, chosen.flags)
     ranks = chosen.flags.tensor_parallel_size
@@ -90,20 +109,32 @@ def encoding(architecture: Architecture, chosen: Resolved) -> Encoding | None:
     given = found.count * found.patches * vision.values * width
     made = found.count * found.tokens * vision.width * size
     # deep features of a picture are made on the way, the last layer's come behind them
-    peak = given + patches * held * size + mask + table + made * vision.deep // (vision.deep + 1)
+    running = _running(vision, known, chosen, patches, _one(vision, found), held)
+    peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     kept = made + table + (0 if second else given)
-    return Encoding(peak, kept, deep, _formula(found, patches, held, size, given, made, mask + table))
+    return Encoding(peak, kept, deep, _formula(found, patches, running, given, made, mask + table))
+
+
+def _per_layer(architecture: Architecture) -> int:
+    """Width of Gemma's embeddings of a token for each layer, which the wrapper has a buffer for."""
+    name = "per_layer_model_projection.weight"
+    return next((tensor.shape[0] for tensor in architecture.tensors if tensor.name.endswith(name)), 0)
 
 
 def widest(vision: Vision, ranks: int, eager: bool) -> int:
     """Elements of a patch that are alive at once, as it came from the processor left out."""
     layer, h = _LAYERS[vision.tower], vision.hidden
+    if vision.tower in _WHOLE:
+        ranks = 1
     reduced = h if ranks > 1 else 0  # all-reduce writes a tensor of its own
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
     last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's output beside what goes in
-    return layer.kept * h + layer.rotary * vision.head_size + max(attention, mlp, last)
+    middle, out = vision.projector
+    projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
+    widest = layer.rotary * vision.head_size + max(attention, mlp, last)
+    return (layer.kept + vision.pooled) * h + max(widest, projected if middle else 0)
 
 
 def table_bytes(vision: Vision) -> int:
@@ -117,10 +148,31 @@ def _mask(vision: Vision, known: Rules, patches: int, size: int) -> int:
     return patches * patches * size if vision.tower == "pixtral" and known.pixtral_mask else 0
 
 
-def _formula(found: Profiled, patches: int, held: int, size: int, given: int, made: int, more: int) -> str:
+def _one(vision: Vision, found: Profiled) -> int:
+    """Patches of one picture, or of a frame of a video."""
+    frames = {item.modality: item.frames for item in vision.others}
+    return found.patches // frames.get(found.modality, 1)
+
+
+def _running(
+    vision: Vision, known: Rules, chosen: Resolved, patches: int, one: int, held: int
+) -> int:  # fmt: skip
+    """Bytes of the layers, all patches at once; Gemma 4's in pieces, of which the output stays, or those of
+    ``one`` picture."""
+    size = DTYPE_BYTES[chosen.flags.dtype]
+    if not vision.places:
+        return patches * held * size
+    counted = 4 * vision.places * 8  # of a patch, for both axes and twice
+    most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
+    piece = min(patches, most) if known.gemma4_batches else one
+    positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0
+    return piece * max(held * size, positions) + (patches if piece < patches else 0) * vision.hidden * size
+
+
+def _formula(found: Profiled, patches: int, running: int, given: int, made: int, more: int) -> str:
     beside = f" + mask and tables {more:,}" if more else ""
     return (
         f"{found.count} x the largest {found.modality} ({found.tokens:,} tokens; encoder cache "
-        f"{found.budget:,}): input {given:,} + {patches:,} patches x {held:,} x {size}{beside}; "
+        f"{found.budget:,}): input {given:,} + {patches:,} patches {running:,}{beside}; "
         f"embeddings {made:,}"
     )

@@ -80,6 +80,7 @@ class VLLM(Engine):
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks, config/lora.py
     quantizes_to = ("nf4", "fp8")
     pads_vocabulary = True
+    towers_everywhere = True
     tiles_linear = True
     kernels: ClassVar = {"cpu": {"gptq": "vllm-cpu-wna16"}}
 

@@ -17,6 +17,8 @@ from math import log2
 
 from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import Coefficients
+from tonnage.planner.engines.runtime.gpu import has_towers
+from tonnage.planner.engines.vllm.multimodal import drops_towers
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
@@ -43,16 +45,18 @@ SMALL = 32 * GiB  # fewer multiprocessors hold less: 0.02 to 0.08 GiB printed, 0
 @dataclass(frozen=True, slots=True)
 class Held:
     """``fused``: allocations of the fused all-reduce; ``counts``: of tokens each sequence has used, for
-    penalties; ``context``: what was there before vLLM's first snapshot; ``rest``: what is fitted. Bytes."""
+    penalties; ``context``: what was there before vLLM's first snapshot; ``embeddings``: of a step, for pictures
+    and a draft; ``rest``: what is fitted. Bytes."""
 
     fused: int
     counts: int
     context: int
+    embeddings: int
     rest: int
 
     @property
     def total(self) -> int:
-        return self.fused + self.counts + self.context + self.rest
+        return self.fused + self.counts + self.context + self.embeddings + self.rest
 
     @property
     def formula(self) -> str:
@@ -63,6 +67,8 @@ class Held:
             text += f" + counts of tokens for penalties {self.counts:,}"
         if self.context:
             text += f" + CUDA context and NCCL {self.context:,}"
+        if self.embeddings:
+            text += f" + buffers of embeddings and drafts {self.embeddings:,}"
         return text
 
 
@@ -70,7 +76,7 @@ def held(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     """Of one rank."""
     return Held(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
-        _rest(chosen, fitted),
+        _embeddings(architecture, chosen), _rest(chosen, fitted),
     )  # fmt: skip
 
 
@@ -90,6 +96,21 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
     if not known.counts_consumed or not on_second_runner(architecture, known):
         return 0
     return chosen.max_num_seqs * (architecture.vocab_size * 4 + ceil_div(architecture.vocab_size, 32) * 4)
+
+
+def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
+    """Of the second model runner, and from before the profile as above: a step's embeddings where there are
+    pictures (EncoderRunner in v1/worker/gpu/mm/encoder_runner.py), on the first stage, and the hidden states
+    that a draft is given (v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py), on the last."""
+    known = rules(chosen.version)
+    if not known.counts_consumed or not on_second_runner(architecture, known):
+        return 0
+    roles = {tensor.role for tensor in architecture.tensors if tensor.layer is None}
+    sees = has_towers(architecture) and not drops_towers(architecture, chosen.flags, chosen.version)
+    widths = architecture.hidden_size if sees and "embedding" in roles else 0
+    if chosen.draft is not None and chosen.draft.follows and roles & {"norm", "head"}:
+        widths += chosen.draft.part.hidden_size
+    return chosen.max_num_batched_tokens * widths * DTYPE_BYTES[chosen.flags.dtype]
 
 
 def _rest(chosen: Resolved, fitted: Coefficients) -> int:

@@ -34,7 +34,14 @@ _COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")  #
 _MODALITIES = ("image", "video", "audio")
 _UNLIMITED = 999  # get_limit_per_prompt, config/multimodal.py
 _ASPECT = 200  # widest of Qwen's pictures, closest_factor_pair in models/qwen2_vl.py
-_DATA_PARALLEL = ("qwen2", "qwen2_5", "qwen3", "moonvit")  # supports_encoder_tp_data in models
+_DATA_PARALLEL = (
+    "qwen2",
+    "qwen2_5",
+    "qwen3",
+    "moonvit",
+    "llama4",
+    "minimax",
+)  # supports_encoder_tp_data in models
 # What a caller may change of a processor without a larger picture coming of it
 _HARMLESS = ("min_pixels", "fps", "do_resize", "use_fast")
 
@@ -189,16 +196,19 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
     """Modality -> (embeddings, patches) of its largest item."""
     unit = vision.patch * vision.merge
+    others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
-        return {"image": (vision.image, vision.patches)}
+        return {"image": (vision.image, vision.patches)} | others
     if vision.bound == "pixels":
         image = _most_square(vision.image // unit**2)
         if vision.video:
             video = _most_square(vision.video // 2 // unit**2)
         else:
-            frames = max(1, min(vision.frames, 2 * max(1, max_model_len // image)))
-            video = image * ceil_div(frames, 2)
-        return {"image": (image, image * vision.merge**2), "video": (video, video * vision.merge**2)}
+            frame = _most_square(vision.frame // unit**2) if vision.frame else image
+            frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
+            video = frame * ceil_div(frames, 2)
+        found = {"image": (image, image * vision.merge**2), "video": (video, video * vision.merge**2)}
+        return found | others
     side = ceil_div(vision.image, unit) if vision.bound == "edge" else _padded(vision, unit)
     return {"image": (side * side, (side * vision.merge) ** 2)}
 

@@ -70,6 +70,8 @@ class Rules:
     gb10_small: bool = False  # a GB10 has the defaults of small devices, whatever its memory
     same_kv_dtype: bool = False  # a cache in 16 bits is in the model's own dtype, or refused
     one_mrope_length: bool = False  # a table of one length for models whose positions do not run ahead
+    one_hot_positions: bool = True  # transformers of its time multiplies Gemma 4's positions out
+    gemma4_batches: bool = False  # Gemma 4's pictures are encoded many at once
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
@@ -125,13 +127,16 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # update_block_size_for_backend in platforms/cpu.py
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
     # DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py, here and below
-    ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",)}),
+    # and _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, not in 0.21.0's
+    ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",), "gemma4_batches": True}),
     # and unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py
     (
         (0, 24, 0),
         {
             "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
             "padded_pages": True,
+            # pull request 46176 of transformers, merged before this release (June 2026)
+            "one_hot_positions": False,
         },
     ),
     # and _resolve_fi_ar_backend of 0.24.0 and 0.25.1, _largest_kernel_block_within in
@@ -227,6 +232,8 @@ _WORDS: dict[str, str] = {
     "runner_v2_encodes": "the profile run of the second model runner encodes pictures too",
     "drops_towers": "towers that --limit-mm-per-prompt leaves without work are not loaded",
     "pixels_as_bytes": "processors hand pictures over as bytes",
+    "gemma4_batches": "Gemma 4's pictures are encoded many at once",
+    "one_hot_positions": "Gemma 4's positions are looked up, no longer multiplied out",
     "pixtral_mask": "Pixtral's tower does without a mask of all patches",
     "expert_buffer": "experts of all layers share a buffer",
     "expert_chunk": "experts take a step in pieces of another size",
