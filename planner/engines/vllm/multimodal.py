@@ -155,7 +155,7 @@ def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
     items = {
         name: size
         for name, size in _largest(sized, chosen.max_model_len).items()
-        if given.get(name, _UNLIMITED) > 0 and min(size) > 0
+        if given.get(name, _UNLIMITED) > 0 and size[0] > 0
     }
     if not items:
         return None
