@@ -24,7 +24,8 @@ examples:
   tonnage plan demo --kv-cache-memory-bytes 512MiB --explain
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
-  tonnage plan ./Qwen3-32B --sweep --html sweep.html
+  tonnage plan ./Qwen3-32B ./Llama-3.1-8B --gpu h100-80g,l40s,2xa100-80g --quantization none,fp8,w4a16
+  tonnage plan ./Qwen3-32B --sweep --top 20 --html sweep.html
   tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
   tonnage plan ./Qwen3-32B --gpu h100-80g --trace azure.csv
   tonnage plan ./Qwen3-32B --gpu h100-80g --compare 0.19.0 0.32.0
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "model", metavar="MODEL",
         help="demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision",
     )  # fmt: skip
+    p.add_argument("others", metavar="MODEL", nargs="*", help="more models: one table, side by side")
     add_token_flag(p)
     add_groups(p, Deployment)
     _output_flags(p.add_argument_group("answers and output"))
@@ -74,6 +76,14 @@ def _output_flags(p: _Group) -> None:
         "--target-concurrency", metavar="N", help="find the cheapest GPU and TP that hold N sequences"
     )
     p.add_argument("--sweep", action="store_true", help="quantization x KV dtype x TP x GPU as a table")
+    p.add_argument(
+        "--sort", metavar="FIGURE", help="of a table: price-per-sequence, price, sequences, tokens, pool ..."
+    )
+    p.add_argument("--top", metavar="N", help="only the first N rows of a table")
+    p.add_argument(
+        "--price", action="append", metavar="GPU=USD",
+        help="what one costs an hour, for example h100-80g=2.10 (repeatable; default: public lists)",
+    )  # fmt: skip
     p.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="what the upgrade from version A to B changes, and why"
     )
@@ -99,13 +109,17 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     """The Deployment of the flags given. Raises DeploymentError for flags that contradict each other or need
     one that was not given."""
     from tonnage.planner.planning.deployment import deployment_of  # --help needs nothing of what it reads
+    from tonnage.planner.sweep.choices import one_of, read_choices
 
+    one_of(read_choices(args))
     deployment = deployment_of(given(args, Deployment))
     _check_outputs(args)
     return deployment
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
+def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
+    """``several``: models or values."""
+
     def refuse(name: str, why: str, hint: str) -> NoReturn:
         raise DeploymentError(why, field="--" + name.replace("_", "-"), hint=hint)
 
@@ -122,9 +136,13 @@ def _check_outputs(args: argparse.Namespace) -> None:
         refuse(
             "sweep", "prints all combinations, --target-concurrency the cheapest that hold so many", "give one"
         )
+    about = f"--{many.replace('_', '-')}" if many else "several models or values are" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
-        if many and getattr(args, name):
-            refuse(name, f"is about one plan, --{many.replace('_', '-')} about many", "leave one out")
+        if about and getattr(args, name) and (name != "request" or many):
+            refuse(name, f"is about one plan, {about} about many", "leave one out")
+    for name in ("sort", "top", "price"):
+        if not about and getattr(args, name):
+            refuse(name, "is for a table of many plans", "give several models or values, or --sweep")
 
 
 def run(argv: list[str]) -> int:
@@ -143,19 +161,28 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     """Print what the flags ask. ``trace``: name and (prompt, output) tokens of its requests. Returns the exit
     code; raises TonnageError."""
     # imported here: --help needs none of it
+    from tonnage.planner.planning.deployment import deployment_of
     from tonnage.planner.source.resolve import resolve_model
+    from tonnage.planner.sweep.choices import one_of, read_choices
 
-    deployment = deployment_from(args)
+    many = args.sweep or args.target_concurrency is not None
+    choices = read_choices(args)
+    if args.compare is not None or trace is not None:
+        one_of(choices)
+    if args.target_concurrency is not None:
+        one_of(choices.of_models)
+    deployment = deployment_of(given(args, Deployment))
+    _check_outputs(args, choices.several)
     if args.compare is not None:
         from tonnage.planner.sweep.versions import run_compare
 
         return run_compare(resolve_model(args.model), deployment, args)
-    if args.sweep or args.target_concurrency is not None:
+    if many or choices.several:
         from tonnage.planner.sweep.command import run_sweep
 
         target = args.target_concurrency
         wanted = None if target is None else parse_count(target, "--target-concurrency")
-        return run_sweep(resolve_model(args.model), deployment, wanted, args)
+        return run_sweep(choices, deployment, wanted, args)
     from tonnage.planner.api import plan_or_advise
     from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 

@@ -96,6 +96,10 @@ class EngineRefusal(DeploymentError):
         self.cause, self.facts = cause, facts or {}
 
 
+class NotSupported(DeploymentError):
+    """The engine does not run this on that device, whatever memory there is."""
+
+
 class DoesNotFit(TonnageError):
     """The plan does not fit into the memory; the message carries the numbers."""
 

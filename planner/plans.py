@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.flags import flag
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import (
     MixCapacity,
     RequestCapacity,
+    at_most,
     capacity_line,
     hold,
     law_lines,
@@ -352,11 +353,19 @@ class Plan:
     host: HostMemory | None = None  # beside the GPUs; None on a CPU, where the plan itself is of the host
     requests: tuple[RequestCapacity, ...] = ()  # of the lengths asked for
     mix: MixCapacity | None = None  # of a trace
+    unsupported: tuple[
+        str, ...
+    ] = ()  # the ``reasons`` for which no memory would help: the engine does not run it
 
     @property
     def rank(self) -> RankPlan:
         """The rank that decides."""
         return self.ranks[self.worst_rank]
+
+    @property
+    def running(self) -> float:
+        """Sequences of max_model_len tokens that run at once: what the pool holds, at most --max-num-seqs."""
+        return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
         """How many requests of these lengths, none sharing a prefix, the pool holds at once.
@@ -364,18 +373,10 @@ class Plan:
         Raises DeploymentError for one longer than max_model_len, UnsupportedArchitecture where it is not known
         what a request takes.
         """
-        cache, asked = self.kv_cache, f"{prompt_tokens}+{output_tokens}"
-        if cache.law is None:
-            raise UnsupportedArchitecture(cache.no_law, field="--request")
-        if prompt_tokens < 1 or output_tokens < 1:
-            raise DeploymentError(f"{asked}: both are at least one token", field="--request")
-        if prompt_tokens + output_tokens > (limit := self.deployment.max_model_len or 0):
-            raise DeploymentError(
-                f"{asked} is {prompt_tokens + output_tokens:,} tokens, above max_model_len {limit:,}",
-                field="--request", hint="a larger --max-model-len, if the model has it",
-            )  # fmt: skip
-        limit = self.deployment.max_num_seqs or 1
-        return hold(cache.law, prompt_tokens, output_tokens, self.usable_bounds, limit)
+        if self.kv_cache.law is None:
+            raise UnsupportedArchitecture(self.kv_cache.no_law, field="--request")
+        longest, limit = self.deployment.max_model_len or 0, self.deployment.max_num_seqs or 1
+        return hold(self.kv_cache.law, prompt_tokens, output_tokens, self.usable_bounds, longest, limit)
 
     @property
     def usable_bounds(self) -> tuple[int, int, int]:
@@ -444,11 +445,12 @@ class Plan:
             tokens = f"about {tokens}, {low:,} to {high:,}"
             low, high = self.intervals["max_concurrency"]
             concurrency = f"about {concurrency}, {low:.2f} to {high:.2f}"
+        limit = "" if self.running == cache.max_concurrency else f"; --max-num-seqs lets {self.running:,} run"
         lines = [
             f"KV cache: {about}{cache.num_blocks:,} blocks of {layout.bytes_per_block:,} bytes "
             f"({layout.dtype}), {cache.usable_blocks:,} usable; {tokens}",
             f"Concurrency at {flags.max_model_len:,} tokens per request: {concurrency} "
-            f"({gib(cache.bytes_per_sequence)} each)",
+            f"({gib(cache.bytes_per_sequence)} each){limit}",
         ]
         if len(layout.groups) > 1 or layout.slides:
             for i, group in enumerate(layout.groups):
@@ -456,7 +458,7 @@ class Plan:
                 lines.append(f"  group {i}: {group.kind}, {len(set(group.layers))} layers{window}")
         if cache.law is not None and (self.requests or cache.law.bends):
             lines += law_lines(cache.law, cache.usable_blocks, flags.max_num_seqs or 1)
-        lines += [mix_line(self.mix)] if self.mix else []
+        lines += [mix_line(self.mix, flags.max_num_seqs or 1)] if self.mix else []
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
@@ -475,7 +477,9 @@ class Plan:
 
     def verdict_lines(self) -> list[str]:
         """Whether it fits, or why not and what would; notes."""
-        lines = ["Fits."] if self.fits else [f"Does not fit: {reason}" for reason in self.reasons]
+        lines = ["Fits."] if self.fits else [
+            f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
+        ]  # fmt: skip
         if self.stops_with is not None:
             lines.append(f"{self.engine_name} stops with: {self.stops_with}")
         lines += [f"Would fit with {change}" for change in self.advice]

@@ -27,9 +27,10 @@ APPLE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``memory_bytes``: what an engine can divide; ``usd_per_hour``: list price or None. ``capability``: CUDA's
-    compute capability (developer.nvidia.com/cuda-gpus), None for other vendors. ``bandwidth``, ``flops``: peak
-    bytes and dense 16-bit tensor operations a second of the SXM (or only) variant, None where not known."""
+    """``memory_bytes``: what an engine can divide. ``capability``: CUDA's compute capability
+    (developer.nvidia.com/cuda-gpus), None for other vendors. ``bandwidth``, ``flops``: peak bytes and dense
+    16-bit tensor operations a second of the SXM (or only) variant, None where not known. What it costs is in
+    :mod:`.prices`."""
 
     name: str
     aliases: tuple[str, ...]
@@ -38,8 +39,6 @@ class Gpu:
     memory_bytes: int
     basis: str
     source: str
-    usd_per_hour: float | None
-    price_source: str | None
     capability: tuple[int, int] | None = None
     bandwidth: float | None = None
     flops: float | None = None
@@ -60,7 +59,7 @@ def _gpu(entry: dict[str, object]) -> Gpu:
     else:
         share = APPLE_SHARE if entry["vendor"] == "apple" else 1 - NOMINAL_RESERVE
         memory, basis, source = nominal * GiB * share, "nominal", entry["nominal_source"]
-    price, aliases = entry.get("usd_per_hour"), entry["aliases"]
+    aliases = entry["aliases"]
     assert isinstance(aliases, list)
     return Gpu(
         name=str(entry["name"]),
@@ -70,8 +69,6 @@ def _gpu(entry: dict[str, object]) -> Gpu:
         memory_bytes=int(memory),
         basis=basis,
         source=str(source),
-        usd_per_hour=price if isinstance(price, float) else None,
-        price_source=str(entry["price_source"]) if price else None,
         capability=_version(entry.get("compute_capability")),
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
@@ -92,7 +89,7 @@ def find_gpu(name: str) -> Gpu:
     Raises DeploymentError."""
     wanted = _plain(name)
     if wanted == "cpu":
-        return Gpu("cpu", (), "host", "cpu", host_memory(), "reported", "this machine", None, None)
+        return Gpu("cpu", (), "host", "cpu", host_memory(), "reported", "this machine")
     if wanted == "auto":
         return local_gpu()
     if wanted in _by_name():
@@ -108,9 +105,14 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
+def gpu_named(name: str | None) -> Gpu | None:
+    """A GPU of the catalogue, None for any other device."""
+    return _by_name().get(_plain(name)) if name else None
+
+
 def capability_of(name: str | None) -> tuple[int, int] | None:
     """Compute capability of a GPU of the catalogue, None for any other device."""
-    found = _by_name().get(_plain(name)) if name else None
+    found = gpu_named(name)
     return found.capability if found else None
 
 
@@ -121,7 +123,7 @@ _UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 def shares_memory(name: str | None) -> bool:
     """Whether a GPU of the catalogue has no memory of its own, but the host's."""
-    found = _by_name().get(_plain(name)) if name else None
+    found = gpu_named(name)
     return found is not None and (found.vendor == "apple" or found.capability in _UNIFIED)
 
 
@@ -161,4 +163,4 @@ def local_gpu() -> Gpu:
         ) from None  # fmt: skip
     finally:
         pynvml.nvmlShutdown()
-    return Gpu(str(name), (), "nvidia", "cuda", total, "reported", "nvidia-ml-py", None, None)
+    return Gpu(str(name), (), "nvidia", "cuda", total, "reported", "nvidia-ml-py")

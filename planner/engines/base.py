@@ -50,7 +50,8 @@ class Engine(ABC):
     float32_kv_cache = False  # also for a model in 16 bits
     graphs = False  # CUDA graphs, which --enforce-eager spares
     lora_ranks: tuple[int, ...] = ()  # values of --max-lora-rank; empty: any
-    apple = False  # runs on Apple's GPUs
+    # device -> formats offered where the weights are too large
+    smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     quantizes_to: tuple[str, ...] = ()  # what it makes of 16-bit weights while it loads them
 
     elsewhere: EngineName | None = None  # for models that it does not serve, where nobody asked for an engine

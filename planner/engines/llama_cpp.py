@@ -85,7 +85,6 @@ class LlamaCpp(Engine):
     # n_parallel 1, n_ubatch 512 (common/common.h, 2025)
     batch: ClassVar = {"cpu": (1, 512), "cuda": (1, 512)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # one cell
-    apple = True
     logs = True
     log_figures: ClassVar = {
         "weights_bytes": "", "activation_bytes": "", "kv_pool_bytes": "", "context_tokens": "",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.requests import RequestBlocks, RequestLaw
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import gib
+
+
+def at_most(held: float, limit: int | None) -> float:
+    """Sequences that run of so many that a pool holds. ``limit``: --max-num-seqs."""
+    return held if limit is None else min(held, limit)
 
 
 def most_at_once(usable: int, peak: int, each: int) -> int:
@@ -68,9 +74,19 @@ class MixCapacity:
 
 
 def hold(
-    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
+    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], longest: int, limit: int
 ) -> RequestCapacity:
-    """``usable``: blocks as planned, the fewest and the most there may be."""
+    """How many requests of these lengths, none sharing a prefix, ``usable`` blocks hold at once: as planned,
+    the fewest and the most there may be. ``longest``: max_model_len; ``limit``: --max-num-seqs. Raises
+    DeploymentError for a length that there is not."""
+    asked = f"{prompt}+{output}"
+    if prompt < 1 or output < 1:
+        raise DeploymentError(f"{asked}: both are at least one token", field="--request")
+    if prompt + output > longest:
+        raise DeploymentError(
+            f"{asked} is {prompt + output:,} tokens, above max_model_len {longest:,}",
+            field="--request", hint="a larger --max-model-len, if the model has it",
+        )  # fmt: skip
     blocks, together = law.blocks(prompt, output), law.together(prompt)
     planned, low, high = (never_preempted(count, blocks, together) for count in usable)
     return RequestCapacity(
@@ -121,11 +137,13 @@ def capacity_line(request: RequestCapacity) -> str:
     return text
 
 
-def mix_line(mix: MixCapacity) -> str:
+def mix_line(mix: MixCapacity, limit: int) -> str:
+    """``limit``: --max-num-seqs."""
     low, high = mix.bounds
     ends = f", {low:,} to {high:,}" if low < high else ""
     left = f"; {mix.longer:,} are above max_model_len and left out" if mix.longer else ""
     return (
         f"Requests like those of {mix.name} ({mix.requests:,}): about {mix.at_once:,} at once{ends} "
-        f"({mix.blocks:,.2f} blocks each on average){left}"
+        f"({mix.blocks:,.2f} blocks each on average)"
+        f"{f'; --max-num-seqs lets {limit:,} run' if mix.at_once > limit else ''}{left}"
     )

@@ -88,7 +88,7 @@ def _comment(plan: Plan) -> str:
     cache = plan.kv_cache
     text = (
         f"# {plan.model.id}, plan {plan.plan_id}: {cache.num_blocks:,} KV blocks of {cache.layout.block_size} "
-        f"tokens, {cache.max_concurrency:.2f} sequences of {plan.deployment.max_model_len} tokens\n"
+        f"tokens, {plan.running:.2f} sequences of {plan.deployment.max_model_len} tokens\n"
     )
     return text + "".join(f"# {line}\n" for line in plan.host_lines())
 

@@ -39,6 +39,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "num_blocks": cache.num_blocks,
             "tokens": cache.tokens,
             "max_concurrency": round(cache.max_concurrency, 4),
+            "max_running": round(plan.running, 4),
             "dtype": layout.dtype,
             "groups": [
                 {
@@ -56,6 +57,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "trace": None if plan.mix is None else asdict(plan.mix),
         "fits": plan.fits,
         "reasons": list(plan.reasons),
+        "unsupported": list(plan.unsupported),
         "stops_with": plan.stops_with,
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
         "host": None if plan.host is None else _host(plan.host),

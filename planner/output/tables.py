@@ -27,6 +27,7 @@ def plan_table(plan: Plan) -> Table:
         ("blocks", cache.num_blocks, _bounds(plan, "num_blocks")),
         ("tokens", cache.tokens, _bounds(plan, "tokens")),
         ("max_concurrency", round(cache.max_concurrency, 2), _bounds(plan, "max_concurrency")),
+        ("max_running", round(plan.running, 2), ""),
         *(_request_row(request) for request in plan.requests),
         ("fits", "yes" if plan.fits else "no", "; ".join(plan.reasons)),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.build import Size, Sizer
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
@@ -33,9 +34,9 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
             size = sizer.size(changed)
         except TonnageError:
             continue
-        if not size.reasons:
-            out.append(f"{words}: {size.held.max_concurrency:.1f} sequences of "
-                       f"{size.chosen.max_model_len:,} tokens")  # fmt: skip
+        if not size.reasons and size.support.runs:
+            running = at_most(size.held.max_concurrency, size.chosen.max_num_seqs)
+            out.append(f"{words}: {running:.1f} sequences of {size.chosen.max_model_len:,} tokens")
         if len(out) == _MOST_CHANGES:
             break
     return tuple(out)
@@ -66,11 +67,13 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
     used = chosen.gpu_memory_utilization or 1.0
     if used < 0.95:
         yield "--gpu-memory-utilization 0.95", replace(flags, gpu_memory_utilization=0.95)
+    if now.support.refused and flags.kv_cache_dtype != "auto":
+        yield "--kv-cache-dtype auto", replace(flags, kv_cache_dtype="auto")
     if engine.fp8_kv_cache and flags.kv_cache_dtype == "auto":
         yield "--kv-cache-dtype fp8", replace(flags, kv_cache_dtype="fp8")
     small = len(now.architecture.tensors) <= _MOST_TENSORS
     if small and chosen.quantization is None:
-        for scheme in ("int8", "nf4"):
+        for scheme in engine.smaller[chosen.device]:
             yield f"--quantization {scheme}", replace(flags, quantization=scheme)
     if small and engine.divides:
         ranks = chosen.tensor_parallel_size * 2

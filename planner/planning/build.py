@@ -12,6 +12,7 @@ except ImportError:
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.support import Support, support
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, printable
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
@@ -100,6 +101,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         ),
         fits=not size.reasons,
         reasons=size.reasons,
+        unsupported=size.support.refused,
         stops_with=None if size.failure is None or not size.reasons else size.failure.sentence,
         intervals=size.intervals(),
         terms=terms,
@@ -108,6 +110,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *_family_notes(architecture),
             *_margin_notes(size),
             *pool.notes,
+            *size.support.absent,
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
@@ -136,6 +139,7 @@ class Size:
     bounds: tuple[PoolCapacity, PoolCapacity]
     reasons: tuple[str, ...]
     draft_notes: tuple[str, ...]
+    support: Support
     failure: Failure | None = None
     law: RequestLaw | None = None
     no_law: str = ""
@@ -209,6 +213,7 @@ class Sizer:
         chosen, limit_notes = within_draft(architecture, chosen)
         flags = chosen.flags
         engine = engine_of(flags.engine)
+        supported = support(engine, chosen, quantization, architecture)
         parts = self._held(
             architecture, quantization, flags
         )  # refuses what cannot be divided, as the engine does
@@ -238,6 +243,7 @@ class Sizer:
         place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
         held = engine.capacity(pool, chosen, num_blocks)
         reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
+        reasons = (*supported.refused, *reasons)
         failure = engine.foresee(architecture, chosen, worst.rank, pool, held)
         if failure is not None and failure.why:
             reasons = (*reasons, failure.why)
@@ -245,7 +251,7 @@ class Sizer:
         shares = tuple(part for part, _ in parts)
         return Size(
             architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,
-            (*limit_notes, *draft_notes), failure,
+            (*limit_notes, *draft_notes), supported, failure,
         )  # fmt: skip
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:

@@ -6,17 +6,21 @@ Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from tonnage.planner.devices.catalogue import Gpu
+from tonnage.planner.devices.prices import Cost, cost_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Runtime
+from tonnage.planner.engines.support import Support, support
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.capacity import at_most, hold
+from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.planning.build import auto_dtype, with_draft
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.stages import rank_architecture
@@ -29,14 +33,21 @@ from tonnage.planner.quantization.read import (
     read_quantization,
     stored_kv_dtype,
 )
+from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None without a list price.
-    ``refused``: why there is no plan (the other figures are 0 then)."""
+    """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None where no list has a price
+    (``price_source`` says which has). ``refused``: why there is no plan (the other figures are 0 then);
+    ``unsupported``: why the engine does not run it on that GPU, or not by itself, whatever the memory.
+
+    ``sequences``: of max_model_len tokens, or of the first of the lengths asked for, that run at once, at most
+    --max-num-seqs; ``least_sequences``: where the engine takes the most memory it may. ``requests``: of each of
+    these lengths. ``usd_per_sequence``: for an hour of one of ``least_sequences``.
+    """
 
     gpu: str
     gpus: int
@@ -54,6 +65,20 @@ class SweepRow:
     refused: str = ""
     added_bytes: int = 0  # LoRA slots and the draft's weights
     least_concurrency: float = 0.0  # ``max_concurrency`` where the engine takes the most it may
+    model: str = ""
+    unsupported: str = ""
+    max_num_seqs: int = 0
+    sequences: float = 0.0
+    least_sequences: float = 0.0
+    requests: tuple[int, ...] = ()
+    price_source: str = ""
+
+    @property
+    def usd_per_sequence(self) -> float | None:
+        """None without a price, and where not one sequence is certain."""
+        if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
+            return None
+        return self.usd_per_hour / self.least_sequences
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -83,6 +108,7 @@ class Grid:
 
 _PoolKey = tuple[str, str, int, int]  # KV dtype, device, TP, tokens of a step
 _WeightsKey = tuple[str, int, str, str, str | None]  # format, TP, device, dtype, a GPU with the same kernels
+_SupportKey = tuple[int, str, str, str]  # place of the GPU, format, KV dtype, dtype
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -106,8 +132,13 @@ class _Once(Generic[K, V]):
         return found
 
 
-def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[SweepRow]:
-    """Every combination of ``grid``; other flags are ``deployment``'s. Raises what the model does."""
+def sweep(
+    source: ModelSource, deployment: Deployment, grid: Grid, lengths: Sequence[tuple[int, int]] = (),
+    prices: Mapping[str, float] | None = None,
+) -> list[SweepRow]:  # fmt: skip
+    """Every combination of ``grid``; other flags are ``deployment``'s. ``lengths``: prompt and output tokens of
+    requests to be counted; ``prices``: USD an hour by GPU, before those of the lists. Raises what the model
+    does."""
     architecture = architecture_of(source.config)
     engine, dtype = engine_of(deployment.engine), auto_dtype(source)
     stored = stored_kv_dtype(source.config)
@@ -149,72 +180,98 @@ def sweep(source: ModelSource, deployment: Deployment, grid: Grid) -> list[Sweep
 
     def experts(scheme: str) -> str | None:
         """The format that changes what a step takes: MXFP4's experts have no buffer of their own."""
-        found = read_quantization(source.config, None if scheme == "as is" else scheme).scheme
+        found = format_of(scheme).scheme
         return found if found == "mxfp4" else None
+
+    def scheme_of(scheme: str) -> Quantization:
+        return read_quantization(source.config, None if scheme == "as is" else scheme)
+
+    def supported(key: _SupportKey) -> Support:
+        return support(engine, run_as[key], format_of(key[1]), architecture)
+
+    def law(key: _PoolKey) -> RequestLaw:
+        chosen = resolved_for[key]
+        return engine.request_law(architecture, chosen, pool_of(key))
 
     def part(ranks: int) -> Architecture:
         return rank_architecture(architecture, replace(deployment, tensor_parallel_size=ranks), 0)
 
     resolved_for: dict[_PoolKey, Resolved] = {}
+    run_as: dict[_SupportKey, Resolved] = {}
     weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
     pool_of, runtime_of, experts_of = _Once(pool), _Once(runtime), _Once(experts)
+    law_of, support_of, format_of = _Once(law), _Once(supported), _Once(scheme_of)
     rows = []
     for place, gpu in enumerate(grid.gpus):
         kernel = engine.kernel_class(gpu.name)
         for ranks in grid.tensor_parallel_sizes:
-            price = None if gpu.usd_per_hour is None else gpu.usd_per_hour * ranks
+            price = cost_of(gpu.name, ranks, prices)
             for kv_dtype in grid.kv_cache_dtypes:
-                refused = ""
-                try:
-                    chosen = resolved((place, kv_dtype, ranks))
-                    key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
-                    resolved_for.setdefault(key, chosen)
-                    layout = pool_of(key)
-                except TonnageError as error:
-                    refused = str(error)
                 for scheme in grid.quantizations:
-                    if not refused:
-                        try:
-                            held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
-                            terms = runtime_of((place, ranks, experts_of(scheme)))
-                        except TonnageError as error:
-                            why = str(error)
-                            rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=why))
-                            continue
-                        rows.append(
-                            _row(engine, gpu, ranks, scheme, kv_dtype, chosen, layout, held, terms, price)
-                        )
-                        continue
-                    rows.append(SweepRow(gpu.name, ranks, scheme, kv_dtype, False, refused=refused))
+                    found = SweepRow(gpu.name, ranks, scheme, kv_dtype, False, model=source.id)
+                    try:
+                        chosen = resolved((place, kv_dtype, ranks))
+                        key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
+                        resolved_for.setdefault(key, chosen)
+                        layout = pool_of(key)
+                        held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
+                        terms = runtime_of((place, ranks, experts_of(scheme)))
+                        asked = [(law_of(key), *length) for length in lengths]
+                        row = _row(found, engine, gpu, chosen, layout, held, terms, price, asked)
+                        kind = (place, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)
+                        run_as.setdefault(kind, chosen)
+                        if not (runs := support_of(kind)).runs:
+                            row = replace(row, unsupported=runs.why, fits=row.fits and not runs.refused)
+                        rows.append(row)
+                    except TonnageError as error:
+                        rows.append(replace(found, refused=str(error)))
     return rows
 
 
 def _row(
-    engine: Engine, gpu: Gpu, ranks: int, scheme: str, kv_dtype: str, chosen: Resolved, pool: PoolSpec,
-    loaded: tuple[int, int], runtime: Runtime, price: float | None,
+    row: SweepRow, engine: Engine, gpu: Gpu, chosen: Resolved, pool: PoolSpec, loaded: tuple[int, int],
+    runtime: Runtime, price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
 ) -> SweepRow:  # fmt: skip
+    """``row`` with its figures. ``asked``: lengths of requests, each with what one takes."""
     size, (weights, added) = pool.layout.bytes_per_block, loaded
     exact, terms = weights + added, runtime.total
     blocks = engine.num_blocks(chosen, pool, size, exact + terms, weights)
     low, high = runtime.bounds
-    fewest, _ = engine.block_bounds(
+    ends = engine.block_bounds(
         chosen, pool, size, (exact + low, exact + high), (weights, weights), runtime.framework.high
     )
-    held, least = (engine.capacity(pool, chosen, count) for count in (blocks, fewest))
-    taken = exact + terms + blocks * size
-    fits = taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
-    return SweepRow(
-        gpu.name, ranks, scheme, kv_dtype, fits, weights, blocks * size, terms, gpu.memory_bytes - taken,
-        gpu.memory_bytes, held.tokens, held.max_concurrency, price, added_bytes=added,
+    held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *ends))
+    taken, limit = exact + terms + blocks * size, chosen.max_num_seqs
+    usable = held.usable_blocks, least.usable_blocks, most.usable_blocks
+    requests = [hold(law, prompt, output, usable, chosen.max_model_len, limit) for law, prompt, output in asked]
+    counts = [(at_most(found.at_once, limit), at_most(found.bounds[0], limit)) for found in requests]
+    counts.append((at_most(held.max_concurrency, limit), at_most(least.max_concurrency, limit)))
+    return replace(
+        row,
+        fits=taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks,
+        weights_bytes=weights,
+        kv_pool_bytes=blocks * size,
+        runtime_bytes=terms,
+        free_bytes=gpu.memory_bytes - taken,
+        total_bytes=gpu.memory_bytes,
+        tokens=held.tokens,
+        max_concurrency=held.max_concurrency,
+        usd_per_hour=None if price is None else price.usd,
+        price_source="" if price is None else price.source,
+        added_bytes=added,
         least_concurrency=least.max_concurrency,
-    )  # fmt: skip
+        max_num_seqs=limit,
+        sequences=counts[0][0],
+        least_sequences=counts[0][1],
+        requests=tuple(found.running for found in requests),
+    )
 
 
 def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
-    """Rows that hold so many sequences of max_model_len tokens, the cheapest first: at the lower end of what
+    """Rows that run so many sequences at once, the cheapest first: at the lower end of what
     their pools may be, since somebody buys them."""
     return sorted(
-        (row for row in rows if row.fits and row.least_concurrency >= concurrency), key=lambda r: r.cost
+        (row for row in rows if row.fits and row.least_sequences >= concurrency), key=lambda r: r.cost
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -11,6 +13,7 @@ import pytest
 import tonnage.planner.devices.catalogue as gpus
 from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, capability_of, catalogue, find_gpu
 from tonnage.planner.devices.host import host_memory
+from tonnage.planner.devices.prices import Cost, cost_of, price_lists, read_prices
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
@@ -32,7 +35,7 @@ def test_every_figure_has_a_source():
     for entry in ENTRIES:
         assert entry["nominal_source"], entry
         assert ("reported_gib" in entry) == ("reported_source" in entry)
-        assert ("usd_per_hour" in entry) == ("price_source" in entry)
+        assert "usd_per_hour" not in entry  # prices.json
         assert ("speed_source" in entry) == ("memory_gb_per_s" in entry) == ("dense_16bit_tflops" in entry)
         assert ("compute_capability" in entry) == (entry["vendor"] == "nvidia")
     names = [name.lower() for e in ENTRIES for name in (e["name"], *e["aliases"])]
@@ -52,6 +55,47 @@ def test_memory_is_what_the_device_reports():
     assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
     for gpu, entry in zip(catalogue(), ENTRIES, strict=True):
         assert gpu.memory_bytes <= (entry["nominal_gib"] + 3) * (1 << 30)
+
+
+def test_every_price_has_a_list_and_a_day():
+    names = {entry["name"] for entry in ENTRIES}
+    lists = json.loads((Path(gpus.__file__).parent / "prices.json").read_text())["lists"]
+    assert len(lists) >= 5
+    for found in lists:
+        assert found["url"].startswith("https://")
+        assert found["provider"]
+        assert found["terms"]
+        for line in found["lines"]:
+            assert line["gpu"] in names
+            assert line["usd"] > 0
+            assert date.fromisoformat(line["read"]) < date(2026, 11, 24)
+    assert len(price_lists()) > len(names) * 0.6
+
+
+def test_what_gpus_cost():
+    """The lowest fixed price, before a marketplace's least; nodes are rented whole; the user's own first."""
+    one = cost_of("h100-80g", 1)
+    fixed = [line for line in price_lists()["h100-80g"] if line.together == 1 and not line.marketplace]
+    assert one is not None
+    assert one.usd == min(line.usd for line in fixed)
+    assert re.search(r"\d{4}-\d\d-\d\d$", one.source)
+    two = cost_of("v100-16g", 2)  # Lambda's are in nodes of eight
+    assert two is not None
+    assert two.usd == pytest.approx(8 * 0.79)
+    assert "8 GPUs together" in two.source
+    market = cost_of("t4-16g", 2)
+    assert market is not None
+    assert "marketplace" in market.source
+    assert cost_of("h100-80g", 4, {"h100-80g": 2.1}) == Cost(8.4, "--price")
+    assert cost_of("gaudi3-128g", 1) is None
+    assert read_prices(["H100=2.10", "gaudi3=1"]) == {"h100-80g": 2.1, "gaudi3-128g": 1.0}
+
+
+@pytest.mark.parametrize("text", ["h100", "h100=", "h100=-1", "h100=nan", "h100=inf", "h100=2,10", "nothing=1"])
+def test_what_is_no_price_is_refused(text):
+    with pytest.raises(DeploymentError) as caught:
+        read_prices([text])
+    assert caught.value.field in ("--price", "--gpu")
 
 
 def test_a_card_and_a_module_of_one_name_have_their_own_speed():

