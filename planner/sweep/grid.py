@@ -1,7 +1,7 @@
 """Quantization x KV dtype x TP x GPU: one row a combination, the parts that do not change computed once.
 
 Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), the runtime terms on
-(GPU, TP); a combination itself is a division. 10,000 combinations take well under half a second.
+(GPU, KV dtype, TP); a combination itself is a division. 10,000 combinations take well under half a second.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ def sweep(
         pooled, *_ = with_draft(source, architecture, chosen.flags)
         return engine.build_pool(pooled, chosen)
 
-    def runtime(key: tuple[int, int, str | None]) -> Runtime:
-        place, ranks, kind = key
-        chosen = resolved((place, grid.kv_cache_dtypes[0], ranks))
+    def runtime(key: tuple[int, str, int, str | None]) -> Runtime:
+        place, kv_dtype, ranks, kind = key
+        chosen = resolved((place, kv_dtype, ranks))
         flags = replace(chosen.flags, quantization=kind)
         *_, draft = with_draft(source, architecture, flags)
         chosen = replace(chosen, flags=flags, draft=draft)
@@ -215,7 +215,7 @@ def sweep(
                         resolved_for.setdefault(key, chosen)
                         layout = pool_of(key)
                         held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
-                        terms = runtime_of((place, ranks, experts_of(scheme)))
+                        terms = runtime_of((place, kv_dtype, ranks, experts_of(scheme)))
                         asked = [(law_of(key), *length) for length in lengths]
                         row = _row(found, engine, gpu, chosen, layout, held, terms, price, asked)
                         kind = (place, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)

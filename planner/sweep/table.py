@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.screen import Screen
 from tonnage.planner.sweep.grid import SweepRow
 from tonnage.planner.units import GiB
 
@@ -16,15 +17,9 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
     """``lengths``: of requests, prompt and output tokens, a column each. Weights and pool are GiB of one GPU,
     prices USD an hour: of all GPUs of the row, and of each of the sequences that run at least."""
     columns = _columns(rows, lengths)
-    cells = [[text(row) for _, _, text in columns] for row in rows]
-    titles = [title for title, _, _ in columns]
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    for line in (titles, *cells):
-        padded = [
-            text.rjust(width) if side == "right" else text.ljust(width)
-            for text, width, (_, side, _) in zip(line, widths, columns, strict=True)
-        ]
-        print("  ".join(padded).rstrip(), file=file)
+    lines = [[title for title, _, _ in columns], *([text(row) for _, _, text in columns] for row in rows)]
+    right = [place for place, (_, side, _) in enumerate(columns) if side == "right"]
+    Screen(file).table(lines, right, titles=file.isatty())
 
 
 def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[_Column]:
