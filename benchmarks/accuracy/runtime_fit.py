@@ -244,7 +244,7 @@ def _weights(
     from tonnage.planner.quantization.read import check_quantization, read_quantization
 
     printed = report["observed"].get("model_load_gib")
-    if quantization_known(report):
+    if quantization_known(report) and not report["speculative"]:  # drafts are not in these flags
         try:
             quantization = read_quantization(source.config, None)
             check_quantization(architecture, quantization, "vllm")
@@ -333,7 +333,15 @@ def _values(rows: Sequence[Row]) -> Coefficients:
         graph_layer=layer,
         spread=_MOST_SPREAD,
         spread_seen=_MOST_SPREAD,
+        capabilities=" ".join(f"{major}.{minor}" for major, minor in sorted(_capabilities(rows))),
     )
+
+
+def _capabilities(rows: Sequence[Row]) -> set[tuple[int, int]]:
+    from tonnage.planner.devices.catalogue import capability_of
+
+    found = (capability_of(row.chosen.flags.gpu) for row in rows if row.carries_bar and row.chosen.flags.gpu)
+    return {capability for capability in found if capability is not None}
 
 
 def _graphs(rows: Sequence[Row]) -> tuple[int, int]:

@@ -54,7 +54,8 @@ class Coefficients:
     with each doubling; ``non_torch_stage`` of a pipeline stage. CUDA graphs: ``graph_first`` of 512 tokens,
     each further batch size ``graph_each`` and ``graph_layer`` for each layer. ``spread``: half-width of the
     interval of the sum as a share of the device, what 90 % of the sources left out stay within;
-    ``spread_seen``: for engines, GPUs and models of which every part was seen.
+    ``spread_seen``: for engines, GPUs and models of which every part was seen. ``capabilities``: compute
+    capabilities of the GPUs in those starts ("8.6 9.0").
     """
 
     sampler_sort: float
@@ -72,6 +73,7 @@ class Coefficients:
     graph_layer: int
     spread: float
     spread_seen: float
+    capabilities: str
 
 
 NOTHING = Estimate(0, 0, 0, "", "")
