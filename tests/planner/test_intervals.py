@@ -134,16 +134,15 @@ def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):
 
 
 def test_what_was_not_seen_is_wider():
-    """GPUs of a compute capability, and engines, without a start-up log; a small GPU's libraries are no smaller."""
+    """GPUs of a compute capability, and engines, without a start-up log; small GPUs."""
 
     def reach(**flags) -> tuple[float, float]:
         found = plan(**ON_GPU | flags)
         low, high = found.intervals["used_bytes"]
         return found.rank.used_bytes - low, high - found.rank.used_bytes
 
-    seen, unseen = (
-        {"gpu": gpu, "engine_version": "0.15.0", "device_memory": 80 * GiB} for gpu in ("l40s", "b200")
-    )
+    same = {"engine_version": "0.15.0", "device_memory": 80 * GiB}
+    seen, unseen = ({"gpu": gpu} | same for gpu in ("l40s", "b200"))
     for before, since in zip(reach(**seen), reach(**unseen), strict=True):
         assert since > 1.2 * before
     assert reach(**seen | {"engine": "hf", "engine_version": None})[1] > reach(**seen)[1]

@@ -17,7 +17,7 @@ _UNLOGGED = (0, 20, 0)  # from here on no log at hand prints every term
 # activations are fused, are assumed.
 _ENCODER = 0.15, 0.3
 # How much further below on a GPU of a compute capability without a start; assumed. Of eight sources with their
-# type of GPU left out the worst is 1.5 % off, within the 1.8 of the others (benchmarks/accuracy/pool_from_flags.py).
+# type of GPU left out the worst is 1.5 % off, within the 1.8 of the others (section pool_from_flags).
 _UNKNOWN = 1.5
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
