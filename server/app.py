@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server import errors
+from tonnage.server.api.docs import docs_router
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
@@ -91,6 +92,8 @@ def create_app(
         lifespan=lifespan,
         responses=errors.RESPONSES,
         redirect_slashes=False,  # a redirect would leave the error envelope
+        docs_url=None,  # FastAPI's own pages load their scripts from elsewhere
+        redoc_url=None,
     )
     app.state.tonnage = state
     keys = load_keys(settings.api_key, settings.api_key_file)
@@ -107,6 +110,7 @@ def create_app(
         app.include_router(models_router(state))
         app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
+    app.include_router(docs_router(f"{settings.model_name}: API"))
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)

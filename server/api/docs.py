@@ -1,0 +1,55 @@
+"""/docs and /redoc: Swagger UI and ReDoc, their files served from here, so that they work without a network."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import as_file, files
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse, HTMLResponse, Response
+
+from tonnage.server.errors import ApiError, ErrorCode
+
+# Of fastapi-offline (MIT), which ships those of Swagger UI (Apache-2.0) and ReDoc (MIT), a release for theirs.
+_STATIC = files("fastapi_offline") / "static"
+_SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
+_DAY = {"cache-control": "private, max-age=86400"}
+
+# Both write styles into the page; scripts and requests go nowhere but here. ReDoc searches in a worker of its
+# own making.
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; font-src data:; connect-src 'self'; worker-src blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
+# Paths of the pages are relative: a proxy may serve them under a prefix.
+_START = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#ui", deepLinking: true, layout: "BaseLayout"});\n'
+
+
+def docs_router(title: str) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
+    head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'
+
+    @router.get("/docs")
+    async def swagger() -> Response:
+        body = '<div id=ui></div><script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js">'
+        style = '<link rel=stylesheet href="docs/swagger-ui.css">'
+        return HTMLResponse(f"{head}{style}{body}</script></html>\n", headers=_HEADERS)
+
+    @router.get("/redoc")
+    async def redoc() -> Response:
+        body = '<redoc spec-url="openapi.json"></redoc><script src="docs/redoc.standalone.js"></script>'
+        return HTMLResponse(f"{head}{body}</html>\n", headers=_HEADERS)
+
+    @router.get("/docs/{name}")
+    async def shipped(name: str) -> Response:
+        if name == "start.js":
+            return Response(_START, media_type="text/javascript", headers=_DAY)
+        if name not in _SHIPPED:
+            raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: no file of the documentation")
+        with as_file(_STATIC / name) as path:  # a file already, where packages are folders
+            return FileResponse(path, headers=_DAY)
+
+    return router
