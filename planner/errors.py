@@ -5,7 +5,7 @@ The command line prints ``str(error)`` and exits with 2; the server renders it a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 # Names in messages come from files and may be a megabyte long; the longest sentence of our own has 700
 # characters.
@@ -20,6 +20,28 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that ``word`` probably means, whatever its case, dashes and underscores."""
+    from difflib import get_close_matches  # only for a wrong word
+
+    plain = {_plain(name): name for name in names}
+    wanted = _plain(word[:80])
+    found = get_close_matches(wanted, plain, n=1)
+    if not found and len(wanted) > 2:
+        found = [name for name in plain if name.startswith(wanted)][:1]
+    return plain[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").lstrip("-")  # equal beginnings would make all options near
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str | None:
+    """A hint: ``did you mean X?``; None where none of ``names`` is near."""
+    close = nearest(word, names)
+    return f"did you mean {close}?" if close else None
 
 
 class TonnageError(Exception):

@@ -59,3 +59,11 @@ def config_dtype(name: object) -> str | None:
         if short in DTYPE_BYTES:
             return short
     raise ConfigError(f"{name!r:.60} is not float32, float16 or bfloat16", field="dtype")
+
+
+SPELLINGS = (
+    frozenset({"float32", "fp32", "float", "f32", "torch.float32"}),
+    frozenset({"float16", "fp16", "half", "f16", "torch.float16"}),
+    frozenset({"bfloat16", "bf16", "torch.bfloat16"}),
+)
+"""Names that are the same type: torch's, those of papers, vLLM's --dtype half and float, llama.cpp's."""

@@ -5,36 +5,51 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
-from typing import Any, NoReturn
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any
 
-from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.numbers.formats import BLOCKS, FLOATS, INTEGERS, FloatFormat, nearest_nf4
+from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean
+from tonnage.planner.model.dtypes import SPELLINGS
+from tonnage.planner.numbers.draw import drawn
+from tonnage.planner.numbers.formats import (
+    BLOCKS,
+    FLOATS,
+    INTEGERS,
+    FloatFormat,
+    Real,
+    is_finite,
+    nearest_nf4,
+    size_of,
+)
 
 _EPILOG = """
+A value is (-1)^sign x 2^(exponent - bias) x (1 + mantissa / 2^bits), with an exponent field of 0 (subnormal)
+(-1)^sign x 2^(1 - bias) x mantissa / 2^bits. The relative error is |stored - value| / |value|.
+
 examples:
   tonnage dtype                      the table of formats
-  tonnage dtype 3.14159              the value's bits and rounding error in each
+  tonnage dtype 3.14159              the value's bits and relative error in each
+  tonnage dtype 0.1 --format bf16    its bits drawn, with the formula
   tonnage dtype 70000 --format fp16  what overflow does
   tonnage dtype --format bf16 --bits 1,17,3   sign, exponent and mantissa fields -> value
 """
+# Decimal digits before or after the point: outside every format, and what is further out is rounded the same.
+_MOST_DIGITS = 2000
+_NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
+_SPELLED = {
+    "e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
+    "e2m1": "fp4_e2m1", "fp4": "fp4_e2m1",
+}  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DeploymentError(message, hint="tonnage dtype --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    p = _Parser(
-        prog="tonnage dtype",
-        description="Show the number formats, or sign, exponent and mantissa of a value in each.",
-        epilog=_EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100),
-        allow_abbrev=False,
+def parser() -> Parser:
+    p = Parser(
+        "tonnage dtype", "Show the number formats, or sign, exponent and mantissa of a value in each.", _EPILOG
     )
     p.add_argument("value", metavar="VALUE", nargs="?", help="a decimal number, inf or nan")
-    p.add_argument("--format", metavar="NAME", help="one format only")
+    p.add_argument("--format", metavar="NAME", help="one format only: " + ", ".join(_NAMES))
     p.add_argument("--bits", metavar="S,E,M", help="fields as integers -> the value they stand for")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -45,7 +60,7 @@ def table() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for f in FLOATS:
         rows.append({
-            "format": f.name, "sign": 1, "exponent": f.exponent, "mantissa": f.mantissa,
+            "format": f.name, "sign": 1, "exponent": f.exponent, "mantissa": f.mantissa, "bias": f.bias,
             "bytes": f.stored_bits / 8, "largest": f.largest, "smallest_normal": f.smallest_normal,
             "smallest": f.smallest, "epsilon": 2.0**-f.mantissa, "note": f.scale,
         })  # fmt: skip
@@ -58,17 +73,37 @@ def table() -> list[dict[str, Any]]:
     return rows
 
 
-def value_rows(value: float) -> list[dict[str, Any]]:
+def read_value(text: str) -> Real:
+    """The number that ``text`` writes, exactly; infinities, NaN and zeros as floats. Raises DeploymentError."""
+    wrong = DeploymentError(f"{text.strip()[:40]!r} is not a number", field="VALUE")
+    try:
+        number = Decimal(text.strip())
+    except InvalidOperation:
+        raise wrong from None
+    if not number.is_finite() or number == 0:
+        try:
+            return float(text)
+        except ValueError:  # sNaN
+            raise wrong from None
+    if len(text) > _MOST_DIGITS:
+        raise DeploymentError(f"more than {_MOST_DIGITS:,} characters", field="VALUE")
+    size = number.adjusted()
+    if abs(size) > _MOST_DIGITS:
+        number = Decimal((number.is_signed(), (1,), _MOST_DIGITS if size > 0 else -_MOST_DIGITS))
+    return Fraction(number)
+
+
+def value_rows(value: Real) -> list[dict[str, Any]]:
     """``value`` in each format: fields, bits, what it is rounded to, relative error, what happened."""
     rows = []
     for f in FLOATS:
         rows.append(_row(f, value))
     for name, low, high, _ in INTEGERS:
-        if math.isfinite(value):
+        if is_finite(value):
             stored = max(low, min(high, round(value)))
             what = "saturates" if not low <= round(value) <= high else _rounding(value, stored)
             rows.append({"format": name, "value": stored, "what": f"{what} (scale 1)"})
-    if math.isfinite(value) and abs(value) <= 1:
+    if is_finite(value) and size_of(value) <= 1:
         index, level = nearest_nf4(value)
         rows.append(
             {"format": "nf4", "value": level, "bits": f"{index:04b}", "what": "level next to it, absmax 1"}
@@ -76,14 +111,14 @@ def value_rows(value: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(f: FloatFormat, value: float) -> dict[str, Any]:
+def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
     sign, exponent, mantissa = f.encode(value)
     stored = f.decode(sign, exponent, mantissa)
-    if math.isnan(value):
+    if not is_finite(value) and math.isnan(value):
         what = "NaN" if math.isnan(stored) else "no NaN in this format: the largest value"
-    elif math.isinf(stored) and not math.isinf(value):
+    elif math.isinf(stored) and is_finite(value):
         what = "overflows to infinity"
-    elif abs(value) > f.largest and not math.isinf(stored):
+    elif size_of(value) > f.largest and f.overflow == "saturate":
         what = "saturates"
     elif value != 0 and stored == 0:
         what = "underflows to zero"
@@ -91,20 +126,20 @@ def _row(f: FloatFormat, value: float) -> dict[str, Any]:
         what = _rounding(value, stored) + ", subnormal"
     else:
         what = _rounding(value, stored)
-    error = (
-        abs(stored - value) / abs(value) if math.isfinite(stored) and math.isfinite(value) and value else None
-    )
+    exact = math.isfinite(stored) and is_finite(value) and value != 0
+    error = float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value))) if exact else None
     return {
-        "format": f.name, "sign": sign, "exponent": exponent, "mantissa": mantissa,
-        "bits": f.pattern(sign, exponent, mantissa), "value": stored, "relative_error": error, "what": what,
+        "format": f.name, "sign": sign, "exponent": exponent, "mantissa": mantissa, "bias": f.bias,
+        "bits": f.pattern(sign, exponent, mantissa), "formula": f.formula(sign, exponent, mantissa),
+        "value": stored, "relative_error": error, "what": what,
     }  # fmt: skip
 
 
-def _rounding(value: float, stored: float) -> str:
+def _rounding(value: Real, stored: float) -> str:
     return "exact" if stored == value else "rounded " + ("up" if stored > value else "down")
 
 
-def _fields(f: FloatFormat, text: str) -> float:
+def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
         raise DeploymentError(f"{text[:40]!r} is not sign,exponent,mantissa", field="--bits", hint="1,17,3")
@@ -116,7 +151,7 @@ def _fields(f: FloatFormat, text: str) -> float:
     ):
         if field >= 1 << bits:
             raise DeploymentError(f"{name} {field} does not fit {bits} bits of {f.name}", field="--bits")
-    return f.decode(sign, exponent, mantissa)
+    return sign, exponent, mantissa
 
 
 def run(argv: list[str]) -> int:
@@ -127,8 +162,7 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
-        print(f"tonnage dtype: {error}", file=sys.stderr)
-        return 2
+        return refused(error)
 
 
 def _as_value(word: str) -> str:
@@ -140,33 +174,41 @@ def _as_value(word: str) -> str:
     return f" {word}" if word.startswith("-") else word
 
 
+def _format(name: str | None) -> str | None:
+    """Its name here. Raises DeploymentError."""
+    if name is None:
+        return None
+    word = name.lower().replace("-", "_")
+    same = next((names for names in SPELLINGS if word in names), frozenset((word, _SPELLED.get(word, word))))
+    found = next((known for known in _NAMES if known.replace("-", "_") in same), None)
+    if found is None:
+        close = did_you_mean(name, _NAMES)
+        hint = (f"{close} " if close else "") + ", ".join(_NAMES)
+        raise DeploymentError(f"{name[:40]!r} is not known", field="--format", hint=hint)
+    return found
+
+
 def _run(args: argparse.Namespace) -> int:
-    names = [f.name for f in FLOATS]
-    if args.format is not None and args.format not in names + [b.name for b in BLOCKS] + [
-        i[0] for i in INTEGERS
-    ]:
-        raise DeploymentError(f"{args.format!r} is not known", field="--format", hint=", ".join(names))
+    name = _format(args.format)
+    chosen = next((f for f in FLOATS if f.name == name), None)
     if args.bits is not None:
-        if args.format not in names:
-            raise DeploymentError("needs --format " + "|".join(names), field="--bits")
-        value = _fields(next(f for f in FLOATS if f.name == args.format), args.bits)
-        print(json.dumps({"value": value}) if args.json else repr(value))
+        if chosen is None:
+            raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")
+        fields = _fields(chosen, args.bits)
+        value = chosen.decode(*fields)
+        print(json.dumps({"value": value, "formula": chosen.formula(*fields)}) if args.json else repr(value))
         return 0
-    if args.value is None:
-        rows = table()
-    else:
-        try:
-            value = float(args.value)
-        except ValueError:
-            raise DeploymentError(f"{args.value[:40]!r} is not a number", field="VALUE") from None
-        rows = value_rows(value)
-    if args.format is not None:
-        rows = [row for row in rows if row["format"] == args.format]
+    given = None if args.value is None else read_value(args.value)
+    rows = table() if given is None else value_rows(given)
+    if name is not None:
+        rows = [row for row in rows if row["format"] == name]
     if args.json:
         print(json.dumps({"rows": [{k: _finite(v) for k, v in row.items()} for row in rows]}, indent=2))
         return 0
-    for line in _lines(rows, args.value is None):
+    for line in _lines(rows, given is None):
         print(line)
+    if chosen is not None and given is not None:
+        print("\n".join(["", *drawn(chosen, given, args.value.strip())]))
     return 0
 
 
@@ -177,17 +219,20 @@ def _finite(value: Any) -> Any:
 
 def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
     if formats:
-        out = [f"{'format':<12}{'s/e/m':>9}{'bytes':>9}{'largest':>14}{'smallest':>14}{'epsilon':>13}  note"]
+        out = [
+            f"{'format':<12}{'s/e/m':>9}{'bias':>6}{'bytes':>9}{'largest':>14}{'smallest':>14}{'epsilon':>13}"
+            "  note"
+        ]
         for r in rows:
             fields = f"1/{r['exponent']}/{r['mantissa']}" if "exponent" in r else ""
             number = {k: f"{r[k]:.6g}" if k in r else "" for k in ("largest", "smallest", "epsilon")}
             out.append(
-                f"{r['format']:<12}{fields:>9}{r['bytes']:>9.4g}{number['largest']:>14}{number['smallest']:>14}"
-                f"{number['epsilon']:>13}  {r['note']}".rstrip()
+                f"{r['format']:<12}{fields:>9}{r.get('bias', ''):>6}{r['bytes']:>9.4g}{number['largest']:>14}"
+                f"{number['smallest']:>14}{number['epsilon']:>13}  {r['note']}".rstrip()
             )
         return out
-    out = [f"{'format':<12}{'sign exponent mantissa':<38}{'value':<26}{'error':>10}  what"]
+    out = [f"{'format':<12}{'sign exponent mantissa':<38}{'value':<26}{'relative error':>14}  what"]
     for r in rows:
         error = f"{r['relative_error']:.2e}" if r.get("relative_error") else ""
-        out.append(f"{r['format']:<12}{r.get('bits', ''):<38}{r['value']!r:<26}{error:>10}  {r['what']}")
+        out.append(f"{r['format']:<12}{r.get('bits', ''):<38}{r['value']!r:<26}{error:>14}  {r['what']}")
     return out

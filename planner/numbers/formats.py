@@ -8,11 +8,13 @@ per 16 values and one fp32 per tensor); NF4 (QLoRA, arXiv 2305.14314, appendix E
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Literal
 
 from tonnage.planner.records import dataclass
 
 Overflow = Literal["infinity", "saturate"]
+Real = float | Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +69,21 @@ class FloatFormat:
             value = math.ldexp((1 << self.mantissa) + mantissa, exponent - self.bias - self.mantissa)
         return -value if sign else value
 
-    def encode(self, value: float) -> tuple[int, int, int]:
+    def encode(self, value: Real) -> tuple[int, int, int]:
         """Value -> (sign, exponent field, mantissa field), rounded to nearest, ties to even."""
-        sign = 1 if math.copysign(1.0, value) < 0 else 0
-        if math.isnan(value):
-            return self._nan(sign)
-        size = abs(value)
-        if math.isinf(size):
-            return self._too_large(sign)
-        if size == 0.0:
+        if isinstance(value, float) and not (math.isfinite(value) and value):
+            sign = 1 if math.copysign(1.0, value) < 0 else 0
+            if math.isnan(value):
+                return self._nan(sign)
+            return (sign, 0, 0) if value == 0 else self._too_large(sign)
+        sign, size = (1 if value < 0 else 0), abs(Fraction(value))
+        if size == 0:
             return sign, 0, 0
-        _, power = math.frexp(size)  # size = m x 2^power, m in [0.5, 1)
-        exponent = max(power - 1 + self.bias, 1)
-        steps = round(math.ldexp(size, self.bias + self.mantissa - exponent))  # Python rounds ties to even
+        power = size.numerator.bit_length() - size.denominator.bit_length()  # 2^(power-1) < size < 2^(power+1)
+        if size < _power_of_two(power):
+            power -= 1
+        exponent = max(power + self.bias, 1)
+        steps = round(size * _power_of_two(self.bias + self.mantissa - exponent))  # Python rounds ties to even
         if steps >= 2 << self.mantissa:
             steps, exponent = steps >> 1, exponent + 1
         if steps < 1 << self.mantissa:
@@ -105,9 +109,31 @@ class FloatFormat:
     def _finite_top(self, sign: int) -> tuple[int, int, int]:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
+    def formula(self, sign: int, exponent: int, mantissa: int) -> str:
+        """How these fields make the value, with the numbers in it; ``inf`` and ``nan`` where they make none."""
+        value = self.decode(sign, exponent, mantissa)
+        if not math.isfinite(value):
+            return f"exponent of ones: {value}"
+        if exponent == 0:
+            return f"(-1)^{sign} x 2^(1 - {self.bias}) x (0 + {mantissa}/2^{self.mantissa})"
+        return f"(-1)^{sign} x 2^({exponent} - {self.bias}) x (1 + {mantissa}/2^{self.mantissa})"
+
     def pattern(self, sign: int, exponent: int, mantissa: int) -> str:
         """``0 10000000 1001...``: the three fields in binary."""
         return f"{sign} {exponent:0{self.exponent}b} {mantissa:0{self.mantissa}b}"
+
+
+def is_finite(value: Real) -> bool:
+    """Whether it is a number (``math.isfinite`` takes no fraction above the largest float)."""
+    return isinstance(value, Fraction) or math.isfinite(value)
+
+
+def size_of(value: Real) -> Real:
+    return -value if value < 0 else value
+
+
+def _power_of_two(power: int) -> Fraction:
+    return Fraction(1 << power) if power >= 0 else Fraction(1, 1 << -power)
 
 
 FLOATS = (
@@ -168,7 +194,7 @@ def float_format(name: str) -> FloatFormat:
     return next(f for f in FLOATS if f.name == name)
 
 
-def nearest_nf4(value: float) -> tuple[int, float]:
+def nearest_nf4(value: Real) -> tuple[int, float]:
     """Index and level next to ``value`` in [-1, 1] (values are divided by their block's absmax before)."""
     index = min(range(16), key=lambda i: abs(NF4_LEVELS[i] - value))
     return index, NF4_LEVELS[index]

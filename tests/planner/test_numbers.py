@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tonnage.planner.numbers.command import run
+from tonnage.planner.numbers.command import read_value, run
 from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_format, nearest_nf4
 
 
@@ -146,3 +146,76 @@ def test_bad_input_is_one_line(capsys, arguments, words):
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert all(word in captured.err for word in words)
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999"])
+def test_what_no_double_holds_overflows_and_says_so(text, capsys):
+    """Python's float of 1e400 is inf, which would be "exact"."""
+    assert run([text, "--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    sign = "-" if text.startswith("-") else ""
+    for name in ("fp32", "tf32", "fp16", "bf16", "fp8_e5m2"):
+        assert (rows[name]["what"], rows[name]["value"]) == ("overflows to infinity", f"{sign}inf")
+    assert (rows["fp8_e4m3"]["what"], rows["fp8_e4m3"]["relative_error"]) == ("saturates", 1.0)
+    assert run([text, "--format", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert f"Overflow: the largest value is 3.4028234663852886e+38, and {text} becomes infinity." in out
+    assert "exact" not in out
+
+
+def test_what_no_double_holds_underflows(capsys):
+    assert run(["1e-400", "--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert {rows[f.name]["what"] for f in FLOATS} == {"underflows to zero"}
+    assert run(["1e-400", "--format", "bf16"]) == 0
+    assert "Underflow: the smallest value is" in capsys.readouterr().out
+
+
+def test_a_decimal_is_not_rounded_twice(capsys):
+    """2^24 and a little more: a double holds it as 2^24 itself."""
+    assert run(["16777216.000000000000001", "--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["fp32"]["what"] == "rounded down"
+    assert 0 < rows["fp32"]["relative_error"] < 1e-21
+    assert float_format("fp32").encode(read_value("16777217.0000000000000001")) == (0, 151, 1)  # above the tie
+
+
+def test_the_bits_are_drawn_with_the_formula(capsys):
+    assert run(["3.14159", "--format", "BF16"]) == 0
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "bf16: 1 bit of sign, 8 of exponent (bias 2^7 - 1 = 127), 7 of mantissa",
+        "  0 10000000 1001001",
+        "  | |        +- mantissa 73: 1 + 73/2^7 = 1.5703125",
+        "  | +- exponent 128: 2^(128 - 127) = 2^1",
+        "  +- sign 0: +",
+        "  (-1)^0 x 2^(128 - 127) x (1 + 73/2^7) = 3.140625",
+        "  relative error |3.140625 - 3.14159| / |3.14159| = 3.07e-04, at most 2^-8 = 3.91e-03",
+    ]
+    assert run(["1e-7", "--format", "float16"]) == 0
+    out = capsys.readouterr().out
+    assert "exponent 0, subnormal: 2^(1 - 15) = 2^-14" in out
+    assert "(-1)^0 x 2^(1 - 15) x (0 + 2/2^10) = 1.1920928955078125e-07" in out
+    for value in ("inf", "nan", "0", "-0.0"):
+        assert run([value, "--format", "e4m3"]) == 0
+    capsys.readouterr()
+    assert run(["3.14159"]) == 0
+    assert "relative error" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", [f.name for f in FLOATS])
+def test_the_formula_makes_the_value(name):
+    found, rng = float_format(name), random.Random(3)
+    for _ in range(200):
+        fields = found.encode(rng.uniform(-2, 2) * 2.0 ** rng.randint(-20, 8))
+        formula = found.formula(*fields).replace("^", "**").replace(" x ", " * ")
+        assert eval(formula) == found.decode(*fields)
+
+
+def test_the_table_has_biases(capsys):
+    assert run(["--json"]) == 0
+    rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert [rows[name]["bias"] for name in ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")] == [
+        127, 15, 127, 7, 15, 1,
+    ]  # fmt: skip
+    assert run([]) == 0
+    assert "bias" in capsys.readouterr().out.splitlines()[0]
