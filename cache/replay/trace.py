@@ -5,27 +5,30 @@
 - **Mooncake** (FAST'25 traces): JSON lines with ``timestamp`` in milliseconds, ``input_length``,
   ``output_length`` and ``hash_ids``, one id for each 512 tokens of the prompt; equal ids after equal
   beginnings mean equal tokens.
-- **the server's request log**: JSON lines with ``arrival`` (seconds), ``prompt_tokens``, ``output_tokens``, and
-  where known ``max_tokens``, ``hash_ids``, ``hash_block`` (tokens of an id, 512), ``tenant``, ``priority``.
-  `log_line` writes one.
+- **the server's request log**: JSON lines, or CSV with these columns: ``arrival`` (seconds), ``prompt_tokens``,
+  ``output_tokens``, and where known ``max_tokens``, ``hash_ids``, ``hash_block`` (tokens of an id, 512),
+  ``tenant``, ``priority``. `log_line` writes one.
 
 A line that does not parse, or says something impossible, is refused with its number; nothing is guessed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from tonnage.cache.errors import CacheError
+from tonnage.cache.replay.columns import NAMES, NEEDED, cell, renamed
+from tonnage.planner.errors import did_you_mean
 
 MOONCAKE_BLOCK = 512  # tokens of a hash id: Mooncake, FAST25-release/traces
+_AZURE = {"arrival": "TIMESTAMP", "prompt_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"}
 
 
 class TraceError(CacheError):
@@ -67,15 +70,19 @@ class Trace:
         return max(request.output_tokens for request in self.requests)
 
 
-def read_trace(path: Path, *, limit: int | None = None, skip_bad_lines: bool = False) -> Trace:
-    """The first ``limit`` requests of a trace file, whatever its format.
+def read_trace(
+    path: Path, *, limit: int | None = None, skip_bad_lines: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> Trace:  # fmt: skip
+    """The first ``limit`` requests of a trace file, whatever its format. ``columns``: what it calls the fields
+    of the request log (:func:`.columns.parse_columns`), where it is none of the three.
 
     Raises TraceError: no such file, unknown format, no request, or a line (with its number) that does not
     parse, unless ``skip_bad_lines``, which counts them.
     """
     try:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            return _read(file, path.name, limit, skip_bad_lines)
+            return _read(file, path.name, limit, skip_bad_lines, columns)
     except OSError as error:
         raise TraceError(
             f"{path.name}: {error.strerror}", field="trace", hint="give a .csv or .jsonl file"
@@ -100,17 +107,19 @@ def log_line(request: TraceRequest) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def _read(file: TextIO, name: str, limit: int | None, skip_bad_lines: bool) -> Trace:
+def _read(
+    file: TextIO, name: str, limit: int | None, skip_bad_lines: bool, named: Mapping[str, str] | None
+) -> Trace:
     first = file.readline()
     requests: list[TraceRequest] = []
     skipped = 0
-    kind, lines, parse = _format_of(first, file, name)
+    kind, lines, parse = _format_of(first, file, name, named)
     for number, line in lines:
         if not line.strip():
             continue
         try:
             requests.append(parse(line))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
             if not skip_bad_lines:
                 raise TraceError(
                     f"{name} line {number}: {_reason(error)}",
@@ -128,42 +137,57 @@ def _read(file: TextIO, name: str, limit: int | None, skip_bad_lines: bool) -> T
 
 
 def _format_of(
-    first: str, file: TextIO, name: str
+    first: str, file: TextIO, name: str, named: Mapping[str, str] | None
 ) -> tuple[str, Iterator[tuple[int, str]], Callable[[str], TraceRequest]]:
     def all_lines() -> Iterator[tuple[int, str]]:
         yield 1, first
         yield from enumerate(file, start=2)
 
-    columns = [column.strip() for column in first.lstrip("\ufeff").split(",")]
-    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(columns):
-        return "azure", enumerate(file, start=2), _azure(columns)
     try:
         record = json.loads(first)
     except ValueError:
         record = None
+    columns: list[str] = []
+    if isinstance(record, dict) and named is not None:
+        return "columns", all_lines(), lambda line: _request(renamed(_record(line), named))
     if isinstance(record, dict) and "input_length" in record:
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
         return "log", all_lines(), _log
+    with contextlib.suppress(csv.Error):  # a field of a megabyte: no header
+        columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
+    if named is None and set(_AZURE.values()) <= set(columns):
+        return "azure", enumerate(file, start=2), _table(columns, _AZURE)
+    if named is not None or set(NEEDED) <= set(columns):
+        named = named or {column: column for column in columns if column in NAMES}
+        _check_columns(columns, named, name)
+        return "columns", enumerate(file, start=2), _table(columns, named)
     raise TraceError(
         f"{name} line 1: neither the header of an Azure trace nor a line of a Mooncake trace or a request log",
         field="trace",
-        hint="columns TIMESTAMP,ContextTokens,GeneratedTokens, or JSON with input_length or prompt_tokens",
+        hint="columns TIMESTAMP,ContextTokens,GeneratedTokens, JSON with input_length or prompt_tokens, or by "
+        "--columns arrival=...,prompt_tokens=...,output_tokens=... what its columns are",
     )
 
 
-def _azure(columns: list[str]) -> Callable[[str], TraceRequest]:
-    at = [columns.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
+def _check_columns(columns: list[str], named: Mapping[str, str], name: str) -> None:
+    for column in named.values():
+        if column not in columns:
+            raise TraceError(
+                f"{name} line 1 has no column {column[:60]!r}", field="--columns",
+                hint=did_you_mean(column, columns) or f"it has {', '.join(columns)[:200]}",
+            )  # fmt: skip
+
+
+def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], TraceRequest]:
+    """Reader of the lines of a CSV file. ``named``: what it calls the fields of the request log."""
 
     def parse(line: str) -> TraceRequest:
-        cells = next(csv.reader([line]))
+        cells = [text.strip() for text in next(csv.reader([line]))]
         if len(cells) != len(columns):
             raise ValueError(f"{len(cells)} columns, {len(columns)} expected")
-        when, prompt, output = (cells[i].strip() for i in at)
-        # Seven digits of a second; datetime takes six.
-        head, dot, digits = when.partition(".")
-        seconds = datetime.fromisoformat(head + "+00:00").timestamp() + float(f"0{dot}{digits}" if dot else 0)
-        return _checked(seconds, int(prompt), int(output))
+        found = {column: cell(text) for column, text in zip(columns, cells, strict=True) if text}
+        return _request(renamed(found, named))
 
     return parse
 
@@ -176,7 +200,10 @@ def _mooncake(line: str) -> TraceRequest:
 
 
 def _log(line: str) -> TraceRequest:
-    record = _record(line)
+    return _request(_record(line))
+
+
+def _request(record: Mapping[str, Any]) -> TraceRequest:
     prompt = _count(record, "prompt_tokens")
     block = _count(record, "hash_block") if "hash_block" in record else MOONCAKE_BLOCK
     if block < 1:
@@ -211,21 +238,21 @@ def _record(line: str) -> dict[str, Any]:
     return record
 
 
-def _number(record: dict[str, Any], name: str) -> float:
+def _number(record: Mapping[str, Any], name: str) -> float:
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {value!r:.40}, not a number")
     return float(value)
 
 
-def _count(record: dict[str, Any], name: str, least: int = 0) -> int:
+def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise ValueError(f"{name} is {value!r:.40}, not a whole number that a count can be")
     return value
 
 
-def _ids(record: dict[str, Any], prompt: int, block: int) -> tuple[int, ...]:
+def _ids(record: Mapping[str, Any], prompt: int, block: int) -> tuple[int, ...]:
     ids = record["hash_ids"]
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**30 for i in ids):
         raise ValueError("hash_ids is not a list of whole numbers below 2^30")

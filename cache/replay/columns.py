@@ -1,0 +1,74 @@
+"""Traces under names of one's own: ``--columns arrival=t,prompt_tokens=in,output_tokens=out``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from tonnage.planner.errors import DeploymentError, did_you_mean
+
+NEEDED = ("arrival", "prompt_tokens", "output_tokens")
+NAMES = (*NEEDED, "arrival_ms", "max_tokens", "tenant", "priority", "hash_ids", "hash_block")
+_ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")
+
+
+def parse_columns(text: str) -> dict[str, str]:
+    """``arrival=t,prompt_tokens=in`` -> our name: that of the file; what is needed and left out has its own.
+
+    Raises DeploymentError.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, column = (word.strip() for word in part.partition("="))
+        if not equals or not column:
+            raise DeploymentError(
+                f"{part[:60]!r} is not NAME=COLUMN", field="--columns", hint="for example arrival=t"
+            )
+        if name not in NAMES:
+            hint = did_you_mean(name, NAMES) or f"one of {', '.join(NAMES)}"
+            raise DeploymentError(f"{name[:60]!r} is nothing of a request", field="--columns", hint=hint)
+        found[name] = column
+    if "arrival" in found and "arrival_ms" in found:
+        raise DeploymentError("says the time twice: arrival and arrival_ms", field="--columns")
+    for name in NEEDED:
+        if name != "arrival" or "arrival_ms" not in found:
+            found.setdefault(name, name)
+    return found
+
+
+def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A line of such a trace with the names of the request log, times in seconds. Raises ValueError, KeyError
+    with the file's name of what is missing."""
+    out = {name: record[column] for name, column in columns.items() if name in NEEDED or column in record}
+    if "arrival_ms" in columns:
+        out["arrival"] = _milliseconds(record[columns["arrival_ms"]])
+    elif isinstance(out["arrival"], str):
+        out["arrival"] = seconds(out["arrival"])
+    out.pop("arrival_ms", None)
+    return out
+
+
+def cell(text: str) -> Any:
+    """A cell of a CSV file: a whole number where it is one, else text."""
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
+
+
+def seconds(text: str) -> float:
+    """A time as a number of seconds, or a date (ISO 8601; without a zone UTC). Raises ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    if _ZONE.search(text) and ":" in text:
+        return datetime.fromisoformat(text).timestamp()
+    # Seven digits of a second; datetime takes six.
+    head, dot, digits = text.partition(".")
+    return datetime.fromisoformat(head + "+00:00").timestamp() + float(f"0{dot}{digits}" if dot else 0)
+
+
+def _milliseconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"the time is {value!r:.40}")
+    return float(value) / 1000
