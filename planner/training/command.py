@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean
 from tonnage.planner.flags import add_flags, add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.planner.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
+    from tonnage.planner.training.combinations import Combinations
     from tonnage.planner.training.tricks import Trick
 
-FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
+FITS, DOES_NOT_FIT = 0, 1
 
 _EPILOG = """
 exit codes: 0 it fits (or no device was named), 1 it does not, 2 bad input.
@@ -32,27 +34,22 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    p = _Parser(
-        prog="tonnage train",
-        description="Say what training a model needs on GPU, CPU and NVMe, and what would make it fit.",
-        epilog=_EPILOG,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100),
-        allow_abbrev=False,
+def parser() -> Parser:
+    p = Parser(
+        "tonnage train",
+        "Say what training a model needs on GPU, CPU and NVMe, and what would make it fit.",
+        _EPILOG,
     )
     p.add_argument("model", metavar="MODEL", help="demo, a folder with config.json or a hub id")
     add_token_flag(p)
     add_groups(p, TrainingSetup)
     add_flags(p, Deployment, ("gpu",))
-    p.add_argument("--find", metavar="micro-batch|sequence-length", help="the largest that fits")
-    p.add_argument("--tricks", action="store_true", help="rank what would make it fit")
     p.add_argument(
-        "--emit", metavar="deepspeed|accelerate|trainer|peft|deepspeed-estimate",
+        "--find", type=str.lower, metavar="micro-batch|sequence-length", help="the largest that fits"
+    )
+    p.add_argument("--tricks", action="store_true", help="rank what would make it fit, alone and together")
+    p.add_argument(
+        "--emit", type=str.lower, metavar="deepspeed|accelerate|trainer|peft|deepspeed-estimate",
         help="print that configuration, or what DeepSpeed's own estimators say of the model",
     )  # fmt: skip
     p.add_argument(
@@ -90,11 +87,11 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
-        return _refuse(error)
+        return refused(error)
     try:
         return _run(args)
     except TonnageError as error:
-        return _refuse(error)
+        return refused(error)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -112,7 +109,10 @@ def _run(args: argparse.Namespace) -> int:
 
         field = args.find.replace("-", "_")
         if field not in FIELDS:
-            raise DeploymentError(f"{args.find!r} is not micro-batch or sequence-length", field="--find")
+            raise DeploymentError(
+                f"{args.find!r} is not micro-batch or sequence-length", field="--find",
+                hint=did_you_mean(args.find, ("micro-batch", "sequence-length")),
+            )  # fmt: skip
         found = largest(planner, setup, field)
         setup = found.plan.setup
     plan = found.plan if found else planner.plan(setup)
@@ -122,10 +122,13 @@ def _run(args: argparse.Namespace) -> int:
         print(emit(args.emit, plan, planner.model.architecture))
         return FITS
     rows: tuple[Trick, ...] = ()
+    several: Combinations | None = None
     if args.tricks:
+        from tonnage.planner.training.combinations import combinations
         from tonnage.planner.training.tricks import tricks
 
         rows = tricks(planner, setup)
+        several = combinations(planner, setup, rows)
     if args.html:
         from tonnage.planner.training.html import page
 
@@ -142,8 +145,12 @@ def _run(args: argparse.Namespace) -> int:
         result = render.plan_to_dict(plan, args.explain)
         if found:
             result["largest"] = {"field": found.field, "value": found.value, "aligned": found.aligned}
-        if args.tricks:
+        if several is not None:
             result["tricks"] = [_trick(t) for t in rows]
+            result["combinations"] = {
+                "rows": [_trick(t) for t in several.rows], "tried": several.tried, "complete": several.complete,
+                "smallest": None if several.smallest is None else _trick(several.smallest),
+            }  # fmt: skip
         print(json.dumps(result, indent=2))
     else:
         render.print_plan(plan, args.explain, sys.stdout)
@@ -151,6 +158,8 @@ def _run(args: argparse.Namespace) -> int:
             aligned = f" ({found.aligned:,} as a multiple of {found.multiple})" if found.aligned else ""
             print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
         for line in render.trick_lines(rows) if rows else ():
+            print(line)
+        for line in render.combination_lines(several) if several is not None else ():
             print(line)
         if plan.fits is False and not rows:
             print("--tricks ranks what would make it fit.")
@@ -192,8 +201,3 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
         )
         print("\t".join(values + tail))
     return FITS
-
-
-def _refuse(error: TonnageError) -> int:
-    print(f"tonnage train: {error}", file=sys.stderr)
-    return BAD_INPUT

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.training import deepspeed as deepspeed_estimates
 from tonnage.planner.training.methods import default_targets
@@ -37,7 +37,9 @@ def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
         return json.dumps(peft(plan.setup, architecture.model_type), indent=2)
     if kind == "deepspeed-estimate":
         return deepspeed_estimates.tables(architecture, plan.setup.gpus, plan.setup.nodes)
-    raise DeploymentError(f"{kind!r} is not one of {', '.join(KINDS)}", field="--emit")
+    raise DeploymentError(
+        f"{kind!r} is not one of {', '.join(KINDS)}", field="--emit", hint=did_you_mean(kind, KINDS)
+    )
 
 
 def deepspeed(setup: TrainingSetup) -> dict[str, Any]:

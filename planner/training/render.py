@@ -14,6 +14,7 @@ from tonnage.planner.training.step import kernel_of
 from tonnage.planner.units import gib
 
 if TYPE_CHECKING:
+    from tonnage.planner.training.combinations import Combinations
     from tonnage.planner.training.tricks import Trick
 
 _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, per node"))
@@ -147,7 +148,12 @@ def verdict(plan: TrainingPlan) -> list[str]:
 
 
 def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
-    out = ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):"]
+    return ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):",
+            *_trick_rows(rows)]  # fmt: skip
+
+
+def _trick_rows(rows: tuple[Trick, ...]) -> list[str]:
+    out = []
     for t in rows:
         fits = {True: "fits", False: "does not fit", None: ""}[t.fits]
         out.append(
@@ -156,6 +162,26 @@ def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
         )
         if t.flags:
             out.append(f"      {t.flags}")
+    return out
+
+
+_SHOWN = 6  # combinations in a terminal
+
+
+def combination_lines(found: Combinations) -> list[str]:
+    """Combinations that fit, and the smallest change that does."""
+    out = []
+    if found.rows:
+        out += ["", "Together they fit, the quickest first:", *_trick_rows(found.rows[:_SHOWN])]
+        if len(found.rows) > _SHOWN:
+            out.append(f"  ... and {len(found.rows) - _SHOWN} more (--json lists all)")
+    if found.tried:
+        all_of = "all there are" if found.complete else "those that save most"
+        out.append(f"{found.tried} combinations were planned, {all_of}.")
+    if found.smallest is not None:
+        out.append(f"The smallest change that fits: {found.smallest.name} ({found.smallest.flags})")
+    elif found.tried:
+        out.append("None of them fits.")
     return out
 
 

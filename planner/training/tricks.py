@@ -107,7 +107,7 @@ def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
     out = []
     tokens = setup.micro_batch * base.length
     for name, changes, note in _candidates(setup, planner.model.architecture.layers, tokens):
-        found = _row(planner, setup, base, reference, name, changes, note)
+        found = tried_with(planner, setup, base, reference, name, changes, note)
         if found is not None:
             out.append(found)
     out.append(_data_loader(base))
@@ -119,10 +119,12 @@ def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
     return tuple(out)
 
 
-def _row(
+def tried_with(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
     changes: dict[str, Any], note: str,
 ) -> Trick | None:  # fmt: skip
+    """The row of ``setup`` with ``changes``, beside the plan ``base`` of a step of ``reference`` seconds; None
+    where they contradict each other."""
     try:
         plan = planner.plan(replace(setup, **changes))
     except TonnageError:
@@ -169,7 +171,7 @@ def _together(
     for row in sorted(rows, key=lambda t: (round(t.relative_time, 2), t.gpu_bytes)):
         if not row.changes or any(field in changes for field, _ in row.changes):
             continue
-        tried = _row(planner, setup, base, reference, "", {**changes, **dict(row.changes)}, "")
+        tried = tried_with(planner, setup, base, reference, "", {**changes, **dict(row.changes)}, "")
         if tried is None or tried.gpu_bytes >= held:
             continue
         changes.update(row.changes)

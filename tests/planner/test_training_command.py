@@ -12,6 +12,7 @@ import yaml
 
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.training import emit
+from tonnage.planner.training.combinations import MOST_TRIED, combinations
 from tonnage.planner.training.command import run
 from tonnage.planner.training.html import page
 from tonnage.planner.training.links import parse_speed
@@ -272,3 +273,45 @@ def test_peft_takes_its_config(planner, method):
 )
 def test_speeds(text, speed):
     assert parse_speed(text, "--x") == speed
+
+
+def test_combinations_are_ranked_and_the_smallest_is_said(planner, folder, capsys):
+    """Neither of two tricks is enough alone: all pairs were tried, and those that fit are plans that fit."""
+    setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
+    rows = tricks(planner, setup)
+    found = combinations(planner, setup, rows)
+    alone = [t for t in rows if t.fits and t.changes and not t.name.startswith("together: ")]
+    assert found.rows
+    assert found.complete
+    assert 0 < found.tried <= MOST_TRIED
+    for row in found.rows[:5]:
+        assert planner.plan(replace(setup, **dict(row.changes))).fits is True
+        parts = row.name.split(" + ")
+        assert not any(t.name in parts for t in alone)
+        for t in rows:
+            if t.name in parts:
+                assert planner.plan(replace(setup, **dict(t.changes))).fits is False
+    times = [round(t.relative_time, 3) for t in found.rows]
+    assert times == sorted(times)
+    assert found.smallest is not None
+    assert found.smallest.name.count(" + ") == (0 if alone else 1)
+    run([folder, "--tricks", "--device-memory", "24GiB", "--micro-batch", "8"])
+    out = capsys.readouterr().out
+    assert f"The smallest change that fits: {found.smallest.name} ({found.smallest.flags})" in out
+    assert f"{found.tried} combinations were planned, all there are." in out
+    run([folder, "--tricks", "--device-memory", "24GiB", "--micro-batch", "8", "--json"])
+    told = json.loads(capsys.readouterr().out)["combinations"]
+    assert told["smallest"]["flags"] == found.smallest.flags
+    assert [t["name"] for t in told["rows"]] == [t.name for t in found.rows]
+
+
+def test_the_number_of_combinations_is_bounded(planner):
+    setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
+    rows = tricks(planner, setup)
+    found = combinations(planner, setup, rows, most=3)
+    assert (found.tried, found.complete) == (3, False)
+
+
+def test_a_setup_that_fits_asks_for_no_combination(planner):
+    setup = TrainingSetup(device_memory=A100, method="lora")
+    assert combinations(planner, setup, tricks(planner, setup)).tried == 0
