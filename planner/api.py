@@ -9,7 +9,7 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.build import Sizer, plan_source
-from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.planning.deployment import deployment_of, spelled
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
@@ -36,7 +36,7 @@ def plan(model: str, **fields: Any) -> Plan:
     Raises TonnageError subclasses for what is not understood: ModelNotFound, ConfigError, CheckpointError,
     UnsupportedArchitecture, DeploymentError; TypeError for a keyword that is no field.
     """
-    flags = flags_of(Deployment)
+    fields, flags = spelled(fields), flags_of(Deployment)
     for name in fields.keys() & flags.keys():  # a command line can give text alone, Python anything
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)

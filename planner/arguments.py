@@ -44,7 +44,11 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--help="):
                 print(self.help_about(word.partition("=")[2]), end="")
                 raise SystemExit(0)
-        found, rest = self.parse_known_args(words, namespace)
+        many = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
+        parse = (
+            self.parse_known_intermixed_args if many else self.parse_known_args
+        )  # names before and after flags
+        found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
         return found

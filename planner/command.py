@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import gib, parse_count
 
-FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
+FITS, DOES_NOT_FIT = 0, 1
 
 _EPILOG = """
 exit codes: 0 the plan fits, 1 it does not (the reasons say why and what would), 2 bad input.
@@ -35,27 +35,13 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
+COLUMNS = "what the trace calls arrival, prompt_tokens, output_tokens, ...: arrival=t,prompt_tokens=in,..."
 
 
-def _width() -> int:
-    try:
-        return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # piped
-        return 100
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Flags are vLLM's own names."""
-    p = _Parser(
-        prog="tonnage plan",
-        description="Say what a model needs and what a device carries, before anything loads.",
-        epilog=_EPILOG,
-        # a given width spares argparse the import of shutil and its compressors (5 ms)
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
-        allow_abbrev=False,
+    p = Parser(
+        "tonnage plan", "Say what a model needs and what a device carries, before anything loads.", _EPILOG
     )
     p.add_argument(
         "model", metavar="MODEL",
@@ -65,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add_token_flag(p)
     add_groups(p, Deployment)
     _output_flags(p.add_argument_group("answers and output"))
+    _trace_flags(p.add_argument_group("requests of a trace"))
     return p
 
 
@@ -99,10 +86,32 @@ def _output_flags(p: _Group) -> None:
     out.add_argument("--csv", action="store_true", help="print CSV")
     out.add_argument(
         "--emit",
-        metavar="FORM",
-        help="helm-values, compose-env or k8s-resources: print the deployment's settings",
+        type=str.lower,
+        metavar="helm-values|compose-env|k8s-resources",
+        help="print the deployment's settings",
     )
     p.add_argument("--html", metavar="FILE", help="write a self-contained page with memory bars")
+
+
+def _trace_flags(p: _Group) -> None:
+    """Those of commands.lengths and commands.replicas of the server, which know how to read traces: the
+    command ``tonnage`` calls them where --trace or --replicas is given."""
+    p.add_argument("--trace", metavar="FILE", help="how many requests like those of FILE run at once")
+    p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
+    p.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
+    p.add_argument("--replicas", metavar="auto", help="how many servers of this plan --rate needs")
+    p.add_argument("--rate", type=float, metavar="N", help="requests a second, like those of --trace")
+    p.add_argument("--wait-target", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
+    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
+    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    needs = dict.fromkeys(("limit", "columns", "replicas"), "trace")
+    needs |= dict.fromkeys(("rate", "wait_target", "memory_bandwidth", "flops"), "replicas")
+    for name, other in needs.items():
+        if getattr(args, name) is not None and getattr(args, other) is None:
+            raise DeploymentError(f"means nothing without --{other}", field="--" + name.replace("_", "-"))
 
 
 def deployment_from(args: argparse.Namespace) -> Deployment:
@@ -114,6 +123,7 @@ def deployment_from(args: argparse.Namespace) -> Deployment:
     one_of(read_choices(args))
     deployment = deployment_of(given(args, Deployment))
     _check_outputs(args)
+    _check_trace(args)
     return deployment
 
 
@@ -153,8 +163,7 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
-        print(f"tonnage plan: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return refused(error)
 
 
 def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]] | None = None) -> int:
@@ -165,6 +174,9 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     from tonnage.planner.source.resolve import resolve_model
     from tonnage.planner.sweep.choices import one_of, read_choices
 
+    if args.trace is not None and trace is None:
+        raise DeploymentError("traces are read by the command tonnage, not by the planner", field="--trace")
+    _check_trace(args)
     many = args.sweep or args.target_concurrency is not None
     choices = read_choices(args)
     if args.compare is not None or trace is not None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
+from tonnage.planner.model.dtypes import SPELLINGS
 from tonnage.planner.records import dataclass, field
 from tonnage.planner.units import GiB, MiB, parse_count, parse_size
 
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 MAX_COUNT = 1 << 31
 MAX_BYTES = 1 << 60  # one EiB
 _TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,),
+    "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
 _UNITS = {"GiB": GiB, "MiB": MiB}  # options in them of fields in bytes
-_METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE"}
+_METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
 def flag(
@@ -43,20 +44,26 @@ def flag(
     needs: str = "",
     engine: str = "",
     option: str = "",
+    short: str = "",
+    spellings: tuple[tuple[str, str], ...] = (),
+    secret: bool = False,
     hint: str | None = None,
     read: Callable[[str, str], Any] | None = None,
 ) -> Any:
     """Declares a field of a record as a flag.
 
-    ``unit``: bytes, GiB or MiB (an option in them of a field in bytes) or share, in (0, 1]; other integers are
-    counts from ``least`` to ``most``. ``needs``: the flag without which it means nothing. ``engine``: the only
-    one that has it. ``option``: where it is not the field's name. ``hint``: what would be right. ``read``:
+    ``unit``: bytes, GiB or MiB (an option in them of a field in bytes), share, in (0, 1] (``least`` 0: in [0,
+    1)), or seconds, above 0 (``least`` 0: from it on); other integers are counts from ``least`` to ``most``.
+    ``needs``: the flag without which it means nothing. ``engine``: the only one that has it. ``option``: where
+    it is not the field's name; ``short``: vLLM's short one. ``spellings``: (name in lower case, value) of
+    values without ``choices``. ``secret``: not printed. ``hint``: what would be right. ``read``:
     (text, field) -> value, where no unit says how.
     """
     rest = {
         "help": help, "group": group, "unit": unit, "metavar": metavar, "choices": choices, "least": least,
         "most": MAX_BYTES if unit in ("bytes", *_UNITS) else most, "needs": needs, "engine": engine,
-        "option": option, "hint": hint, "reader": read,
+        "option": option, "short": short, "spellings": spellings, "secret": secret, "hint": hint,
+        "reader": read,
     }  # fmt: skip
     return field(default=default, metadata=rest)
 
@@ -79,6 +86,9 @@ class Flag:
     needs: str
     engine: str
     option: str
+    short: str
+    spellings: tuple[tuple[str, str], ...]
+    secret: bool
     hint: str | None
     reader: Callable[[str, str], Any] | None
 
@@ -106,31 +116,73 @@ class Flag:
             if text not in ("true", "false"):
                 raise DeploymentError(f"{text[:40]!r} is not true or false", field=field)
             value = text == "true"
+        elif self.kind == "Path":
+            from pathlib import Path  # the planner's own flags have none
+
+            value = Path(text)
         else:
-            value = text
+            value = self.meant(text)
         self.check(value, field)
         return value
+
+    def meant(self, text: str) -> str:
+        """The value that ``text`` is a spelling of: ``FP16`` of float16, ``NF4`` of nf4; else ``text``."""
+        if self.choices:
+            word = text.strip().lower()
+            same = next((names for names in SPELLINGS if word in names), frozenset((word,)))
+            return next((choice for choice in self.choices if choice in same), text)
+        if self.spellings:
+            usual = dict(self.spellings)
+            words = [word.strip().lower() for word in text.split(",")]  # several: of a table of plans
+            return ",".join(usual.get(word, word) for word in words)
+        return text
 
     def check(self, value: object, field: str | None = None) -> None:
         """Raise DeploymentError for a value of another type, out of range or none of the choices."""
         field = field or self.option
         if value is None and self.optional:
             return
-        wrong: str | None = None
-        if not isinstance(value, _TYPES.get(self.kind, (str,))) or (
-            isinstance(value, bool) and self.kind != "bool"
-        ):
-            wrong = self.kind + (" | None" if self.optional else "")
-        elif self.choices and value not in self.choices:
-            wrong = f"one of {', '.join(self.choices)}"
-        elif self.kind == "int" and not self.least <= value <= self.most:  # type: ignore[operator]
-            wrong = f"an integer from {self.least} to {self.most:,}"
-        elif value == ():
-            wrong = "a name or several"
-        elif self.kind == "float" and not 0 < value <= 1:  # type: ignore[operator]
-            wrong = "in (0, 1]"
+        wrong, hint = self._wrong(value), self.hint
+        if wrong and self.choices and isinstance(value, str):
+            other = self.meant(value)
+            hint = (
+                f"did you mean {other}?" if other in self.choices else did_you_mean(value, self.choices) or hint
+            )
         if wrong:
-            raise DeploymentError(f"{value!r} is not {wrong}", field=field, hint=self.hint)
+            raise DeploymentError(
+                f"{'it' if self.secret else repr(value)} is not {wrong}", field=field, hint=hint
+            )
+
+    def _wrong(self, value: Any) -> str | None:
+        """What ``value`` is not; None: nothing."""
+        if not self._is_of_kind(value):
+            return self.kind + (" | None" if self.optional else "")
+        if value == "":
+            return "a value"
+        if self.choices and value not in self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind == "int" and not self.least <= value <= self.most:
+            return f"an integer from {self.least} to {self.most:,}"
+        if value == () and self.default != ():
+            return "a name or several"
+        if self.unit == "seconds" and not (0 < value < float("inf") or value == self.least == 0):
+            return "a time in seconds"
+        if self.unit == "share" and self.least == 0 and not 0 <= value < 1:
+            return "in [0, 1)"
+        if self.unit == "share" and self.least and not 0 < value <= 1:
+            return "in (0, 1]"
+        return None
+
+    def _is_of_kind(self, value: Any) -> bool:
+        if isinstance(value, bool):
+            return self.kind == "bool"
+        if self.kind in _TYPES:
+            return isinstance(value, _TYPES[self.kind])
+        if self.kind == "Path":
+            return hasattr(value, "__fspath__")
+        if self.reader is not None and not isinstance(value, str):
+            return bool(value.__class__.__name__ == self.kind)
+        return isinstance(value, str)
 
     @property
     def said(self) -> str:
@@ -138,25 +190,30 @@ class Flag:
         text = f"{self.engine}: {self.help}" if self.engine else self.help
         if self.choices and self.metavar:
             text += f": {', '.join(self.choices)}"
-        if self.default is None or self.kind == "bool" or "default:" in text:
+        if self.default in (None, ()) or self.kind == "bool" or "default:" in text:
             return text
-        shown = f"{self.default:,}" if isinstance(self.default, int) else self.default
+        shown = self.default
+        if isinstance(shown, int) and shown >= 10_000:
+            shown = f"{shown:,}"
+        elif isinstance(shown, float):
+            shown = f"{shown:g}"
         return f"{text} (default: {shown})" if text else f"default: {shown}"
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
         """Its option; left out, the namespace holds ``default`` under the field's name."""
+        names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             from argparse import BooleanOptionalAction
 
             parser.add_argument(
-                self.option, dest=self.name, action=BooleanOptionalAction, default=default, help=self.said
+                *names, dest=self.name, action=BooleanOptionalAction, default=default, help=self.said
             )
             return
         metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)
         if not metavar:
             metavar = "N" if self.kind == "int" else self.name.rsplit("_", 1)[-1].upper()
         parser.add_argument(
-            self.option, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.said
+            *names, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.said
         )
 
 
@@ -180,13 +237,19 @@ def add_flags(parser: argparse._ActionsContainer, record: type, names: Iterable[
         flags_of(record)[name].add_to(parser)
 
 
-def add_groups(parser: argparse.ArgumentParser, record: type) -> None:
-    """Options of all flags of ``record``, under the headings of their groups."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for found in flags_of(record).values():
+def add_groups(
+    parser: argparse.ArgumentParser, record: type, names: Iterable[str] | None = None, default: Any = None
+) -> None:
+    """Options of the flags ``names`` of ``record`` (None: of all), under the headings of their groups; left
+    out, the namespace holds ``default``."""
+    groups = {str(group.title): group for group in parser._action_groups}
+    wanted = None if names is None else set(names)
+    for name, found in flags_of(record).items():
+        if wanted is not None and name not in wanted:
+            continue
         if found.group not in groups:
             groups[found.group] = parser.add_argument_group(found.group)
-        found.add_to(groups[found.group])
+        found.add_to(groups[found.group], default)
 
 
 def given(arguments: argparse.Namespace, record: type) -> dict[str, Any]:

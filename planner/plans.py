@@ -33,6 +33,11 @@ _DEVICE, _MODEL = "engine and device", "model"
 _CACHE, _EXTRAS = "KV cache and batch", "parallelism and extras"
 _MAX_RANKS = 4096
 
+# Short flags are those of vllm/engine/arg_utils.py, 0.32.
+# int4 is what vLLM and compressed-tensors call INT4 W4A16; the other words are ours with an underscore.
+_FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
+_KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
+
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
@@ -41,7 +46,7 @@ class Deployment:
 
     engine: EngineName = flag(
         "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
-        metavar="|".join(get_args(EngineName)),
+        choices=get_args(EngineName),
     )  # fmt: skip
     engine_version: str | None = flag(
         None, "rules of this version, for example 0.11.0 (default: the installed one, else the newest known)",
@@ -76,11 +81,16 @@ class Deployment:
         "auto", "what the model is loaded in", group=_MODEL, choices=("auto", *DTYPE_BYTES), metavar="DTYPE"
     )
     quantization: str | None = flag(
-        None, "int8, nf4, nf4-double, gptq ... (default: the checkpoint's)", group=_MODEL, metavar="METHOD"
+        None,
+        "fp8, int8, int4, nf4, gptq, awq ... (default: the checkpoint's)",
+        group=_MODEL,
+        metavar="METHOD",
+        short="-q",
+        spellings=_FORMATS,
     )
     kv_cache_dtype: str = flag(
         "auto", "KV cache: float32, float16, bfloat16, fp8, fp8_per_token_head ... (default: the model's)",
-        group=_CACHE,
+        group=_CACHE, metavar="DTYPE", spellings=_KV_TYPES,
     )  # fmt: skip
     mamba_ssm_cache_dtype: str = flag(
         "auto", "recurrent states: float32, float16 or bfloat16 (default: the model's)", group=_CACHE,
@@ -132,12 +142,21 @@ class Deployment:
         "weights", "ranks divide the tower, or the pictures", group=_EXTRAS, choices=("weights", "data"),
         engine="vllm",
     )  # fmt: skip
-    tensor_parallel_size: int = flag(1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS)
-    pipeline_parallel_size: int = flag(1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS)
-    data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS)
-    enable_expert_parallel: bool = flag(False, "whole experts per GPU", group=_EXTRAS)
+    tensor_parallel_size: int = flag(
+        1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS, short="-tp"
+    )
+    pipeline_parallel_size: int = flag(
+        1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS, short="-pp"
+    )
+    data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS, short="-dp")
+    enable_expert_parallel: bool = flag(False, "whole experts per GPU", group=_EXTRAS, short="-ep")
     decode_context_parallel_size: int = flag(
-        1, "ranks that divide a sequence's KV cache", group=_EXTRAS, most=_MAX_RANKS, engine="vllm"
+        1,
+        "ranks that divide a sequence's KV cache",
+        group=_EXTRAS,
+        most=_MAX_RANKS,
+        engine="vllm",
+        short="-dcp",
     )
     enforce_eager: bool = flag(False, "no CUDA graphs", group=_DEVICE)
     cpu_offload_bytes: int = flag(

@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
-from tonnage.planner.errors import TonnageError
+from tonnage.planner.errors import TonnageError, nearest
+
+if TYPE_CHECKING:
+    from tonnage.planner.arguments import Parser
 
 if "--multiprocessing-fork" in sys.orig_argv:
     # An engine core or a worker of vLLM's, which reads this module before all else (multiprocessing/spawn.py).
@@ -53,7 +58,7 @@ Memory of language models: plan it, admit by it, measure it.
 {lines}
 
 MODEL is a local folder with config.json, a .gguf file, a hub id, or demo (SmolLM2-135M-Instruct).
-tonnage COMMAND --help shows the options of a command; tonnage --version the version.
+tonnage COMMAND --help shows the options of a command, --help=WORD those with that word; --version the version.
 """
 
 
@@ -87,6 +92,17 @@ def _encodable() -> None:
         out.reconfigure(errors="replace")
 
 
+def parser_of(name: str) -> Parser:
+    """The options of a command, without what the command needs to run."""
+    if not COMMANDS[name][0].startswith("tonnage.planner."):
+        from tonnage.server.parsers import PARSERS  # no other command needs it
+
+        if name in PARSERS:
+            return PARSERS[name]()
+    made: Parser = import_module(COMMANDS[name][0]).parser()
+    return made
+
+
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
         print(usage(), end="", file=sys.stderr)
@@ -102,6 +118,10 @@ def _dispatch(arguments: list[str]) -> int:
         return OK
     if name not in COMMANDS:
         return _unknown(name)
+    if any(word in ("-h", "--help") or word.startswith("--help=") for word in rest):
+        with contextlib.suppress(SystemExit):  # argparse's, once it has printed the help
+            parser_of(name).parse_args(rest)
+        return OK
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
         module = "tonnage.server.commands.replicas"  # it replays; the planner alone knows no cache
@@ -115,10 +135,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(name: str) -> int:
-    from difflib import get_close_matches  # only for a wrong name
-
-    close = get_close_matches(name, COMMANDS, n=1)
-    guess = f"did you mean {close[0]}? " if close else ""
+    close = nearest(name, COMMANDS)
+    guess = f"did you mean {close}? " if close else ""
     print(f"tonnage: unknown command {name[:80]!r} ({guess}one of: {', '.join(COMMANDS)})", file=sys.stderr)
     return USAGE
 

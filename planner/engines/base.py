@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.version import Version
-from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
+from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, did_you_mean
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory
@@ -156,7 +156,10 @@ class Engine(ABC):
             return dtype
         if asked not in self.kv_dtypes:
             known = ", ".join(self.kv_dtypes)
-            raise DeploymentError(f"{asked!r} is not one of auto, {known}", field="--kv-cache-dtype")
+            raise DeploymentError(
+                f"{asked!r} is not one of auto, {known}", field="--kv-cache-dtype",
+                hint=did_you_mean(asked, self.kv_dtypes),
+            )  # fmt: skip
         if asked == "float32" and dtype != "float32" and not self.float32_kv_cache:
             raise DeploymentError(
                 f"{self.title} has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype"

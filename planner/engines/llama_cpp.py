@@ -46,6 +46,7 @@ CACHE_TYPES = {
     "q4_0": (32, 18),
     "iq4_nl": (32, 18),
 }
+_TORCH = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _LOG_LINES = (
     ("weights_bytes", GiB, rf"(?:model|file) size={NUMBER}GiB"),
     ("weights_bytes", MiB, rf"(?:model|file) size={NUMBER}MiB"),
@@ -264,9 +265,10 @@ class Cache:
 
 
 def check_cache_types(text: str) -> str:
-    """``f16`` or ``q8_0/f16`` (K/V); ``auto`` means f16. Raises DeploymentError."""
-    if text in ("auto", "float16"):
+    """``f16`` or ``q8_0/f16`` (K/V), or a type by torch's name; ``auto`` means f16. Raises DeploymentError."""
+    if text == "auto":
         return "f16"
+    text = "/".join(_TORCH.get(part, part) for part in text.split("/"))
     for part in text.split("/"):
         if part not in CACHE_TYPES:
             raise DeploymentError(

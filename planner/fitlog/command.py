@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
-from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.errors import TonnageError
 from tonnage.planner.fitlog.calibrate import keep
 from tonnage.planner.fitlog.compare import ASKED, FITTED, Comparison, Row, compare
 from tonnage.planner.fitlog.read import read_log
@@ -19,19 +18,12 @@ from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Deployment
 from tonnage.planner.units import gib
 
-OK, BAD_INPUT = 0, 2
+OK = 0
 _LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
-
-
-def parser() -> argparse.ArgumentParser:
-    p = _Parser(
-        prog="tonnage fit-log", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False
-    )
+def parser() -> Parser:
+    p = Parser("tonnage fit-log", __doc__.splitlines()[0] if __doc__ else "")
     p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
     p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
     add_token_flag(p)
@@ -53,8 +45,7 @@ def run(argv: list[str]) -> int:
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except TonnageError as error:
-        print(f"tonnage fit-log: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return refused(error)
     refit = refit_terms(compared)
     if args.json:
         out: dict[str, Any] = {"logs": [_as_dict(c) for c in compared], "refit": refit}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import ceil
 
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.errors import DeploymentError, DoesNotFit, did_you_mean
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
 
@@ -26,7 +26,9 @@ def emit(plan: Plan, form: str) -> str:
     """The text of ``form``, one of FORMS. Raises DoesNotFit for a plan that does not fit, DeploymentError for
     another form."""
     if form not in FORMS:
-        raise DeploymentError(f"{form!r} is not one of {', '.join(FORMS)}", field="--emit")
+        raise DeploymentError(
+            f"{form!r} is not one of {', '.join(FORMS)}", field="--emit", hint=did_you_mean(form, FORMS)
+        )
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="--emit")
     return FORMS[form](plan)

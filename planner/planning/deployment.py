@@ -16,10 +16,20 @@ from tonnage.planner.plans import Deployment, Resolved, default_engine
 from tonnage.planner.records import replace
 
 
+def spelled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` with values that go by several names as they are spelled here: ``fp16`` is float16."""
+    flags = flags_of(Deployment)
+    return {
+        name: flags[name].meant(value) if isinstance(value, str) and name in flags else value
+        for name, value in given.items()
+    }
+
+
 def deployment_of(given: Mapping[str, Any]) -> Deployment:
     """The Deployment of the fields ``given``; what is left out follows from them: engine vllm with a GPU or a
     version, else hf; with a draft model one token drafted a step. Raises DeploymentError (:func:`check_given`).
     """
+    given = spelled(given)
     fields = dict(given)
     fields.setdefault("engine", default_engine(fields.get("gpu"), fields.get("engine_version")))
     if fields.get("speculative_model") is not None:

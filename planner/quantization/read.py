@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError, DeploymentError, UnsupportedArchitecture, did_you_mean
 from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
@@ -34,8 +34,11 @@ def quantized_to(scheme: str) -> Quantization:
     """An unquantized model under that flag. Raises DeploymentError."""
     known = flag_formats()
     if scheme not in known:
+        close = did_you_mean(scheme, known)
         raise DeploymentError(
-            f"{shown(scheme)} is not known", field="--quantization", hint="one of " + ", ".join(known)
+            f"{shown(scheme)} is not known",
+            field="--quantization",
+            hint=(f"{close} " if close else "") + "one of " + ", ".join(known),
         )
     return Quantization(scheme, linear=known[scheme])
 

@@ -7,7 +7,6 @@ and stops the server.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -23,11 +22,12 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.commands.comparison import Row, print_table, process_row
-from tonnage.server.commands.launch import Parser, stoppable
+from tonnage.server.commands.launch import stoppable
+from tonnage.server.parsers import DEMO_POOL
+from tonnage.server.parsers import demo as parser
 
 OK, FAILED = 0, 1
 
-POOL = "512MiB"
 MAX_TOKENS = 24
 QUESTIONS = (
     "The capital of France is",
@@ -47,15 +47,6 @@ class DemoFailed(TonnageError):
     """The server of the demo did not do what it should; its own messages are above."""
 
     code = "demo_failed"
-
-
-def parser() -> argparse.ArgumentParser:
-    return Parser(
-        prog="tonnage demo",
-        description="Plan, serve, ask and measure the demo model (SmolLM2-135M-Instruct), then stop.",
-        epilog=f"The KV pool is {POOL}. Exit codes: 0 the plan held, 1 it did not, 2 something is missing.",
-        allow_abbrev=False,
-    )
 
 
 def run(argv: list[str]) -> int:
@@ -81,7 +72,7 @@ def run(argv: list[str]) -> int:
             sys.stdout.flush()
             status = _stop(process)
     except DemoFailed as error:
-        print(f"tonnage demo: {error}", file=sys.stderr)
+        print(f"tonnage: {error}", file=sys.stderr)
         return FAILED
     print(f"\nThe server stopped with status {status}. {time.monotonic() - started:.0f} s in all.")
     return OK if status == 0 and all(row.within for row in rows) else FAILED
@@ -91,7 +82,7 @@ def run(argv: list[str]) -> int:
 def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A real server in a process of its own: (its address, the process), ready; killed on the way out."""
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--backend", "hf"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", POOL]
+    command += ["--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", DEMO_POOL]
     # what is set for another server must not change the demo
     environment = {
         name: value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -13,14 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
-from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
 from tonnage.server.engines.hf.engine import capabilities as hf_capabilities
 from tonnage.server.engines.vllm.params import HONOURED as HONOURED_BY_VLLM
+from tonnage.server.parsers import doctor as parser
 
 OK = 0
 
@@ -41,22 +39,6 @@ PACKAGES = (
 # dtype, the pool's, block size and head size that the choice of attention is shown for: the defaults of a GPU
 # and the commonest head size.
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog="tonnage doctor",
-        description="Print what is installed, which device was found and which backend would be chosen.",
-        epilog="example: tonnage doctor ./Llama-3.1-8B",
-        allow_abbrev=False,
-    )
-    p.add_argument("model", nargs="?", metavar="MODEL", help="also say which backend would serve it")
-    add_token_flag(p)
-    p.add_argument(
-        "--fields", action="store_true", help="also print every request field and what becomes of it"
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
 
 
 def run(argv: list[str]) -> int:

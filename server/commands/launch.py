@@ -10,16 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, UnionType
-from typing import Any, NoReturn, TextIO, Union, get_args, get_origin
+from types import FrameType
+from typing import Any, TextIO
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.bars import SHADES, shades
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.flags import flags_of
-from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.terms import quantization_notes
@@ -33,45 +31,11 @@ from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
-from tonnage.server.settings import PLANNED, Settings, load_settings
+from tonnage.server.settings import Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
 
 _SECRETS = ("TONNAGE_API_KEY",)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours: one line and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        raise DeploymentError(message, hint=f"{self.prog} --help lists the options")
-
-
-def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> None:
-    """A flag for each field of Settings, named as vLLM names it: max_model_len -> --max-model-len."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help=Settings.model_fields["model"].description,
-    )
-    add_token_flag(parser)
-    for name in PLANNED:
-        flags_of(Deployment)[name].add_to(parser, default=argparse.SUPPRESS)
-    for name, field in Settings.model_fields.items():
-        if name in ("model", *PLANNED, *leave_out):
-            continue
-        shown = "" if field.default is None else f" (default: {field.default})"
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.description}{shown}"}
-        if field.annotation is bool:
-            options["action"] = argparse.BooleanOptionalAction
-            options["help"] = field.description
-        else:
-            options["metavar"] = "N" if _is_int(field.annotation) else name.rsplit("_", 1)[-1].upper()
-        parser.add_argument("--" + name.replace("_", "-"), **options)
-
-    parser.add_argument("--config", metavar="FILE", help="TOML file of these settings")
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
@@ -252,9 +216,3 @@ class Waiting:
         elif seconds >= self._next:
             print(f"{self._what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
             self._next = {2.0: 10.0, 10.0: 30.0}.get(self._next, self._next + 30.0)
-
-
-def _is_int(annotation: Any) -> bool:
-    if get_origin(annotation) in (Union, UnionType):
-        return any(_is_int(part) for part in get_args(annotation))
-    return annotation is int

@@ -6,21 +6,10 @@ arrivals and the prefixes too.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from tonnage.planner.command import answer
-from tonnage.planner.command import parser as plan_parser
+from tonnage.planner.command import answer, parser
 from tonnage.planner.errors import DeploymentError
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags of ``tonnage plan`` and those of the question."""
-    p = plan_parser()
-    ask = p.add_argument_group("requests of a trace")
-    ask.add_argument("--trace", required=True, type=Path, metavar="FILE", help="what the requests are like")
-    ask.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
-    return p
 
 
 def run(argv: list[str]) -> int:
@@ -31,9 +20,11 @@ def run(argv: list[str]) -> int:
             why = f"is about one plan, --{name.replace('_', '-')} about many"
             raise DeploymentError(why, field="--trace", hint="leave one out")
     # imported here: --help needs none of it
+    from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.trace import read_trace
     from tonnage.server.commands.replay import positive
 
-    trace = read_trace(arguments.trace, limit=positive(arguments.limit, "--limit"))
+    columns = None if arguments.columns is None else parse_columns(arguments.columns)
+    trace = read_trace(Path(arguments.trace), limit=positive(arguments.limit, "--limit"), columns=columns)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in trace.requests]
     return answer(arguments, (trace.name, lengths))

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 _LEAST, _MOST = 0.1, 86_400.0
 
 
-def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--timeout", default="10", metavar="SECONDS", help="for each answer (default: 10)")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="sent as a bearer token (default: TONNAGE_API_KEY of the environment)"
-    )
-
-
 def client_of(arguments: argparse.Namespace) -> Client:
     """Raises DeploymentError for what is no URL, no key, no time. The environment of a server may hold several
     keys: the first one is sent."""

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.flags import add_flags, given
-from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.flags import given
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.units import parse_count
-from tonnage.server.commands.launch import Parser
 from tonnage.server.engines.capacity import limits_of
+from tonnage.server.parsers import replay as parser
 
 if TYPE_CHECKING:
     from tonnage.cache.replay.result import Replay
@@ -31,60 +30,6 @@ if TYPE_CHECKING:
 
 DONE, TARGET_MISSED = 0, 1
 
-_EPILOG = """
-TRACE is an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a Mooncake JSONL (timestamp, input_length,
-output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...).
-
-examples:
-  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g
-  tonnage replay azure.csv --model demo --kv-cache-memory-bytes 1GiB --memory-bandwidth 50 --flops 2 --scale 0.1
-  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
-
-Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times
-follow from a roofline of the device's peak figures: no engine is faster, most are slower.
-exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the model does not fit.
-"""
-
-
-# Flags of tonnage plan that a replay takes too.
-_PLANNED = (
-    "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "enable_prefix_caching",
-)  # fmt: skip
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog="tonnage replay",
-        description="Replay a request trace through admission and the block manager, without a GPU.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    p.add_argument("trace", metavar="TRACE", help="the trace file")
-    p.add_argument("--model", required=True, help="demo, a folder with config.json, a .gguf file or a hub id")
-    add_token_flag(p)
-    add_flags(p, Deployment, _PLANNED)
-    p.add_argument(
-        "--policy",
-        default="guaranteed",
-        choices=("guaranteed", "predictive", "greedy", "no_evict"),
-        help="mode of admission (default: guaranteed)",
-    )
-    p.add_argument("--length-quantile", type=float, metavar="Q", help="of learned lengths; 1: max_tokens")
-    p.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool that admission leaves free")
-    p.add_argument("--max-tokens", metavar="N", help="of requests without; default: the trace's longest output")
-    p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
-    p.add_argument("--limit", metavar="N", help="only the first N requests")
-    p.add_argument("--skip-bad-lines", action="store_true", help="count lines that do not parse, go on")
-    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
-    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
-    p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
-    p.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    p.add_argument("--html", metavar="FILE", help="write a page with plots")
-    return p
-
 
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the search finds no number of GPUs; raises TonnageError on bad input."""
@@ -93,13 +38,16 @@ def run(argv: list[str]) -> int:
     if not 0 < arguments.scale < float("inf"):
         raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
     # Imported here: --help needs none of it.
+    from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.simulator import Simulator
     from tonnage.cache.replay.trace import read_trace
 
     limit = positive(arguments.limit, "--limit")
-    trace = read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=arguments.skip_bad_lines)
+    columns = None if arguments.columns is None else parse_columns(arguments.columns)
+    path, skip = Path(arguments.trace), arguments.skip_bad_lines
+    trace = read_trace(path, limit=limit, skip_bad_lines=skip, columns=columns)
     plan = _plan(arguments)
     setup = setup_of(arguments, plan, trace)
     begin = time.monotonic()

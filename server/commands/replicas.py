@@ -6,40 +6,30 @@ the rate asked for, through the admission and block manager that the server runs
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from tonnage.planner.command import deployment_from
-from tonnage.planner.command import parser as plan_parser
+from tonnage.planner.command import deployment_from, parser
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 
 ENOUGH, NOT_ENOUGH = 0, 1
 
-
-def parser() -> argparse.ArgumentParser:
-    """The flags of ``tonnage plan`` and those of the question."""
-    p = plan_parser()
-    ask = p.add_argument_group("replicas")
-    ask.add_argument("--replicas", required=True, metavar="auto", help="how many are needed for --rate")
-    ask.add_argument("--rate", required=True, type=float, metavar="N", help="requests a second")
-    ask.add_argument("--trace", required=True, type=Path, metavar="FILE", help="what the requests are like")
-    ask.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
-    ask.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
-    ask.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
-    ask.add_argument("--limit", metavar="N", help="only the first N requests of the trace")
-    return p
+_WAIT_TARGET = "1s"
 
 
 def run(argv: list[str]) -> int:
     """0, or 1 where no number of replicas is enough; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
+    for name in ("trace", "rate"):
+        if getattr(arguments, name) is None:
+            raise DeploymentError("is needed by --replicas", field=f"--{name}")
     if arguments.replicas != "auto":
         raise DeploymentError(f"{arguments.replicas!r} is not auto", field="--replicas")
     if not 0 < arguments.rate < float("inf"):
         raise DeploymentError(f"{arguments.rate} is not a rate", field="--rate", hint="requests a second")
     # imported here: --help needs none of it
+    from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace
     from tonnage.planner.planning.build import make_plan
@@ -48,7 +38,8 @@ def run(argv: list[str]) -> int:
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
-    trace = read_trace(arguments.trace, limit=positive(arguments.limit, "--limit"))
+    columns = None if arguments.columns is None else parse_columns(arguments.columns)
+    trace = read_trace(Path(arguments.trace), limit=positive(arguments.limit, "--limit"), columns=columns)
     span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
     if len(trace.requests) < 2 or span <= 0:
         raise DeploymentError(
@@ -58,7 +49,8 @@ def run(argv: list[str]) -> int:
     arguments.scale = arguments.rate / own_rate
     arguments.policy, arguments.length_quantile, arguments.watermark = "guaranteed", None, None
     arguments.max_tokens = None
-    target = parse_seconds(arguments.wait_target)
+    asked = arguments.wait_target or _WAIT_TARGET
+    target = parse_seconds(asked)
 
     def tried(replicas: int, wait: float) -> None:
         print(f"{_counted(replicas, 'replica')}: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
@@ -79,9 +71,7 @@ def run(argv: list[str]) -> int:
             )
         )
     elif found.engines is None:
-        print(
-            f"no number of replicas meets a 99 % wait of {arguments.wait_target}; tried {sorted(found.waits)}"
-        )
+        print(f"no number of replicas meets a 99 % wait of {asked}; tried {sorted(found.waits)}")
     else:
         print(
             f"{_counted(found.engines, 'replica')} of plan {plan.plan_id} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
@@ -17,9 +16,7 @@ import uvloop
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.app import create_app
 from tonnage.server.commands.launch import (
-    Parser,
     Waiting,
-    add_settings,
     make_engine,
     planned,
     resolved,
@@ -31,6 +28,7 @@ from tonnage.server.engines.heap import bound_heap, settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.observe.logs import configure
+from tonnage.server.parsers import serve as parser
 from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
@@ -47,33 +45,6 @@ _LAST_EVENT_TURNS = 100
 # worst probe of /health take 101 to 1,263 and 19 to 37 ms with 1, 65 to 299 and 19 to 72 with 4, 114 to 383 and
 # 37 to 162 with 8 (benchmarks/server.py, load 5 to 6).
 ACCEPTED_A_ROUND = 4
-
-_EPILOG = """
-Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
-file (--config): max_model_len = 8192. A flag wins over the environment, that over the file.
-
-SIGTERM: /ready turns false and new requests are sent away; what runs has --drain-seconds to end.
-
-The lines "listening on URL" and "ready on URL" on stdout are for scripts; --port 0 takes a free port.
-exit codes: 0 stopped by SIGTERM, 1 the engine failed, 2 bad input or it does not fit, 130 Ctrl-C.
-
-examples:
-  tonnage serve demo --kv-cache-memory-bytes 512MiB
-  tonnage serve ./Llama-3.1-8B --quantization nf4 --max-model-len 8192 --port 8080
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog="tonnage serve",
-        description="Plan a model's memory, then serve the OpenAI API, /metrics and /memory from that plan.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_settings(p)
-    p.add_argument("--print-config", action="store_true", help="print the settings as JSON and exit")
-    return p
 
 
 def run(argv: list[str]) -> int:
@@ -229,7 +200,7 @@ async def _announce(state: ServerState, address: str) -> None:
 
 def _exit_code(stop: _Stop) -> int:
     if stop.error is not None:
-        print(f"tonnage serve: {stop.error}", file=sys.stderr)
+        print(f"tonnage: {stop.error}", file=sys.stderr)
         unexpected = type(stop.error) in (TonnageError, EngineDead)
         return FAILED if unexpected else BAD_INPUT
     return INTERRUPTED if stop.signal == signal.SIGINT else OK

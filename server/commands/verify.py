@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -13,9 +12,7 @@ from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.commands.comparison import Row, print_table, process_row
 from tonnage.server.commands.launch import (
-    Parser,
     Waiting,
-    add_settings,
     make_engine,
     planned,
     resolved,
@@ -25,28 +22,10 @@ from tonnage.server.commands.launch import (
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
-from tonnage.server.settings import API_SETTINGS, Settings
+from tonnage.server.parsers import verify as parser
+from tonnage.server.settings import Settings
 
 WITHIN, OUTSIDE = 0, 1
-
-_EPILOG = """
-Compared are the weights and the KV pool (both to the byte), the KV bytes of a token, and the most memory that
-all processes of the server held together under a full batch (10 %; without what the plan keeps for grammars).
-exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or it does not fit.
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog="tonnage verify",
-        description="Load a model and compare its plan with the bytes that are really held.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_settings(p, leave_out=API_SETTINGS)
-    p.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
 
 
 def run(argv: list[str]) -> int:
@@ -62,7 +41,7 @@ def run(argv: list[str]) -> int:
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
         except EngineDead as error:
-            print(f"tonnage verify: {error}", file=sys.stderr)
+            print(f"tonnage: {error}", file=sys.stderr)
             return OUTSIDE
     within = all(row.within for row in rows)
     if arguments.json:

@@ -2,71 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.flags import flags_of, given
-from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.flags import given
 from tonnage.planner.plans import Deployment
-from tonnage.server.commands.launch import Parser, stoppable
-from tonnage.server.commands.remote import add_client_flags, client_of, seconds
+from tonnage.server.commands.launch import stoppable
+from tonnage.server.commands.remote import client_of, seconds
+from tonnage.server.parsers import watch as parser
 
 OK, FAILED = 0, 1
-
-_EPILOG = """
-The server is recognised by its /metrics; llama-server shows them with --metrics, SGLang with
---enable-metrics. Its plan is made from what it tells of itself and from the flags given here, which are those
-of tonnage plan. A flag that contradicts the server is refused; a figure that does not follow from what is known
-is left out.
-
-exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --port, and after its first
-look, a watch goes on when the server does not answer.
-
-examples:
-  tonnage watch http://localhost:8000 --gpu h100-80g
-  tonnage watch http://localhost:30000 --gpu h200-141g --once --json
-  tonnage watch http://localhost:8080 --model ./model.gguf --no-kv-unified
-  tonnage watch http://vllm:8000 --model ./Llama-3.1-8B --gpu l40s-48g --port 9401 --host 0.0.0.0
-"""
-
-# The engine is recognised; what it drafts with and offloads is said as in tonnage plan.
-_RECOGNISED = ("engine",)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog="tonnage watch",
-        description="Show what a running server holds beside what its plan says: memory, KV use, headroom, "
-        "requests, preemptions.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    p.add_argument("url", metavar="URL", help="of the server, for example http://localhost:8000")
-    p.add_argument(
-        "--model", metavar="MODEL", help="what it loaded: a folder with config.json, a .gguf file or a hub id "
-        "(default: as the server names it)",
-    )  # fmt: skip
-    add_token_flag(p)
-    p.add_argument("--once", action="store_true", help="look once")
-    p.add_argument(
-        "--interval", default="5", metavar="SECONDS", help="between the begins of two looks (default: 5)"
-    )
-    p.add_argument("--json", action="store_true", help="print one JSON object a look, one a line")
-    p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
-    p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
-    add_client_flags(p)
-    p.add_argument(
-        "--kv-unified",
-        action=argparse.BooleanOptionalAction,
-        help="llama.cpp: whether its slots share one KV cache (started without -np, or with -kvu)",
-    )
-    planned = p.add_argument_group("the plan, where the server does not tell")
-    for name, flag in flags_of(Deployment).items():
-        if name not in _RECOGNISED:
-            flag.add_to(planned)
-    return p
 
 
 def run(argv: list[str]) -> int:
@@ -99,7 +44,7 @@ def run(argv: list[str]) -> int:
             watch(watcher.look, places, None if arguments.once else interval, patient=exporter is not None)
             return OK
     except WatchError as error:
-        print(f"tonnage watch: {error}", file=sys.stderr)
+        print(f"tonnage: {error}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, SystemExit):  # how a watch ends
         return OK

@@ -118,7 +118,7 @@ def test_plan_refuses_in_the_words_of_the_command(flags, fields, capsys) -> None
     assert run(["demo", *flags]) == 2
     with pytest.raises(DeploymentError) as refused:
         plan("demo", **fields)
-    assert capsys.readouterr().err == f"tonnage plan: {refused.value}\n"
+    assert capsys.readouterr().err == f"tonnage: {refused.value}\n"
 
 
 @pytest.mark.parametrize(

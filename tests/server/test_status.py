@@ -287,7 +287,7 @@ def test_what_it_cannot_read(capsys: pytest.CaptureFixture[str], report: str) ->
             assert run([url]) == 1
             told = capsys.readouterr()
             assert (told.out, told.err.count("\n")) == ("", 1)
-            assert told.err.startswith("tonnage status: ")
+            assert told.err.startswith("tonnage: ")
             assert said in told.err
 
 

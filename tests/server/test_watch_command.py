@@ -55,7 +55,7 @@ def test_a_failure_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) 
         assert run([server.url, "--once"]) == 1
     out = capsys.readouterr()
     assert out.out == ""
-    assert out.err.startswith("tonnage watch: ")
+    assert out.err.startswith("tonnage: ")
     assert out.err.count("\n") == 1
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.plans import Deployment
@@ -90,7 +90,9 @@ def choose(
     DeploymentError."""
     asked = flags.kv_cache_dtype
     if asked != "auto" and asked not in NAMES:
-        raise DeploymentError(f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG)
+        raise DeploymentError(
+            f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG, hint=did_you_mean(asked, NAMES)
+        )
     if asked == "float32" and dtype != "float32":
         raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG)
     found = asked

@@ -1,0 +1,237 @@
+"""The options of the server's commands, one function a command.
+
+Apart from what the commands do, because ``--help``, the completion of a shell and the manual page need the
+options alone: nothing of the server, the cache or their libraries is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from tonnage.planner.arguments import Parser
+from tonnage.planner.command import COLUMNS
+from tonnage.planner.flags import add_flags, add_groups, flags_of
+from tonnage.planner.headers.hub import add_token_flag
+from tonnage.planner.plans import Deployment
+from tonnage.server.options import LOADING, PLANNED, Options
+
+_MODEL = "demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision"
+
+
+def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
+    """Of the settings: model, those of the plan, ``names`` of Options (None: all). What is left out is not in
+    the namespace: the environment or the file may have it."""
+    p.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_MODEL)
+    add_token_flag(p)
+    p.add_argument("--config", metavar="FILE", help="TOML file of these settings")
+    add_groups(p, Deployment, PLANNED, default=argparse.SUPPRESS)
+    add_groups(p, Options, names, default=argparse.SUPPRESS)
+
+
+def serve() -> Parser:
+    p = Parser(
+        "tonnage serve",
+        "Plan a model's memory, then serve the OpenAI API, /metrics and /memory from that plan.",
+        """
+Every option is also read from the environment, as TONNAGE_MAX_MODEL_LEN for --max-model-len, and from a TOML
+file (--config): max_model_len = 8192. A flag wins over the environment, that over the file.
+
+SIGTERM: /ready turns false and new requests are sent away; what runs has --drain-seconds to end.
+
+The lines "listening on URL" and "ready on URL" on stdout are for scripts; --port 0 takes a free port.
+exit codes: 0 stopped by SIGTERM, 1 the engine failed, 2 bad input or it does not fit, 130 Ctrl-C.
+
+examples:
+  tonnage serve demo --kv-cache-memory-bytes 512MiB
+  tonnage serve ./Llama-3.1-8B --quantization nf4 --max-model-len 8192 --port 8080
+""",
+    )
+    _add_settings(p)
+    p.add_argument("--print-config", action="store_true", help="print the settings as JSON and exit")
+    return p
+
+
+def verify() -> Parser:
+    p = Parser(
+        "tonnage verify",
+        "Load a model and compare its plan with the bytes that are really held.",
+        """
+Compared are the weights and the KV pool (both to the byte), the KV bytes of a token, and the most memory that
+all processes of the server held together under a full batch (10 %; without what the plan keeps for grammars).
+exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input or it does not fit.
+""",
+    )
+    _add_settings(p, LOADING)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+# Flags of tonnage plan that a replay takes too.
+_REPLAYED = (
+    "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "enable_prefix_caching",
+)  # fmt: skip
+
+
+def replay() -> Parser:
+    p = Parser(
+        "tonnage replay",
+        "Replay a request trace through admission and the block manager, without a GPU.",
+        """
+TRACE is an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a Mooncake JSONL (timestamp, input_length,
+output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...). Of any
+other CSV or JSONL --columns says what is what; a time is a number of seconds (arrival_ms=COLUMN: milliseconds)
+or a date.
+
+examples:
+  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g
+  tonnage replay azure.csv --model demo --kv-cache-memory-bytes 1GiB --memory-bandwidth 50 --flops 2 --scale 0.1
+  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
+  tonnage replay own.csv --columns arrival=t,prompt_tokens=in,output_tokens=out --model demo --gpu l4-24g
+
+Steps, preemptions, stalls and hits are what the block manager and admission do with these arrivals. Times
+follow from a roofline of the device's peak figures: no engine is faster, most are slower.
+exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the model does not fit.
+""",
+    )
+    p.add_argument("trace", metavar="TRACE", help="the trace file")
+    p.add_argument("--model", required=True, metavar="MODEL", help=_MODEL)
+    add_token_flag(p)
+    add_flags(p, Deployment, _REPLAYED)
+    policies = flags_of(Options)["admission_mode"]
+    p.add_argument(
+        "--policy", default="guaranteed", type=policies.meant, choices=policies.choices,
+        metavar="|".join(policies.choices), help="mode of admission (default: guaranteed)",
+    )  # fmt: skip
+    p.add_argument("--length-quantile", type=float, metavar="Q", help="of learned lengths; 1: max_tokens")
+    p.add_argument("--watermark", type=float, metavar="SHARE", help="of the pool that admission leaves free")
+    p.add_argument("--max-tokens", metavar="N", help="of requests without; default: the trace's longest output")
+    p.add_argument("--scale", type=float, default=1.0, metavar="X", help="multiply the rate of arrivals")
+    p.add_argument("--limit", metavar="N", help="only the first N requests")
+    p.add_argument("--columns", metavar="NAME=COLUMN,...", help=COLUMNS)
+    p.add_argument("--skip-bad-lines", action="store_true", help="count lines that do not parse, go on")
+    p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
+    p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
+    p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
+    p.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.add_argument("--html", metavar="FILE", help="write a page with plots")
+    return p
+
+
+def watch() -> Parser:
+    p = Parser(
+        "tonnage watch",
+        "Show what a running server holds beside what its plan says: memory, KV use, headroom, requests, "
+        "preemptions.",
+        """
+The server is recognised by its /metrics; llama-server shows them with --metrics, SGLang with
+--enable-metrics. Its plan is made from what it tells of itself and from the flags given here, which are those
+of tonnage plan. A flag that contradicts the server is refused; a figure that does not follow from what is known
+is left out.
+
+exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --port, and after its first
+look, a watch goes on when the server does not answer.
+
+examples:
+  tonnage watch http://localhost:8000 --gpu h100-80g
+  tonnage watch http://localhost:30000 --gpu h200-141g --once --json
+  tonnage watch http://localhost:8080 --model ./model.gguf --no-kv-unified
+  tonnage watch http://vllm:8000 --model ./Llama-3.1-8B --gpu l40s-48g --port 9401 --host 0.0.0.0
+""",
+    )
+    p.add_argument("url", metavar="URL", help="of the server, for example http://localhost:8000")
+    p.add_argument(
+        "--model", metavar="MODEL", help="what it loaded: a folder with config.json, a .gguf file or a hub id "
+        "(default: as the server names it)",
+    )  # fmt: skip
+    add_token_flag(p)
+    p.add_argument("--once", action="store_true", help="look once")
+    p.add_argument(
+        "--interval", default="5", metavar="SECONDS", help="between the begins of two looks (default: 5)"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object a look, one a line")
+    p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
+    p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
+    _add_client(p)
+    p.add_argument(
+        "--kv-unified",
+        action=argparse.BooleanOptionalAction,
+        help="llama.cpp: whether its slots share one KV cache (started without -np, or with -kvu)",
+    )
+    planned = p.add_argument_group("the plan, where the server does not tell")
+    for name, flag in flags_of(Deployment).items():
+        if name != "engine":  # is recognised; what it drafts with and offloads is said as in tonnage plan
+            flag.add_to(planned)
+    return p
+
+
+# Where tonnage serve listens: Options.host and port.
+_HERE = "http://127.0.0.1:8000"
+
+
+def status() -> Parser:
+    p = Parser(
+        "tonnage status",
+        "Show what a Tonnage server holds, whom it serves and how much more fits.",
+        """
+Asks the server's /memory: its model, since when it is ready, planned against measured bytes, the KV pool by
+state, running and waiting requests with the oldest of each, how much more fits, how long a stop would take. The
+page at / of the server shows the same; tonnage watch shows other servers, and rates.
+
+exit codes: 0 done (or stopped), 1 the server cannot be read, 2 bad input. With --watch, and after its first
+look, it goes on when the server does not answer.
+
+examples:
+  tonnage status
+  tonnage status gpu-7:8000 --watch
+  tonnage status https://llm.example.com --api-key KEY --json
+""",
+    )
+    p.add_argument("url", nargs="?", default=_HERE, metavar="URL", help=f"of the server (default: {_HERE})")
+    p.add_argument("--watch", action="store_true", help="look again and again")
+    p.add_argument("--interval", default="2", metavar="SECONDS", help="between two looks (default: 2)")
+    p.add_argument("--json", action="store_true", help="print one JSON object a look: /memory, with the URL")
+    _add_client(p)
+    return p
+
+
+def _add_client(p: Parser) -> None:
+    """Of the commands that ask a running server."""
+    p.add_argument("--timeout", default="10", metavar="SECONDS", help="for each answer (default: 10)")
+    p.add_argument(
+        "--api-key", metavar="KEY", help="sent as a bearer token (default: TONNAGE_API_KEY of the environment)"
+    )
+
+
+def doctor() -> Parser:
+    p = Parser(
+        "tonnage doctor",
+        "Print what is installed, which device was found and which backend would be chosen.",
+        "example: tonnage doctor ./Llama-3.1-8B",
+    )
+    p.add_argument("model", nargs="?", metavar="MODEL", help="also say which backend would serve it")
+    add_token_flag(p)
+    p.add_argument(
+        "--fields", action="store_true", help="also print every request field and what becomes of it"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+DEMO_POOL = "512MiB"
+
+
+def demo() -> Parser:
+    return Parser(
+        "tonnage demo",
+        "Plan, serve, ask and measure the demo model (SmolLM2-135M-Instruct), then stop.",
+        f"The KV pool is {DEMO_POOL}. Exit codes: 0 the plan held, 1 it did not, 2 something is missing.",
+    )
+
+
+PARSERS: Mapping[str, Callable[[], Parser]] = {
+    "serve": serve, "verify": verify, "replay": replay, "watch": watch, "status": status, "doctor": doctor,
+    "demo": demo,
+}  # fmt: skip

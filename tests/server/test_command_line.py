@@ -1,0 +1,228 @@
+"""The command line for people: help, names, what was probably meant."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tonnage.planner.api import plan
+from tonnage.planner.arguments import Parser
+from tonnage.planner.errors import DeploymentError, nearest
+from tonnage.planner.flags import flags_of
+from tonnage.planner.plans import Deployment
+from tonnage.server.cli import COMMANDS, main, parser_of
+from tonnage.server.options import Options
+from tonnage.server.settings import Settings, check_environment, load_settings, read_config
+
+PARSERS = {name: parser_of(name) for name in COMMANDS}
+# Of the server, the cache and the engines; the planner alone is installed with none of them.
+LIBRARIES = {
+    "numpy", "numba", "torch", "transformers", "vllm", "fastapi", "starlette", "pydantic", "pydantic_settings",
+    "uvicorn", "uvloop", "tokenizers", "jinja2", "prometheus_client", "xxhash", "rich",
+}  # fmt: skip
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 2
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert out.err.count("\n") == 1
+    return out.err
+
+
+def test_the_help_of_every_command_needs_no_library() -> None:
+    code = (
+        "import contextlib, io, json, sys\nfrom tonnage.server.cli import COMMANDS, main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    assert not any(main([name, '--help']) for name in COMMANDS)\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(json.loads(done.stdout)) & LIBRARIES
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_an_example_is_listed_and_read(name: str) -> None:
+    parser = PARSERS[name]
+    examples = re.findall(r"^(?:example: | +)tonnage (.*)", parser.epilog or "", re.M)
+    for line in examples:
+        words = shlex.split(re.split(r" {2,}| > ", line)[0])
+        assert words[0] == name
+        parser.parse_args(words[1:])
+        for word in words:
+            assert not word.startswith("--") or word in parser.format_help()
+    assert examples or name in ("fit-log", "verify", "demo", "status")
+
+
+def test_the_settings_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "serve", "--help")
+    for flag in (*flags_of(Options).values(), *(flags_of(Deployment)[n] for n in ("dtype", "max_num_seqs"))):
+        assert f"\n{flag.group}:\n" in text
+        assert f"  {flag.option}" in text
+    assert "--backend auto|hf|vllm|fake" in text
+    assert "--log-level debug|info|warning|error" in text
+    assert "--body-timeout SECONDS" in text
+    assert "default: ()" not in text
+    assert "None" not in text
+    options = text.partition("\noptions:")[2]
+    assert len(options.partition("\n\n")[0].splitlines()) < 8  # what is left outside the groups
+
+
+def test_vllms_short_flags() -> None:
+    """vllm/engine/arg_utils.py, 0.32."""
+    words = "demo -tp 2 -pp=3 -dp 4 -q fp8 -ep"
+    for name, more in (("plan", " -dcp 2"), ("serve", ""), ("verify", "")):
+        found = PARSERS[name].parse_args((words + more).split())
+        assert (found.tensor_parallel_size, found.pipeline_parallel_size, found.data_parallel_size) == (2, 3, 4)
+        assert (found.quantization, found.enable_expert_parallel) == ("fp8", True)
+    for cut in ("-t", "-d", "-tp2"):
+        with pytest.raises(DeploymentError, match="no option"):
+            PARSERS["plan"].parse_args(["demo", cut, "2"])
+
+
+def test_an_underscore_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    found = PARSERS["plan"].parse_args(["some_model", "--max_model_len=5", "--kv_cache_dtype", "fp8_e4m3"])
+    assert (found.model, found.max_model_len, found.kv_cache_dtype) == ("some_model", 5, "fp8_e4m3")
+
+
+def test_names_stand_before_and_after_flags() -> None:
+    found = PARSERS["plan"].parse_args(["A", "--gpu", "l4,l40s", "B", "-q", "INT4,none,Fp8", "C"])
+    assert (found.model, found.others, found.quantization) == ("A", ["B", "C"], "w4a16,none,fp8")
+    assert PARSERS["fit-log"].parse_args(["a.log", "--json", "b.log"]).logs == ["a.log", "b.log"]
+
+
+def test_help_about_a_word_a_group_and_all(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "serve", "--help=LoRA")
+    assert re.findall(r"^  (--[\w-]+)", text, re.M) == [
+        "--enable-lora", "--max-loras", "--max-lora-rank", "--lora-modules",
+    ]  # fmt: skip
+    group = said(capsys, "serve", "--help=keys and TLS")
+    assert re.findall(r"^  (--[\w-]+)", group, re.M)[0] == "--api-key"
+    assert said(capsys, "serve", "--help=all") == said(capsys, "serve", "--help")
+    assert "--max-num-seqs" in said(capsys, "plan", "--help=max_num")
+    assert "--speculative-model" in said(capsys, "plan", "--help=draft")  # by its description
+    assert "groups: " in refusal(capsys, "serve", "--help=parsec")
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("plan", "demo", "--max-model-length", "5"), "--max-model-len"),
+        (("plan", "demo", "--sweeep"), "--sweep"),
+        (("serve", "demo", "--gpu-memory-utilisation=0.5"), "--gpu-memory-utilization"),
+        (("train", "demo", "--optimiser", "adamw"), "--optimizer"),
+        (("replay", "x.csv", "--model", "demo", "--watermarks", "1"), "--watermark"),
+        (("fit-log", "x.log", "--calibrat", "f"), "--calibrate"),
+        (("dtype", "1", "--formt", "fp16"), "--format"),
+        (("plan", "demo", "--engine", "vlm"), "vllm"),
+        (("plan", "demo", "--dtype", "float61"), "float16"),
+        (("plan", "demo", "-q", "nvfp5"), "nvfp4"),
+        (("plan", "demo", "--kv-cache-dtype", "int8"), "int8_per_token_head"),
+        (("plan", "demo", "--engine", "vllm", "--kv-cache-dtype", "fp8e4m3"), "fp8_e4m3"),
+        (("plan", "demo", "--emit", "helm-value"), "helm-values"),
+        (("train", "demo", "--emit", "deepsped"), "deepspeed"),
+        (("train", "demo", "--find", "microbatch"), "micro-batch"),
+        (("train", "demo", "--strategy", "zero33"), "zero3"),
+        (("serve", "demo", "--backend", "vlm"), "vllm"),
+        (("serve", "demo", "--admission-mode", "gready"), "greedy"),
+        (("replay", "x.csv", "--model", "demo", "--policy", "noevict"), "no_evict"),
+        (("dtype", "1", "--format", "bf61"), "bf16"),
+        (("sevre",), "serve"),
+    ],
+)
+def test_what_was_probably_meant(
+    words: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capsys, *words)
+    assert said.startswith("tonnage: ")
+    assert f"did you mean {meant}?" in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_in_one_form(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, name, "a", "--frobnicate")
+    assert said.startswith("tonnage: ")
+    assert f"tonnage {name} --help" in said
+
+
+def test_a_far_word_gets_no_guess() -> None:
+    assert nearest("--frobnicate", PARSERS["plan"].options()) is None
+    assert nearest("--MAX_NUM_SEQ", PARSERS["plan"].options()) == "--max-num-seqs"
+
+
+def test_a_key_of_the_file_and_a_field(tmp_path) -> None:
+    path = tmp_path / "tonnage.toml"
+    path.write_text("model = 'demo'\nmax-model-length = 5\n")
+    with pytest.raises(DeploymentError, match=r"length is not a setting \(did you mean max_model_len\?"):
+        str(_raised(read_config, path))
+    with pytest.raises(DeploymentError, match=r"did you mean max_num_seqs\?"):
+        str(_raised(load_settings, model="demo", max_num_seq=5))
+
+
+def _raised(call, *arguments, **named):
+    """The message with its hint is what a user sees."""
+    try:
+        call(*arguments, **named)
+    except DeploymentError as error:
+        raise DeploymentError(str(error)) from None
+
+
+def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest.CaptureFixture[str]) -> None:
+    kubernetes = {
+        "TONNAGE_SERVICE_HOST": "10.0.0.1", "TONNAGE_SERVICE_PORT_HTTP": "8000", "TONNAGE_PORT_8000_TCP": "x",
+        "TONNAGE_PORT_8000_TCP_ADDR": "10.0.0.1", "TONNAGE_VLLM_PORT": "tcp://10.0.0.1:8000",
+    }  # fmt: skip
+    known = {f"TONNAGE_{name.upper()}": "" for name in Settings.model_fields}
+    check_environment({**known, **kubernetes, "tonnage_port": "1", "TONNAGE_CACHE": "x", "HOME": "x"})
+    assert capsys.readouterr().err == ""
+    for variable, meant in (("TONNAGE_API_KEYS", "API_KEY"), ("TONNAGE_MAX_MODEL_LENGTH", "MAX_MODEL_LEN")):
+        with pytest.raises(DeploymentError) as caught:
+            check_environment({variable: "x"})
+        assert caught.value.field == variable
+        assert caught.value.hint == f"did you mean TONNAGE_{meant}?"
+    check_environment({"TONNAGE_WHATEVER_THIS_IS": "x"})
+    assert "TONNAGE_WHATEVER_THIS_IS is no variable of Tonnage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("dtype", "FP16", "float16"), ("dtype", "half", "float16"), ("dtype", "bf16", "bfloat16"),
+        ("dtype", "float", "float32"), ("quantization", "NF4", "nf4"), ("quantization", "int4", "w4a16"),
+        ("quantization", "FP8", "fp8"), ("kv_cache_dtype", "fp16", "float16"), ("kv_cache_dtype", "FP8", "fp8"),
+        ("engine", "VLLM", "vllm"),
+    ],
+)  # fmt: skip
+def test_a_value_goes_by_several_names(name: str, text: str, value: str) -> None:
+    """On a command line, in the environment, in a file, from Python."""
+    assert flags_of(Deployment)[name].read(text) == value
+    assert getattr(plan("demo", **{name: text}).deployment, name) == value
+    if name != "engine":
+        settings = load_settings(model="demo", **{name: text})
+        assert getattr(settings, name) == value
+
+
+def test_settings_of_the_server_too() -> None:
+    settings = load_settings(model="demo", backend="HF", log_level="WARNING", admission_mode="Greedy")
+    assert (settings.backend, settings.log_level, settings.admission_mode) == ("hf", "warning", "greedy")
+
+
+def test_the_parser_of_every_command_is_ours() -> None:
+    assert all(isinstance(parser, Parser) for parser in PARSERS.values())
+
+
+def test_a_key_is_not_printed() -> None:
+    with pytest.raises(DeploymentError) as caught:
+        load_settings(model="demo", api_key=123456789)
+    assert "123456789" not in str(caught.value)
