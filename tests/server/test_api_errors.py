@@ -163,7 +163,7 @@ async def test_a_body_over_the_limit(run_server, small_plan, checked) -> None:
 async def test_routes_and_methods(server, checked) -> None:
     assert (await server.http.head("/health")).status_code == 200
     assert (await server.http.head("/ready")).status_code == 200
-    for path in ("//", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
+    for path in ("/index.html", "/nope", "/v1/completions/", "/v1/chat", "/metrics/x", "/" + "a" * 5000):
         assert checked(await server.http.get(path)).code == ErrorCode.UNKNOWN_URL
     for method, path, allow in (
         ("GET", "/v1/completions", "POST"),
