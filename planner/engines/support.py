@@ -1,7 +1,8 @@
 """What an engine runs on which GPU: support.json, a row for each fact with the file of the engine that has it.
 
-The rows hold for the releases under ``read``; of older ones nothing is known here, newer ones are taken for the
-newest of these. Weights: the least compute capability and the dtypes that the engine's own config class names.
+The rows hold for the releases under ``read`` (``since`` one, ``before`` another); of older ones nothing is
+known here, newer ones are taken for the newest of these. Weights: the least compute capability and the dtypes
+that the engine's own config class names.
 Cache: the attention backends that take a format. What no row speaks of is not judged.
 tests/planner/test_support.py holds the rows against the engine's own checks.
 """
@@ -125,11 +126,13 @@ def of_cache(
 ) -> Support:
     """Whether an attention backend reads the cache's format on that GPU."""
     gpu, asked = gpu_named(chosen.flags.gpu), chosen.flags.kv_cache_dtype
-    rows = [row for row in _rows("cache", engine, version) if gpu and row["vendor"] == gpu.vendor]
+    if gpu is None:
+        return NOTHING
+    rows = [row for row in _rows("cache", engine, version) if row["vendor"] == gpu.vendor]
     judged = {kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"]}
     layers = [layer for layer in architecture.cache_layers if layer.kind in (*_ATTENTION, "mla")]
     sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # formats of their own
-    if gpu is None or not rows or asked not in judged or sparse:
+    if not rows or asked not in judged or sparse:
         return NOTHING
     for attention, head in sorted({_attention(layer) for layer in layers}):
         near = [row for row in rows if row["attention"] == attention and asked in row["kv"]]
@@ -165,7 +168,8 @@ def _rows(part: str, engine: str, version: Version) -> Iterator[Mapping[str, Any
         return
     version = min(version, parse_version(known[1]))
     for row in table()[part]:
-        if row["engine"] == engine and version >= parse_version(row.get("since", known[0])):
+        here = parse_version(row.get("since", known[0])) <= version
+        if row["engine"] == engine and here and ("before" not in row or version < parse_version(row["before"])):
             yield row
 
 

@@ -213,7 +213,7 @@ class Sizer:
         chosen, limit_notes = within_draft(architecture, chosen)
         flags = chosen.flags
         engine = engine_of(flags.engine)
-        supported = support(engine, chosen, quantization, architecture)
+        supported = support(engine, chosen, stored_format(source, quantization), architecture)
         parts = self._held(
             architecture, quantization, flags
         )  # refuses what cannot be divided, as the engine does
@@ -272,6 +272,11 @@ class Sizer:
                 parts = [(part, as_stored(held, whole, stored)) for part, held in parts]
             self._parts[key] = parts
         return self._parts[key]
+
+
+def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
+    """What an engine has to read: GGUF's own types are no quantization of the plan, which has them unpacked."""
+    return Quantization("gguf", method="gguf") if source.kind == "gguf" else quantization
 
 
 def _with_law(size: Size) -> Size:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import dataclass, replace
 
@@ -48,9 +49,9 @@ def read_choices(args: argparse.Namespace) -> Choices:
     gpus, formats, caches = args.gpu or "", args.quantization or "", args.kv_cache_dtype or ""
     found = Choices(
         (args.model, *getattr(args, "others", ())),
-        tuple(_counted(text) for text in _parts(gpus, "--gpu")),
-        tuple(_parts(formats, "--quantization")),
-        tuple(_parts(caches, "--kv-cache-dtype")),
+        tuple(_counted(text) for text in _parts(gpus, "gpu")),
+        tuple(_parts(formats, "quantization")),
+        tuple(_parts(caches, "kv_cache_dtype")),
     )
     if found.gpus:
         args.gpu, count = found.gpus[0]
@@ -106,11 +107,13 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     return found
 
 
-def _parts(text: str, field: str) -> list[str]:
+def _parts(text: str, name: str) -> list[str]:
+    """The values between commas, each read as the flag reads it."""
+    flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):
-        raise DeploymentError(f"{text[:60]!r} has an empty name", field=field)
-    return list(dict.fromkeys(parts))
+        raise DeploymentError(f"{text[:60]!r} has an empty name", field=flag.option)
+    return list(dict.fromkeys(flag.read(part) for part in parts))
 
 
 def _counted(text: str) -> tuple[str, int | None]:

