@@ -55,6 +55,16 @@ _ACTIVATIONS = attrgetter(
 )
 
 
+# torchao's 8-bit AdamW computes with parameter, gradient and both states in fp32 (optim/adam.py
+# single_param_adam), always compiled: the gradient's copy is fused into what reads it, the others live until
+# all is written. bitsandbytes' has none: the lower end; four, where nothing is fused: the upper.
+_FP32_COPIES = 3
+
+
+def _copies_operands(setup: TrainingSetup) -> bool:
+    return stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
+
+
 class Planner:
     """Plans many setups of one model: what only depends on part of the setup is computed once."""
 
@@ -115,9 +125,9 @@ class Planner:
 
     def peak(
         self, setup: TrainingSetup, stage: int, states: States, kernels: Kernels | None = None,
-        wide_step: bool = False,
+        copies: int | None = None,
     ) -> Peak | None:  # fmt: skip
-        """``wide_step``: with the optimizer's four operands in fp32, for the largest tensor."""
+        """``copies``: in fp32 that the optimizer makes of the largest tensor's operands; None: the stack's."""
         acts = self.activations(setup, kernels)
         if acts is None:
             return None
@@ -136,8 +146,9 @@ class Planner:
         )
         convention = convention_of(setup)
         step = step_of(setup, convention, states)
-        if wide_step:
-            step = step._replace(bytes=step.bytes + 4 * 4 * states.largest)
+        if _copies_operands(setup):
+            copies = _FP32_COPIES if copies is None else copies
+            step = step._replace(bytes=step.bytes + 4 * copies * states.largest)
         full = setup.method == "full"
         side = ceil_div(acts.vocab, setup.tensor_parallel) * acts.hidden * convention.gradients if full else 0
         gradients = Gradients(
@@ -161,7 +172,7 @@ class Planner:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
         elif kernels.fp32_norm:
             low = kernels._replace(fp32_norm=False)
-        wide = stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
+        wide = _copies_operands(setup)
         others = []
         if setup.fp8_kept:
             others.append(replace(setup, precision="bf16-mixed"))
@@ -169,7 +180,7 @@ class Planner:
             others.append(replace(setup, sequence_parallel=True))
         if low == high and not wide and not others:
             return 0, peak.more
-        sides = [self.peak(setup, stage, states, side, wide and side == high) for side in (low, high)]
+        sides = [self.peak(setup, stage, states, low, 0), self.peak(setup, stage, states, high, 4)]
         sides += [self.peak(other, stage, states) for other in others]
         totals = [found.total + found.gradients for found in sides if found is not None]
         here = peak.total + peak.gradients

@@ -96,6 +96,9 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
+        elif stack_of(setup).shards_ends:  # a line of its configs that is commented out
+            low = max(layer, states.end_gathered)
+            formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         high = size
         return Line("gathered weights", "gpu", size, low, high, formula, "FSDP, one unit prefetched")
     prefetch = min(PREFETCH_ELEMENTS, states.parameters)

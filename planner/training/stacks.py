@@ -29,7 +29,7 @@ class Stack:
     ``keeps_logits``: the loop holds the model's output until the backward pass is over. ``frees_gradients``:
     zero_grad sets them to None, so a forward pass finds none (without gradient accumulation).
     ``head_in_fp32``: the logits are cast to fp32 before the loss sees them, and nobody else keeps them.
-    ``shards_ends``: embedding and head are units of their own under FSDP, in full training.
+    ``shards_ends``: embedding and head are units of their own under FSDP, in full training; else they may be.
     ``offloads_ends``: offloaded activations include what is outside the layers. ``upcasts``: what is not
     quantized of a quantized model becomes fp32. ``nf4``: whose packing of NF4; ``dequantized``: bytes a weight
     while its matrix is unpacked (compiled: the matrix in 16 bits). ``states_in_fp32``: its 8-bit optimizers
@@ -91,9 +91,9 @@ STACKS = {
             ("rotary tables", "modules/position_embeddings.py: taken by position for Q and K when packed"),
             ("adapters", "modules/peft/lora.py: in the model's type, the input read as it is"),
             ("NF4", "torchao dtypes/nf4tensor.py: int8 scalers, one factor of 256; get_original_weight"),
-            ("FSDP", "recipes/configs/llama3_1/70B_full.yaml custom_sharded_layers: embedding, output"),
+            ("FSDP", "recipes/configs/llama3_1/70B_{full,lora}.yaml custom_sharded_layers: embedding, output"),
             ("offloading", "training/_activation_offloading.py: all but the output head's"),
-            ("8-bit states", "bitsandbytes, in place; or torchao optim/adam.py single_param_adam, in fp32"),
+            ("8-bit states", "torchao optim/adam.py single_param_adam, in fp32; bitsandbytes' are in place"),
             ("compile", "training/_compile.py: each layer, flex_attention apart; the chunked loss"),
         ),
         kernels=Kernels(as_input=True, fp32_norm=True, repeats_kv=True, tables="buffer", layers_only=True),

@@ -78,14 +78,14 @@ def ask(monkeypatch, capsys, path: Path) -> tuple[int, dict]:
 
 
 def test_published_totals_are_covered(monkeypatch, capsys, tmp_path):
-    """None above its plan's interval, and two below it, LoRA of 70B and QLoRA of 405B on 8 GPUs; torchtune's on
-    one GPU within 3 % on average. A total that is wrong is above."""
+    """All inside their plan's intervals; torchtune's on one GPU within 2 % on average. A total that is
+    wrong is above."""
     published = DATA / "published_stacks.tsv"
     code, found = ask(monkeypatch, capsys, published)
-    assert (code, found["scored"], found["covered"], found["above_the_interval"]) == (0, 31, 29, 0)
+    assert (code, found["scored"], found["covered"], found["above_the_interval"]) == (0, 31, 31, 0)
     assert set(found["stacks"]) == {"torchtune", "torchtune, 8 GPUs", "unsloth", "transformers"}
     assert found["stacks"]["torchtune"]["rows"] == 14
-    assert found["stacks"]["torchtune"]["mean_error"] < 0.03
+    assert found["stacks"]["torchtune"]["mean_error"] < 0.02
     assert found["stacks"]["unsloth"]["worst_error"] < 0.03
     lines = published.read_text().splitlines()
     wrong = tmp_path / "wrong.tsv"
