@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from tonnage.planner.devices.prices import read_prices
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
-from tonnage.planner.sweep.grid import SweepRow, cheapest, default_grid, sweep
+from tonnage.planner.sweep.grid import Grid, SweepRow, cheapest, default_grid, sweep
 from tonnage.planner.sweep.order import ordered
 from tonnage.planner.sweep.table import price_lines, print_rows
 from tonnage.planner.units import parse_count
@@ -31,28 +32,24 @@ _REASONS = 3  # printed of why combinations were left out
 
 def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args: argparse.Namespace) -> int:
     """Print the table, or the offers that hold ``wanted`` sequences. Returns the exit code."""
-    from tonnage.planner.devices.catalogue import catalogue
-
-    if not engine_of(deployment.engine).divides and args.engine is None and deployment.gpu != "cpu":
-        deployment = replace(deployment, engine="vllm")
-    if wanted is not None and deployment.max_num_seqs is None:
-        deployment = replace(deployment, max_num_seqs=wanted)
-    if deployment.device_memory is not None:
-        raise DeploymentError(
-            "the memory of each GPU is the catalogue's", field="--device-memory",
-            hint="leave it out where there are several",
-        )  # fmt: skip
+    many = args.sweep or wanted is not None
+    here = not many and not choices.gpus
+    deployment = _settled(choices, deployment, wanted, args.engine is not None or here)
     prices = read_prices(args.price or ())
     lengths = [parse_request(text) for text in args.request or ()]
-    gpus = tuple(gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs)
-    many = args.sweep or wanted is not None
-    whole = default_grid(deployment, gpus) if many else None
-    if whole is not None and wanted is not None and not args.sweep:
-        # another format needs another checkpoint: offered only when asked for
-        whole = replace(whole, quantizations=("as is",))
-    combined = grids(choices, deployment, gpus, whole)
-    sources = [resolve_model(name) for name in choices.models]
-    rows = [row for s in sources for grid in combined for row in sweep(s, deployment, grid, lengths, prices)]
+    combined = _grids(choices, deployment, wanted, args.sweep)
+    rows: list[SweepRow] = []
+    sources: list[ModelSource] = []
+    for name in choices.models:
+        try:
+            sources.append(source := resolve_model(name))
+            architecture_of(source.config)
+        except TonnageError as error:
+            if len(choices.models) == 1:
+                raise
+            rows.append(SweepRow("-", 1, "-", "-", False, model=name, refused=str(error)))
+            continue
+        rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
     left_out = [row for row in rows if many and row.unsupported]
     rows = [row for row in rows if not many or not row.unsupported]
     found = len(rows)
@@ -63,23 +60,63 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     if args.html:
         from tonnage.planner.sweep.page import write_sweep_page
 
-        write_sweep_page(args.html, ", ".join(source.id for source in sources), rows)
+        write_sweep_page(args.html, ", ".join(choices.models), rows)
     if args.json:
         best = _command(sources[0], deployment, rows[0]) if wanted is not None and rows else []
-        reasons = dict(Counter(row.unsupported for row in left_out))
-        print(json.dumps({
-            "rows": [{**asdict(row), "usd_per_sequence": row.usd_per_sequence} for row in rows],
-            "serve": best, "left_out": len(left_out), "left_out_because": reasons,
-        }, indent=2))  # fmt: skip
+        _print_json(rows, left_out, best)
     elif args.csv or args.markdown:
         print_table(_table(rows), sys.stdout, markdown=args.markdown)
-    elif wanted is not None:
-        _print_offers(sources[0], deployment, rows, wanted, prices)
     else:
-        _print_all(rows[:_TOP] if many and args.top is None else rows, found, by, lengths, prices, len(sources))
-    if not args.json and not args.csv and not args.markdown:
+        if wanted is not None:
+            _print_offers(sources[0], deployment, rows, wanted, prices)
+        else:
+            shown = rows[:_TOP] if many and args.top is None else rows
+            if here:
+                print("For this machine's CPU, as no GPU was named: --gpu h100-80g,l40s is for these two")
+            _print_all(shown, found, by, lengths, prices)
         _print_left_out(left_out)
     return 0 if any(row.fits for row in rows) else 1
+
+
+def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engine_given: bool) -> Deployment:
+    """The flags of every row. Raises DeploymentError for one that a table cannot have."""
+    alone = (
+        ("device_memory", None, "the memory of each GPU is the catalogue's"),
+        ("pipeline_parallel_size", 1, "a table divides models by tensor parallelism alone"),
+        ("data_parallel_size", 1, "a table is of one replica"),
+    )
+    for name, default, why in alone:
+        if getattr(deployment, name) != default:
+            raise DeploymentError(why, field=flags_of(Deployment)[name].option, hint="leave it out")
+    named = [name for name, _ in choices.gpus]
+    if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
+        deployment = replace(deployment, engine="vllm")
+    if wanted is not None and deployment.max_num_seqs is None:
+        deployment = replace(deployment, max_num_seqs=wanted)
+    return deployment
+
+
+def _grids(choices: Choices, deployment: Deployment, wanted: int | None, every: bool) -> list[Grid]:
+    """What is combined: of --sweep and --target-concurrency whatever no flag fixes."""
+    from tonnage.planner.devices.catalogue import catalogue, find_gpu
+
+    if wanted is None and not every:
+        return grids(choices, deployment, [find_gpu("cpu")], None)
+    gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs]
+    whole = default_grid(deployment, gpus)
+    if not every:  # another format needs another checkpoint: offered only when asked for
+        whole = replace(whole, quantizations=("as is",))
+    return grids(choices, deployment, gpus, whole)
+
+
+def _print_json(rows: list[SweepRow], left_out: list[SweepRow], serve: list[str]) -> None:
+    out = {
+        "rows": [{**asdict(row), "usd_per_sequence": row.usd_per_sequence} for row in rows],
+        "serve": serve,
+        "left_out": len(left_out),
+        "left_out_because": dict(Counter(row.unsupported for row in left_out)),
+    }
+    print(json.dumps(out, indent=2))
 
 
 def _table(rows: list[SweepRow]) -> Table:
@@ -94,10 +131,10 @@ def _table(rows: list[SweepRow]) -> Table:
 
 def _print_all(
     rows: list[SweepRow], found: int, by: str | None, lengths: Sequence[tuple[int, int]],
-    prices: dict[str, float], models: int,
+    prices: dict[str, float],
 ) -> None:  # fmt: skip
     if rows:
-        name = f"{rows[0].model}: " if models == 1 else ""
+        name = f"{rows[0].model}: " if len({row.model for row in rows}) == 1 else ""
         print(
             f"{name}weights and pool in GiB of one GPU, prices of all and of each sequence that runs at least"
         )

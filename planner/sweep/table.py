@@ -84,6 +84,8 @@ def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]
     """Where the prices are from, and which GPUs have none."""
     sources: dict[str, list[str]] = {}
     for row in rows:
+        if not row.total_bytes and row.refused:
+            continue  # no GPU of its own, or none that it runs on
         cost = cost_of(row.gpu, row.gpus, prices)
         where = "no price" if cost is None else cost.source
         names = sources.setdefault(where, [])

@@ -313,6 +313,21 @@ def test_prices_of_the_users_own_and_none(llama, capsys):
     assert "Hyperstack, on demand, 2026-08-26" in out
 
 
+def test_a_model_that_is_not_there_is_a_row(models, capsys):
+    assert run([models[1], "no-such-model", "--gpu", "h100", "--max-model-len", "4096", "--json"]) == 0
+    found, missing = json.loads(capsys.readouterr().out)["rows"]
+    assert found["fits"]
+    assert (missing["model"], missing["fits"]) == ("no-such-model", False)
+    assert "neither a folder" in missing["refused"]
+
+
+def test_several_models_without_a_gpu_are_for_this_machine(models, capsys):
+    assert run([*models, "--max-model-len", "512", "--kv-cache-memory-bytes", "128MiB"]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("For this machine's CPU, as no GPU was named")
+    assert [line.split()[1] for line in lines[3:5]] == ["cpu", "cpu"]
+
+
 def test_several_of_a_gpu_for_one_plan(llama, capsys):
     assert run([llama, "--gpu", "2xa100-80g", "--max-model-len", "8192", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deployment"]["tensor_parallel_size"] == 2
@@ -330,6 +345,9 @@ def test_several_of_a_gpu_for_one_plan(llama, capsys):
         (["--gpu", "h100,l40s", "--sort", "name"], "--sort"),
         (["--gpu", "h100,l40s", "--compare", "0.30.0", "0.32.0"], "--gpu"),
         (["--gpu", "h100", "--sort", "price"], "--sort"),
+        (["--gpu", "h100,l40s", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["--gpu", "h100,l40s", "--data-parallel-size", "2"], "--data-parallel-size"),
+        (["--gpu", "h100,l40s", "--device-memory", "80GiB"], "--device-memory"),
         (["--gpu", "h100", "--price", "h100=2"], "--price"),
         (["--gpu", "h100,l40s", "--top", "0"], "--top"),
     ],
