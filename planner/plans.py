@@ -210,6 +210,9 @@ class Deployment:
     swa_full_tokens_ratio: float = flag(
         0.8, "sliding tokens for each full one", group=_DEVICE, unit="share", engine="sglang"
     )
+    mamba_full_memory_ratio: float = flag(
+        0.9, "bytes of states for each byte of tokens", group=_DEVICE, unit="share", engine="sglang"
+    )
 
 
 def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
@@ -242,6 +245,7 @@ class Resolved:
     block_size: int
     given_block_size: int | None = None
     draft: Drafting | None = None
+    given_max_num_seqs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

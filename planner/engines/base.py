@@ -252,6 +252,16 @@ class Engine(ABC):
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """:meth:`build_pool` of a model that generates."""
 
+    def settle_pool(
+        self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
+    ) -> PoolSpec:
+        """``pool`` beside so many bytes of weights on a rank."""
+        return pool
+
+    def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
+        """Most sequences that run at once, once the pool has its size."""
+        return chosen.max_num_seqs
+
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """Blocks of the pool: as many of ``size`` bytes as the bytes given hold, else what ``fixed``, the bytes
         of everything beside it (``weights`` among them), leaves."""

@@ -35,12 +35,15 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """``demands`` go with ``layout.groups``. ``pages``: bytes of each layer's page, group by group (empty: a
-    layer slot each)."""
+    layer slot each). ``apart``: bytes of the pool that are no blocks, for states of all requests, of which
+    ``running`` have theirs (None: any number)."""
 
     layout: KVLayout
     demands: tuple[Demand, ...]
     notes: tuple[str, ...] = ()
     pages: tuple[tuple[int, ...], ...] = ()
+    apart: int = 0
+    running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
         """Bytes of one block on a pipeline stage that holds ``layers`` only: its widest group's."""

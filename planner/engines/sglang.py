@@ -12,6 +12,7 @@ import re
 import shlex
 from typing import ClassVar
 
+from tonnage.planner.engines import sglang_states as states
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import (
     NUMBER,
@@ -32,7 +33,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Deployment, Failure, Plan, RankPlan, Resolved
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 
@@ -138,16 +139,58 @@ class SGLang(Engine):
         )
         return tuple((version, (words,)) for version, words in told if since < version <= until)
 
+    def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
+        """float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py). Where
+        towers are, the text's own part of the config says what; bfloat16 in all at hand."""
+        if flags.dtype != "auto" or auto != "float32":
+            return super().choose_dtype(flags, architecture, auto)
+        bfloat16 = architecture.model_type.startswith("gemma") or has_towers(architecture)
+        return "bfloat16" if bfloat16 else "float16"
+
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         flags = chosen.flags
+        attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
+        if len(attention) < len(architecture.cache_layers):
+            states.check(architecture, chosen)
+            architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
         # its --page-size: max_total_num_tokens is rounded down to whole pages (model_runner.py)
         element = KV_DTYPE_BYTES[flags.kv_cache_dtype]
         return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
+
+    def settle_pool(
+        self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
+    ) -> PoolSpec:
+        slot = states.slot_bytes(architecture, chosen.flags.tensor_parallel_size)
+        if not slot:
+            return pool
+        given = chosen.flags.kv_cache_memory_bytes
+        rest = self._static_bytes(chosen) - weights if given is None else given
+        count = states.slots(rest, slot, chosen)
+        each = states.slots_per_request(architecture, chosen)
+        note = (
+            f"{count:,} slots of {slot:,} bytes for states, {each} to a request: {count // each:,} run at once"
+        )
+        apart = (count + states.padding(chosen.version)) * slot
+        return replace(pool, apart=apart, running=count // each, notes=(*pool.notes, note))
+
+    def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
+        return states.most_running(held.tokens, chosen, pool.running) if pool.demands else chosen.max_num_seqs
+
+    def foresee(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
+    ) -> Failure | None:
+        return states.TOO_FEW if pool.running == 0 else None
+
+    def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
+        given = chosen.flags.kv_cache_memory_bytes
+        if given is not None and pool.apart:
+            return max(0, given - pool.apart) // size
+        return super().num_blocks(chosen, pool, size, fixed, weights)
 
     def block_bounds(
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
@@ -160,9 +203,12 @@ class SGLang(Engine):
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
         """mem_fraction_static of the device is for weights and pool."""
+        return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
+
+    def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
         assert share is not None  # completed by static_share
-        return max(0, int(chosen.device_memory * share) - weights) // size
+        return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         text = squeezed(line)
@@ -184,6 +230,8 @@ class SGLang(Engine):
             if mark not in line:
                 continue
             given = dict(arguments(line.partition(mark)[2], sign))
+            if given.get("disable_radix_cache") == "True":
+                out.flags["enable_prefix_caching"] = "False"
             out.flags |= {_LOG_NAMES.get(key, key): value for key, value in given.items() if value != "None"}
             out.model = out.flags.get("model") or out.model
             out.engine = out.engine or self.name
@@ -209,7 +257,8 @@ class SGLang(Engine):
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
         """Its max_total_num_tokens: every slot of every page."""
         held = super().capacity(pool, chosen, num_blocks)
-        return replace(held, tokens=num_blocks * chosen.block_size)
+        most = held.max_concurrency if pool.running is None else min(held.max_concurrency, pool.running)
+        return replace(held, tokens=num_blocks * chosen.block_size, max_concurrency=most)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         if any(layer.kind == "sliding" for layer in architecture.cache_layers):

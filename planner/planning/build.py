@@ -153,8 +153,8 @@ class Size:
         found: dict[str, tuple[float, float]] = dict(self.worst.intervals())
         low, high = self.bounds
         if low.num_blocks < high.num_blocks:
-            size = self.worst.block_bytes
-            found["kv_pool_bytes"] = low.num_blocks * size, high.num_blocks * size
+            size, apart = self.worst.block_bytes, self.pool.apart
+            found["kv_pool_bytes"] = low.num_blocks * size + apart, high.num_blocks * size + apart
             found["num_blocks"] = low.num_blocks, high.num_blocks
             found["tokens"] = low.tokens, high.tokens
             found["max_concurrency"] = round(low.max_concurrency, 4), round(high.max_concurrency, 4)
@@ -223,6 +223,8 @@ class Sizer:
         flags = engine.shown_flags(flags, pool)
         added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
         stages = build_stages(architecture, parts, chosen, pool, added)
+        heaviest = max(stage.rank.weights_bytes for stage in stages)
+        pool = engine.settle_pool(architecture, chosen, pool, heaviest)
         num_blocks = min(
             engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
             for stage in stages
@@ -239,7 +241,7 @@ class Sizer:
             for stage in stages
         ]
         fewest, most = (engine.capacity(pool, chosen, min(ends)) for ends in zip(*bounds, strict=True))
-        stages = [stage.with_blocks(num_blocks) for stage in stages]
+        stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
         place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
         held = engine.capacity(pool, chosen, num_blocks)
         reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
@@ -247,7 +249,8 @@ class Sizer:
         failure = engine.foresee(architecture, chosen, worst.rank, pool, held)
         if failure is not None and failure.why:
             reasons = (*reasons, failure.why)
-        chosen = replace(chosen, flags=flags)
+        running = engine.most_running(chosen, pool, held)
+        chosen = replace(chosen, flags=replace(flags, max_num_seqs=running))
         shares = tuple(part for part, _ in parts)
         return Size(
             architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,

@@ -108,8 +108,9 @@ def complete(
         raise DeploymentError(f"{architecture.class_name} has no experts", field="--enable-expert-parallel")
     limit = engine.memory_limit(flags, memory, share)
     return Resolved(
-        flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given
-    )
+        flags, version, memory, limit, max_model_len, seqs, tokens, block_size, given_block_size=given,
+        given_max_num_seqs=deployment.max_num_seqs,
+    )  # fmt: skip
 
 
 def _check_engine(engine: Engine, flags: Deployment) -> None:

@@ -37,9 +37,10 @@ class Stage:
     block_bytes: int
     draft_high: int
 
-    def with_blocks(self, num_blocks: int) -> Stage:
-        """The stage with so many blocks: every one gets the smallest one's (get_kv_cache_configs)."""
-        return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes))
+    def with_blocks(self, num_blocks: int, apart: int) -> Stage:
+        """The stage with so many blocks: every one gets the smallest one's (get_kv_cache_configs). ``apart``:
+        the pool's bytes that are no blocks."""
+        return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes + apart))
 
     def runtime_terms(self) -> list[Term]:
         found = self._estimates()

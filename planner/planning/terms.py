@@ -67,11 +67,12 @@ def kv_terms(
     given = chosen.flags.kv_cache_memory_bytes is not None
     low, high = bounds or (num_blocks, num_blocks)
     ends = f"; {low:,} to {high:,} blocks by the bounds of the rest" if low < high else ""
+    apart = f" + states of all requests {pool.apart:,}" if pool.apart else ""
     terms.append(
         Term(
             "kv_pool_bytes",
-            num_blocks * layout.bytes_per_block,
-            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}; block 0 is the null block{ends}",
+            num_blocks * layout.bytes_per_block + pool.apart,
+            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}{apart}; block 0 is the null block{ends}",
             "--kv-cache-memory-bytes" if given else "--device-memory x --gpu-memory-utilization less the rest",
         )
     )

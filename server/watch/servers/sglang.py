@@ -32,6 +32,7 @@ _ARGUMENTS = {
     "dp_size": "data_parallel_size",
     "mem_fraction_static": "mem_fraction_static",
     "swa_full_tokens_ratio": "swa_full_tokens_ratio",
+    "mamba_full_memory_ratio": "mamba_full_memory_ratio",
     "device": "device",
     "disable_cuda_graph": "enforce_eager",
 }

@@ -57,7 +57,8 @@ OTHERS = {
     "language_model_only", "skip_mm_profiling",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_chunked_mm_input", "mm_encoder_tp_mode",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
-    "swa_full_tokens_ratio", "decode_context_parallel_size", "enable_expert_parallel",
+    "swa_full_tokens_ratio", "mamba_full_memory_ratio",
+    "decode_context_parallel_size", "enable_expert_parallel",
     # of the host's memory beside GPUs, which nothing in vLLM is sized by or compared with
     "load_format", "safetensors_load_strategy", "mm_processor_cache_bytes", "kv_offloading_bytes",
     "enable_sleep_mode", "cache_ram_bytes", "flash_attn",

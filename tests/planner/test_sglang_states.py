@@ -1,0 +1,148 @@
+"""SGLang's pools of hybrids, against its own functions (0.5.23, unpacked in the folder TONNAGE_SGLANG)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from oracle import Oracle
+
+from tonnage.planner import Deployment, UnsupportedArchitecture
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.units import GiB
+
+DATA = Path(__file__).parent.parent / "data" / "configs"
+ORACLE = Oracle("sglang_states", sglang="0.5.23")
+QWEN, NEMOTRON = "Qwen__Qwen3.5-35B-A3B", "nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+KIMI = "transformers-default__kimi_linear"
+FILES = {QWEN: "configs/qwen3_next.py", NEMOTRON: "configs/nemotron_h.py", KIMI: "configs/kimi_linear.py"}
+# bytes of a token's keys and values on one rank, by ranks
+TOKEN = {
+    QWEN: lambda ranks: 10 * max(1, 2 // ranks) * 2 * 256 * 2,
+    NEMOTRON: lambda ranks: 6 * max(1, 2 // ranks) * 2 * 128 * 2,
+    KIMI: lambda ranks: 6 * 576 * 2,
+}
+CASES = [
+    (name, ranks, rest, asked, radix, ratio)
+    for name in FILES
+    for ranks, rest, asked, radix, ratio in (
+        (1, 40 * GiB, None, True, 0.9), (2, 61_234_567_890, None, True, 0.9), (4, 7 * GiB, None, True, 0.5),
+        (1, 20 * GiB, 48, True, 0.9), (1, 20 * GiB, 64, False, 0.9), (2, 3 * GiB, None, False, 0.2),
+    )
+]  # fmt: skip
+
+
+def linear_layers(config):
+    if "layer_types" in config:
+        return [i for i, kind in enumerate(config["layer_types"]) if kind == "linear_attention"]
+    return [i for i, kind in enumerate(config["hybrid_override_pattern"]) if kind == "M"]
+
+
+def asked_of(name, ranks, rest, asked, radix, ratio):
+    config = json.loads((DATA / f"{name}.json").read_text())
+    config = config.get("text_config", config)
+    if name == KIMI:  # as its own repository spells it
+        heads, size, kernel = (config[f"linear_{key}"] for key in ("num_heads", "head_dim", "conv_kernel_dim"))
+        delta = {"num_heads": heads, "head_dim": size, "short_conv_kernel_size": kernel}
+        config |= {"linear_attn_config": delta}
+    return {
+        "file": FILES[name], "config": config, "layers": linear_layers(config), "ranks": ranks, "rest": rest,
+        "requests": asked, "radix": radix, "ratio": ratio, "extra_buffer": True, "length": 16384,
+        "token_bytes": TOKEN[name](ranks),
+    }  # fmt: skip
+
+
+@cache
+def answers():
+    """Of all cases: one process, which imports PyTorch."""
+    folder = os.environ["TONNAGE_SGLANG"]
+    script = Path(__file__).with_name("sglang_states_child.py")
+    cases = json.dumps([asked_of(*case) for case in CASES])
+    done = subprocess.run(
+        [sys.executable, script, folder], input=cases, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.startswith("RESULT "), done.stderr[-2000:]
+    return json.loads(done.stdout.removeprefix("RESULT "))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(name):
+        shutil.copy(DATA / f"{name}.json", tmp_path / "config.json")
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_slots_tokens_and_requests_are_sglangs_own(number, folder):
+    name, ranks, rest, asked, radix, ratio = CASES[number]
+    case = asked_of(*CASES[number])
+    says = ORACLE.says(f"{name} {ranks} {rest} {asked} {radix} {ratio}", case, lambda: answers()[number])
+    flags = Deployment(
+        engine="sglang", gpu="h100-80g", dtype="bfloat16", tensor_parallel_size=ranks, max_num_seqs=asked,
+        kv_cache_memory_bytes=rest, enable_prefix_caching=radix, mamba_full_memory_ratio=ratio,
+        max_model_len=16384,
+    )  # fmt: skip
+    plan = make_plan(folder(name), flags)
+    assert f"{says['slots']:,} slots of {says['slot_bytes']:,} bytes" in " ".join(plan.notes)
+    blocks = plan.kv_cache.num_blocks * plan.kv_cache.layout.bytes_per_block
+    assert plan.rank.kv_pool_bytes - blocks == (says["slots"] + 1) * says["slot_bytes"]
+    assert abs(plan.kv_cache.tokens - says["tokens"]) <= 1  # its bytes are GiB in floating point
+    assert plan.deployment.max_num_seqs == says["running"]
+    assert plan.kv_cache.max_concurrency <= says["running"]
+
+
+def test_versions_of_the_pool_of_states(folder):
+    """No slot is padding before 0.5.23; running requests have three of them before 0.5.15; 0.5.4 is the first
+    known."""
+    found = {}
+    for version in ("0.5.4", "0.5.9", "0.5.15", "0.5.23"):
+        asked = Deployment(engine="sglang", engine_version=version, gpu="h100-80g", tensor_parallel_size=2)
+        plan = make_plan(folder(QWEN), asked)
+        found[version] = int(next(note for note in plan.notes if "slots" in note).split()[7]), plan
+    assert [each for each, _ in found.values()] == [3, 3, 5, 5]
+    old, new = found["0.5.15"][1], found["0.5.23"][1]
+    assert old.deployment.max_num_seqs > 0 < new.deployment.max_num_seqs
+    with pytest.raises(UnsupportedArchitecture, match=r"from 0\.5\.4 on"):
+        make_plan(folder(QWEN), Deployment(engine="sglang", engine_version="0.5.3", gpu="h100-80g"))
+
+
+def test_too_few_slots_stop_the_start(folder):
+    asked = Deployment(engine="sglang", gpu="h100-80g", kv_cache_memory_bytes=GiB // 2)
+    plan = make_plan(folder(QWEN), asked)
+    assert not plan.fits
+    assert "no request has slots for its states" in " ".join(plan.reasons)
+    assert "too small to serve any requests" in plan.stops_with
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        (QWEN, {"pipeline_parallel_size": 2}, "pipeline stages"),
+        ("transformers-default__recurrent_gemma", {}, "states beside windows"),
+        ("transformers-default__jamba", {}, "states like ssm"),
+        ("transformers-default__mamba2", {}, "states alone"),
+    ],
+)
+def test_states_that_are_not_known_are_refused(name, flags, said, folder):
+    with pytest.raises(UnsupportedArchitecture, match=said):
+        make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
+
+
+def test_running_requests_of_plain_models(folder):
+    """resolve_max_num_reqs: 512 for each context that fits, 2,048 to 4,096; no more than asked."""
+    name = "meta-llama__Meta-Llama-3.1-8B"
+    for flags, running in (
+        ({"max_model_len": 131072}, 2048), ({"max_model_len": 8192}, 4096), ({"max_num_seqs": 48}, 48),
+        ({"max_num_seqs": 48, "kv_cache_memory_bytes": 64 << 17}, 32),
+    ):  # fmt: skip
+        plan = make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
+        assert plan.deployment.max_num_seqs == running
