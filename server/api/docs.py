@@ -23,8 +23,13 @@ _HEADERS = {
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Paths of the pages are relative: a proxy may serve them under a prefix.
-_START = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#ui", deepLinking: true, layout: "BaseLayout"});\n'
+# Paths of the pages are relative, as a proxy may serve them under a prefix; a page whose address has a key in it
+# may fetch nothing relative.
+_DOCUMENT = 'new URL("openapi.json", location.origin + location.pathname).href'
+_STARTS = {
+    "swagger.js": f'SwaggerUIBundle({{url: {_DOCUMENT}, dom_id: "#ui", deepLinking: true}});\n',
+    "redoc.js": f'Redoc.init({_DOCUMENT}, {{}}, document.getElementById("ui"));\n',
+}
 
 
 def docs_router(title: str) -> APIRouter:
@@ -34,19 +39,21 @@ def docs_router(title: str) -> APIRouter:
 
     @router.get("/docs")
     async def swagger() -> Response:
-        body = '<div id=ui></div><script src="docs/swagger-ui-bundle.js"></script><script src="docs/start.js">'
+        body = (
+            '<div id=ui></div><script src="docs/swagger-ui-bundle.js"></script><script src="docs/swagger.js">'
+        )
         style = '<link rel=stylesheet href="docs/swagger-ui.css">'
         return HTMLResponse(f"{head}{style}{body}</script></html>\n", headers=_HEADERS)
 
     @router.get("/redoc")
     async def redoc() -> Response:
-        body = '<redoc spec-url="openapi.json"></redoc><script src="docs/redoc.standalone.js"></script>'
-        return HTMLResponse(f"{head}{body}</html>\n", headers=_HEADERS)
+        body = '<div id=ui></div><script src="docs/redoc.standalone.js"></script><script src="docs/redoc.js">'
+        return HTMLResponse(f"{head}{body}</script></html>\n", headers=_HEADERS)
 
     @router.get("/docs/{name}")
     async def shipped(name: str) -> Response:
-        if name == "start.js":
-            return Response(_START, media_type="text/javascript", headers=_DAY)
+        if name in _STARTS:
+            return Response(_STARTS[name], media_type="text/javascript", headers=_DAY)
         if name not in _SHIPPED:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: no file of the documentation")
         with as_file(_STATIC / name) as path:  # a file already, where packages are folders

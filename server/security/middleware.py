@@ -26,7 +26,7 @@ METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 # What a person opens in a browser, and what those pages load.
 BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json"}
 ASSETS = "/docs/"
-_ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password", Bearer'}
+_ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
 _MOST_OF_A_PATH = 200
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -86,14 +86,19 @@ class Authentication:
         if scope["type"] != "http" or scope["path"] in self._public:
             await self._app(scope, receive, send)
             return
-        header = Headers(scope=scope).get("authorization", "")
+        headers = Headers(scope=scope)
+        header = headers.get("authorization", "")
         browser = scope["method"] in ("GET", "HEAD") and _for_browsers(scope["path"])
         sent = _key(header, browser)
         tenant = self._keys.tenant(sent) if sent else None
         if tenant is None:
             message = "incorrect API key" if header.partition(" ")[0] else "you did not provide an API key"
             error = ApiError(ErrorCode.INVALID_API_KEY, f"{message}; send Authorization: Bearer KEY")
-            asks = browser and "text/html" in Headers(scope=scope).get("accept", "")
+            # A page is asked for as HTML; what it loads comes with the header of fetches.
+            asks = browser and ("text/html" in headers.get("accept", "") or "sec-fetch-mode" in headers)
+            if asks and not header:  # how a browser always begins
+                await render(error, _ASK_A_PERSON)(scope, receive, send)
+                return
             await self._refuse(error, scope, _ASK_A_PERSON if asks else None)(scope, receive, send)
             return
         if scope["path"] in METRICS_PATHS and len(self._keys) > 1 and not tenant.metrics:
