@@ -23,8 +23,8 @@ _HEADERS = {
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-# Paths of the pages are relative, as a proxy may serve them under a prefix; a page whose address has a key in it
-# may fetch nothing relative.
+# Paths of the pages are relative, as a proxy may serve them under a prefix; a page whose address has a key in
+# it may fetch nothing relative.
 _DOCUMENT = 'new URL("openapi.json", location.origin + location.pathname).href'
 _STARTS = {
     "swagger.js": f'SwaggerUIBundle({{url: {_DOCUMENT}, dom_id: "#ui", deepLinking: true}});\n',
