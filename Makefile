@@ -35,6 +35,7 @@ help:
 	@echo "make deploy-check  Dockerfile, compose, Helm chart, systemd unit and image: started (as root)"
 	@echo "make test-equality  prompts of 1 to 3,000 tokens in one batch against generate (5 minutes)"
 	@echo "make lint       style, types and layers (make types: the last two, a minute; .ci/run does both)"
+	@echo "make completion  the scripts of three shells and the manual page, in build/completion"
 	@echo "make dashboard  write deploy/grafana/dashboards/*.json from their Python source"
 	@echo "make soak       10^7 random operations on the block manager, its laws checked after every call"
 	@echo "make clean      remove $(VENV) and what builds and tests leave behind (not the models in the cache)"
@@ -90,6 +91,13 @@ types: $(VENV)/.test
 	ln -sfn $(CURDIR)/planner $(CURDIR)/cache $(CURDIR)/server $(VENV)/typing/tonnage/
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy --explicit-package-bases -p tonnage.planner -p tonnage.cache -p tonnage.server
 	PYTHONPATH=$(VENV)/typing $(BIN)/lint-imports
+
+# As a user gets it from `tonnage completion`
+.PHONY: completion
+completion: $(VENV)/.demo
+	mkdir -p build/completion
+	for shell in bash zsh fish; do $(BIN)/tonnage completion $$shell > build/completion/tonnage.$$shell || exit 1; done
+	$(BIN)/tonnage completion man > build/completion/tonnage.1
 
 dashboard: $(VENV)/.test
 	$(BIN)/python deploy/grafana/build.py

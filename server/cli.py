@@ -42,6 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "show a Tonnage server at a glance",
     ),
     "doctor": ("tonnage.server.commands.doctor", "say what is installed and which backend would be chosen"),
+    "completion": (
+        "tonnage.server.completion",
+        "print the script that completes this in bash, zsh or fish; man: the manual",
+    ),
     "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
 }
 

@@ -23,7 +23,17 @@ _LEAST_LOGS = 3  # fewer leave nothing to fit on when one is left out
 
 
 def parser() -> Parser:
-    p = Parser("tonnage fit-log", __doc__.splitlines()[0] if __doc__ else "")
+    p = Parser(
+        "tonnage fit-log",
+        "Hold an engine's start-up log against the plan, term by term; of many logs, fit the terms.",
+        """
+exit codes: 0 compared, 2 bad input.
+
+examples:
+  tonnage fit-log vllm.log --model ./Llama-3.1-8B --gpu h100-80g
+  tonnage fit-log logs/*.log --calibrate h100.json
+""",
+    )
     p.add_argument("logs", nargs="+", metavar="FILE", help="start-up log of vLLM, SGLang or llama.cpp")
     p.add_argument("--model", help="folder with config.json or hub id (default: the model the log names)")
     add_token_flag(p)

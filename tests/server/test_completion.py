@@ -1,0 +1,164 @@
+"""``tonnage completion``: its scripts in real shells, and the manual page of the same parsers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.server.cli import COMMANDS, main, parser_of
+
+CASES = [  # what is typed, what it becomes or may become
+    ("tonnage ver", "verify"),
+    ("tonnage plan demo --max-model-l", "--max-model-len"),
+    ("tonnage plan demo --engine sgl", "sglang"),
+    ("tonnage plan demo -q nvf", "nvfp4"),
+    ("tonnage plan demo --gpu b30", "b300-288g"),
+    ("tonnage plan demo --emit k8s", "k8s-resources"),
+    ("tonnage serve demo --admission-mode gua", "guaranteed"),
+    ("tonnage train demo --find micro", "micro-batch"),
+    ("tonnage replay --policy no_", "no_evict"),
+    ("tonnage completion fi", "fish"),
+    ("tonnage fit-log star", "startup.log"),  # files
+]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script of each shell, and a file to complete."""
+    folder = tmp_path_factory.mktemp("completion")
+    for shell in ("bash", "zsh", "fish"):
+        with (folder / shell).open("w") as file, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", file)
+            assert main(["completion", shell]) == 0
+    (folder / "startup.log").write_text("")
+    (folder / "site").mkdir()
+    shutil.copyfile(folder / "zsh", folder / "site" / "_tonnage")  # as the help says
+    return folder
+
+
+def shell(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"no {name} on this machine (apt-get install {name})")
+    return found
+
+
+def test_in_a_real_bash(scripts: Path) -> None:
+    lines = ["source ./bash"]
+    for typed, _ in CASES:
+        words = typed.split()
+        lines += [
+            f"COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=()",
+            f"_shtab_tonnage tonnage {shlex.quote(words[-1])} {shlex.quote(words[-2])}",
+            'echo "${COMPREPLY[*]}"',
+        ]
+    done = subprocess.run(
+        [shell("bash"), "--norc", "-c", "\n".join(lines)], capture_output=True, text=True, cwd=scripts
+    )
+    assert done.stderr == ""
+    for (typed, wanted), said in zip(CASES, done.stdout.splitlines(), strict=True):
+        assert wanted in said.split(), typed
+
+
+def test_in_a_real_fish(scripts: Path) -> None:
+    lines = ["source ./fish"]
+    for typed, _ in [*CASES, ("tonnage plan demo -t", "-tp")]:
+        lines.append(f"complete -C {shlex.quote(typed)} | string join ' '")
+    done = subprocess.run(
+        [shell("fish"), "--no-config", "-c", "\n".join(lines)], capture_output=True, text=True, cwd=scripts,
+        env=os.environ | {"HOME": str(scripts)},
+    )  # fmt: skip
+    assert done.stderr == ""
+    for (typed, wanted), said in zip([*CASES, ("-t", "-tp")], done.stdout.splitlines(), strict=True):
+        assert wanted in said.split(), typed
+
+
+@pytest.mark.parametrize(
+    ("begin", "cases"),
+    [
+        ("fpath=($PWD/site $fpath); autoload -U compinit; compinit -u -D", CASES),
+        ('autoload -U compinit; compinit -u -D; eval "$(cat zsh)"', CASES[:2]),
+    ],
+    ids=["in fpath", "by eval"],
+)
+def test_in_a_real_zsh(begin: str, cases: list[tuple[str, str]], scripts: Path) -> None:
+    """Typed into an interactive one, whose line then has the whole word."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [shell("zsh"), "-f", "-i"], stdin=slave, stdout=slave, stderr=slave, cwd=scripts,
+        start_new_session=True, env=os.environ | {"HOME": str(scripts), "TERM": "dumb", "PS1": "$ "},
+    )  # fmt: skip
+    os.close(slave)
+    os.set_blocking(master, False)
+
+    def until(word: str) -> str:
+        seen, deadline = "", time.monotonic() + PATIENCE
+        while word not in seen:
+            assert time.monotonic() < deadline, seen
+            try:
+                seen += os.read(master, 65_536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.01)
+        return seen
+
+    def say(text: str) -> None:
+        os.write(master, text.encode())
+
+    try:
+        say(f"stty cols 200; {begin}; echo re''ady\n")
+        until("ready")
+        for typed, wanted in cases:
+            say(f"{typed}\t")
+            until(wanted)
+            say("\x15echo ne''xt\n")  # ^U: the line is not run
+            until("next")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_every_command_and_option_is_in_the_scripts(scripts: Path) -> None:
+    for name in ("bash", "zsh", "fish"):
+        text = (scripts / name).read_text()
+        for command in COMMANDS:
+            assert command in text
+            for option in parser_of(command).options():
+                assert option.removeprefix("--") in text, (name, command, option)
+
+
+def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zhs"]) == 2
+    assert "did you mean zsh?" in capsys.readouterr().err
+
+
+def test_the_manual_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command with its options, in their groups; groff reads it without a word."""
+    assert main(["completion", "man"]) == 0
+    text = capsys.readouterr().out
+    page = tmp_path / "tonnage.1"
+    page.write_text(text)
+    for command in COMMANDS:
+        own = text.partition(f'.SH "TONNAGE {command.upper()}"')[2].partition(".SH ")[0]
+        for option in parser_of(command).options():
+            assert option.replace("-", r"\-") in own
+        for group in parser_of(command)._action_groups:
+            assert not group._group_actions or f'.SS "{str(group.title).capitalize()}"' in own
+    done = subprocess.run(
+        [shell("man"), "--warnings", "-l", page], capture_output=True, text=True,
+        env=os.environ | {"MANWIDTH": "100", "LC_ALL": "C.UTF-8"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = " ".join(re.sub("\b.|\x1b\\[[0-9;]*m", "", done.stdout).replace("\u2010\n", "").split())
+    assert "--tensor-parallel-size, -tp N GPUs a layer is divided over (default: 1)" in shown
+    assert "tonnage plan ./Qwen3-32B --gpu h100-80g --trace azure.csv" in shown
