@@ -134,6 +134,10 @@ class Engine(ABC):
         """Whether prefix caching is on by default."""
         return True
 
+    def draft_note(self, method: str) -> str:
+        """How it is told to take a draft of ``method``, in vLLM's name."""
+        return f'{self.title} takes this draft with "method": "{method}"'
+
     def draft_limits(self, version: Version) -> bool:
         """Whether no sequence may be longer than the draft model's own length."""
         return False

@@ -28,7 +28,7 @@ from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.serve_line import model_and_revision
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
-from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
@@ -80,6 +80,7 @@ _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
+_DRAFTS = (0, 5, 15)  # the first read that counts their weights and pools
 _PREFILL_GRAPHS = (0, 5, 23)  # the first read in which prefills are captured by default
 # Sizes a prefill is captured at: first, behind the last, step (generate_prefill_cuda_graph_batch_sizes)
 _CAPTURED = (
@@ -98,6 +99,7 @@ class SGLang(Engine):
     # max_running_requests and chunked_prefill_size of its server (server_args.py 0.5)
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # page_size 1
+    drafts = True
     fp8_kv_cache = True
     logs = True
     log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
@@ -155,12 +157,30 @@ class SGLang(Engine):
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
             states.check(architecture, chosen)
-            architecture = replace(architecture, cache_layers=attention)
+        drafted = [layer for layer in attention if layer.layer >= architecture.layers]
+        if drafted:
+            self._check_draft(chosen)
+            attention = attention[: -len(drafted)]
+        architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
+        if drafted:  # budgeted as layers of the model's own size, in the pool of its full layers
+            own = sum(layer.kind != "sliding" and layer.shares is None for layer in attention)
+            full += full * len(drafted) // own if own else 0
         size = int(full + flags.swa_full_tokens_ratio * sliding) if full and sliding else full or sliding
         # its --page-size: max_total_num_tokens is rounded down to whole pages (model_runner.py)
         element = KV_DTYPE_BYTES[flags.kv_cache_dtype]
         return token_pool(architecture, size, flags.kv_cache_dtype, element, chosen.block_size)
+
+    def draft_note(self, method: str) -> str:
+        return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
+
+    def _check_draft(self, chosen: Resolved) -> None:
+        """Before, weights and pool of a draft came out of what mem_fraction_static leaves free."""
+        if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
+            raise DeploymentError(
+                "SGLang's drafts are known from 0.5.15 on, in one pipeline stage", field="--speculative-model",
+                hint="--engine-version 0.5.23",
+            )  # fmt: skip
 
     def settle_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
@@ -170,12 +190,12 @@ class SGLang(Engine):
             return pool
         given = chosen.flags.kv_cache_memory_bytes
         rest = self._static_bytes(chosen) - weights if given is None else given
-        count = states.slots(rest, slot, chosen)
         each = states.slots_per_request(architecture, chosen)
+        count = states.slots(rest, slot, each, chosen)
         note = (
             f"{count:,} slots of {slot:,} bytes for states, {each} to a request: {count // each:,} run at once"
         )
-        apart = (count + states.padding(chosen.version)) * slot
+        apart = states.apart(count, slot, each, chosen)
         return replace(pool, apart=apart, running=count // each, notes=(*pool.notes, note))
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
@@ -274,7 +294,18 @@ class SGLang(Engine):
                 str(flags.tensor_parallel_size)]  # fmt: skip
         if plan.kv_cache.layout.block_size > 1:
             line += ["--page-size", str(plan.kv_cache.layout.block_size)]
+        if flags.speculative_model is not None:
+            line += self._draft_line(flags, any("EAGLE3" in note for note in plan.notes))
         return (shlex.join(line),)
+
+    def _draft_line(self, flags: Deployment, eagle3: bool) -> list[str]:
+        steps = flags.num_speculative_tokens
+        found = ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1",
+                 "--speculative-num-draft-tokens", str(steps + 1)]  # fmt: skip
+        if flags.speculative_model == "mtp":
+            return ["--speculative-algorithm", "NEXTN", *found]
+        path = ["--speculative-draft-model-path", str(flags.speculative_model)]
+        return ["--speculative-algorithm", "EAGLE3" if eagle3 else "EAGLE", *path, *found]
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         if quantization in (None, flags.quantization):

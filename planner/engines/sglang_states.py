@@ -36,6 +36,7 @@ TOO_FEW = Failure(
     "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests.",
 )
 _MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # resolve_max_num_reqs
+_DRAFTED = 48  # where drafts are verified (handle_speculative_decoding)
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
@@ -89,16 +90,30 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
         )
 
 
-def slots(rest: int, slot: int, chosen: Resolved) -> int:
-    """Slots of ``slot`` bytes, out of ``rest``, the bytes for states and tokens (max_mamba_cache_size)."""
+def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
+    """Slots of ``slot`` bytes, ``each`` to a request, out of ``rest``, the bytes for states and tokens
+    (max_mamba_cache_size). A request whose drafts are verified has a state more for each of their tokens."""
     flags, given = chosen.flags, chosen.given_max_num_seqs
     if not flags.enable_prefix_caching:
         if given is not None:
             return given
         if chosen.version < (0, 5, 9):
             return _WITHOUT_PREFIXES
-    ratio = flags.mamba_full_memory_ratio
-    return max(0, int(rest * ratio / (1 + ratio)) - padding(chosen.version) * slot) // slot
+    ratio, verified = flags.mamba_full_memory_ratio, verified_tokens(chosen)
+    budget = int(rest * ratio / (1 + ratio)) - padding(chosen.version) * slot * (1 + verified)
+    return int(max(0, budget) // (slot * (1 + verified / each)))
+
+
+def verified_tokens(chosen: Resolved) -> int:
+    """Tokens of a request that one step verifies, of a single chain of drafts (speculative_num_steps + 1)."""
+    return chosen.flags.num_speculative_tokens + 1 if chosen.flags.speculative_model else 0
+
+
+def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
+    """Bytes of ``count`` slots and of what verification wants beside them."""
+    padded = padding(chosen.version)
+    verified = min(most_asked(chosen) or count, count // each) + padded
+    return (count + padded + verified * verified_tokens(chosen)) * slot
 
 
 def padding(version: Version) -> int:
@@ -114,9 +129,16 @@ def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
     return _SLOTS + (_TURNS if turns else 0)
 
 
+def most_asked(chosen: Resolved) -> int | None:
+    """--max-running-requests; None: as many as the pool suggests."""
+    if chosen.given_max_num_seqs is not None:
+        return chosen.given_max_num_seqs
+    return _DRAFTED if chosen.flags.speculative_model else None
+
+
 def most_running(tokens: int, chosen: Resolved, held: int | None) -> int:
     """max_running_requests. ``tokens``: of the pool; ``held``: requests that it has slots for, None: any."""
-    most = chosen.given_max_num_seqs
+    most = most_asked(chosen)
     if most is None:
         most = max(min(tokens * _PER_LENGTH // chosen.max_model_len, _MOST), _LEAST)
     if chosen.version >= _PADDED:

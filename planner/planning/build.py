@@ -223,10 +223,10 @@ class Sizer:
         flags = engine.shown_flags(flags, pool)
         added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
         stages = build_stages(architecture, parts, chosen, pool, added)
-        heaviest = max(stage.rank.weights_bytes for stage in stages)
+        heaviest = max(stage.loaded_bounds[0] for stage in stages)
         pool = engine.settle_pool(architecture, chosen, pool, heaviest)
         num_blocks = min(
-            engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.rank.weights_bytes)
+            engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
             for stage in stages
         )
         bounds = [
@@ -235,7 +235,7 @@ class Sizer:
                 pool,
                 stage.block_bytes,
                 stage.used_bounds,
-                stage.weights_bounds,
+                stage.loaded_bounds,
                 stage.runtime.framework.high,
             )
             for stage in stages

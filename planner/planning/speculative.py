@@ -61,7 +61,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
         own = replace(made.architecture, max_model_len=longest)
         found = _held(architecture, own, quantization, flags, follows=True, reads=made.reads)
-        found = replace(found, notes=(f'vLLM takes this draft with "method": "{made.method}"',))
+        found = replace(found, notes=(engine_of(flags.engine).draft_note(made.method),))
         if made.optional is None:
             return found
         more = made.optional.elements * ELEMENT_BYTES[flags.dtype] // flags.tensor_parallel_size

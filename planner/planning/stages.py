@@ -64,6 +64,12 @@ class Stage:
         return held, held + loaded.high - loaded.total
 
     @property
+    def loaded_bounds(self) -> tuple[int, int]:
+        """Of the weights and the draft's."""
+        low, high = self.weights_bounds
+        return low + self.rank.draft_bytes, high + max(self.rank.draft_bytes, self.draft_high)
+
+    @property
     def used_bounds(self) -> tuple[int, int]:
         """Of the sum of all, the pool as it is."""
         low, high = self.runtime.bounds

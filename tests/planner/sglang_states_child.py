@@ -76,7 +76,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     params = cache_params(case)
     schedule = SimpleNamespace(
         max_mamba_cache_size=None, mamba_full_memory_ratio=case["ratio"], disable_overlap_schedule=False,
-        max_running_requests=case["requests"],
+        max_running_requests=case["requests"] or (48 if case["verified"] else None),
     )  # fmt: skip
     mamba = SimpleNamespace(
         enable_mamba_extra_buffer=case["extra_buffer"] and case["radix"], enable_mamba_extra_buffer_lazy=False,
@@ -85,6 +85,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     scope: dict[str, Any] = {
         "Optional": Optional, "envs": ENVS, "logger": logging.getLogger("sglang"),
         "get_schedule": lambda: schedule, "get_exec": lambda: SimpleNamespace(mamba=mamba),
+        "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=case["verified"] or None),
+        "_pd_prefill_skips_mamba_spec_state": lambda: False,
         "get_memory": lambda: SimpleNamespace(disable_radix_cache=not case["radix"]),
         "get_context": lambda: SimpleNamespace(override=lambda _, **new: vars(schedule).update(new)),
     }  # fmt: skip
@@ -97,7 +99,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     taken("mem_cache/kv_cache_configurator.py", names | constants, scope)
     runner = SimpleNamespace(
         mambaish_config=SimpleNamespace(mamba2_cache_params=params), pp_size=1, attn_dp_size=1,
-        fused_entry_bytes=lambda _: None, spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        fused_entry_bytes=lambda _: None, spec_algorithm=SimpleNamespace(is_none=lambda: not case["verified"]),
         hybrid_gdn_config=None, hybrid_kda_config=None, extra_mamba_cache_bytes_per_req=0,
         model_config=SimpleNamespace(context_len=case["length"]),
     )  # fmt: skip
@@ -105,7 +107,8 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
     left = int(scope["_handle_max_mamba_cache"](runner, case["rest"] / (1 << 30)) * (1 << 30))
     tokens = left // case["token_bytes"]
     return {
-        "slot_bytes": params.mamba_cache_per_req, "slots": schedule.max_mamba_cache_size, "tokens": tokens,
+        "slot_bytes": params.mamba_cache_per_req, "slots": schedule.max_mamba_cache_size, "left": left,
+        "tokens": tokens,
         "running": scope["resolve_max_num_reqs"](runner, tokens),
     }  # fmt: skip
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from oracle import Oracle
 
-from tonnage.planner import Deployment, UnsupportedArchitecture
+from tonnage.planner import Deployment, DeploymentError, UnsupportedArchitecture
+from tonnage.planner.engines.sglang import ENGINE
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.units import GiB
 
@@ -29,12 +30,15 @@ TOKEN = {
     KIMI: lambda ranks: 6 * 576 * 2,
 }
 CASES = [
-    (name, ranks, rest, asked, radix, ratio)
+    (name, ranks, rest, asked, radix, ratio, 0)
     for name in FILES
     for ranks, rest, asked, radix, ratio in (
         (1, 40 * GiB, None, True, 0.9), (2, 61_234_567_890, None, True, 0.9), (4, 7 * GiB, None, True, 0.5),
         (1, 20 * GiB, 48, True, 0.9), (1, 20 * GiB, 64, False, 0.9), (2, 3 * GiB, None, False, 0.2),
     )
+] + [  # with the checkpoint's own draft
+    (QWEN, 1, 40 * GiB, None, True, 0.9, 3), (QWEN, 2, 9 * GiB, 16, True, 0.9, 1),
+    (QWEN, 1, 20 * GiB, 64, False, 0.9, 3),
 ]  # fmt: skip
 
 
@@ -44,17 +48,19 @@ def linear_layers(config):
     return [i for i, kind in enumerate(config["hybrid_override_pattern"]) if kind == "M"]
 
 
-def asked_of(name, ranks, rest, asked, radix, ratio):
+def asked_of(name, ranks, rest, asked, radix, ratio, drafts):
     config = json.loads((DATA / f"{name}.json").read_text())
     config = config.get("text_config", config)
     if name == KIMI:  # as its own repository spells it
         heads, size, kernel = (config[f"linear_{key}"] for key in ("num_heads", "head_dim", "conv_kernel_dim"))
         delta = {"num_heads": heads, "head_dim": size, "short_conv_kernel_size": kernel}
         config |= {"linear_attn_config": delta}
+    token = TOKEN[name](ranks)
     return {
         "file": FILES[name], "config": config, "layers": linear_layers(config), "ranks": ranks, "rest": rest,
         "requests": asked, "radix": radix, "ratio": ratio, "extra_buffer": True, "length": 16384,
-        "token_bytes": TOKEN[name](ranks),
+        # DefaultPoolConfigurator: a draft's layer is as large as one of the model's ten
+        "token_bytes": token + (token // 10 if drafts else 0), "verified": drafts + 1 if drafts else 0,
     }  # fmt: skip
 
 
@@ -83,21 +89,24 @@ def folder(tmp_path):
 @pytest.mark.oracle
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_slots_tokens_and_requests_are_sglangs_own(number, folder):
-    name, ranks, rest, asked, radix, ratio = CASES[number]
+    name, ranks, rest, asked, radix, ratio, drafts = CASES[number]
     case = asked_of(*CASES[number])
-    says = ORACLE.says(f"{name} {ranks} {rest} {asked} {radix} {ratio}", case, lambda: answers()[number])
+    key = " ".join(map(str, CASES[number]))
+    says = ORACLE.says(key, case, lambda: answers()[number])
     flags = Deployment(
         engine="sglang", gpu="h100-80g", dtype="bfloat16", tensor_parallel_size=ranks, max_num_seqs=asked,
         kv_cache_memory_bytes=rest, enable_prefix_caching=radix, mamba_full_memory_ratio=ratio,
         max_model_len=16384,
+        **({"speculative_model": "mtp", "num_speculative_tokens": drafts} if drafts else {}),
     )  # fmt: skip
     plan = make_plan(folder(name), flags)
     assert f"{says['slots']:,} slots of {says['slot_bytes']:,} bytes" in " ".join(plan.notes)
     blocks = plan.kv_cache.num_blocks * plan.kv_cache.layout.bytes_per_block
-    assert plan.rank.kv_pool_bytes - blocks == (says["slots"] + 1) * says["slot_bytes"]
-    assert abs(plan.kv_cache.tokens - says["tokens"]) <= 1  # its bytes are GiB in floating point
+    # its bytes are GiB in floating point
+    assert abs(plan.rank.kv_pool_bytes - blocks - (rest - says["left"])) < 100
+    assert abs(plan.kv_cache.tokens - says["tokens"]) <= 1
     assert plan.deployment.max_num_seqs == says["running"]
-    assert plan.kv_cache.max_concurrency <= says["running"]
+    assert plan.kv_cache.max_concurrency <= says["slots"]
 
 
 def test_versions_of_the_pool_of_states(folder):
@@ -135,6 +144,25 @@ def test_too_few_slots_stop_the_start(folder):
 def test_states_that_are_not_known_are_refused(name, flags, said, folder):
     with pytest.raises(UnsupportedArchitecture, match=said):
         make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
+
+
+def test_drafts_of_plain_models(folder):
+    """Their layers are budgeted as the model's, their weights come off the pool, and 48 requests run; before
+    0.5.15 they did not, and are refused."""
+    name = "deepseek-ai__DeepSeek-V3"
+    asked = {"engine": "sglang", "gpu": "b200", "tensor_parallel_size": 8, "max_model_len": 8192}
+    plain = make_plan(folder(name), Deployment(**asked))
+    drafted = make_plan(folder(name), Deployment(**asked, speculative_model="mtp", num_speculative_tokens=3))
+    size = plain.kv_cache.layout.bytes_per_block
+    assert drafted.kv_cache.layout.bytes_per_block == size + size // 61
+    assert drafted.rank.draft_bytes > 1 << 30
+    lost = plain.rank.kv_pool_bytes - drafted.rank.kv_pool_bytes
+    assert abs(lost - drafted.rank.draft_bytes) <= size + size // 61
+    assert drafted.deployment.max_num_seqs == 48
+    (line,) = ENGINE.serve_lines(drafted)
+    assert "--speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1" in line
+    with pytest.raises(DeploymentError, match=r"from 0\.5\.15 on"):
+        make_plan(folder(name), Deployment(**asked, speculative_model="mtp", engine_version="0.5.9"))
 
 
 def test_running_requests_of_plain_models(folder):
