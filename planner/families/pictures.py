@@ -71,10 +71,15 @@ def qwen(fields: Fields, vision: Mapping[str, Any], model_type: str, width: int)
 
 
 def omni(fields: Fields, vision: Mapping[str, Any], tower: str, width: int) -> Vision:
-    """Qwen's Omni models: pictures and frames as Qwen2.5-VL has them, and 30 s of sound."""
+    """Qwen's Omni models: pictures and frames as Qwen2.5-VL has them, and 30 s of sound. Of a frame their
+    processors leave 768 embeddings at most (_defaults in transformers' processing_qwen2_5_omni.py and
+    processing_qwen3_omni_moe.py); vLLM counts it as large as a picture."""
     made = qwen(Fields({FILES[0]: fields.raw(FILES[0])}), vision, tower, width)
     image = longest_edge(fields.mapping(FILES[0]) or {}, _QWEN_PIXELS["qwen2_5"][0])
-    return replace(made, image=image, video=0, frames=_FRAMES["qwen2_5"], others=(Item("audio", 750),))
+    left = 768 * (made.patch * made.merge) ** 2
+    return replace(
+        made, image=image, video=0, frames=_FRAMES["qwen2_5"], left=left, others=(Item("audio", 750),)
+    )  # fmt: skip
 
 
 def square(
@@ -203,7 +208,8 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
     head = v["hidden_size"] // v["num_attention_heads"]
-    image, frame = fields.mapping(FILES[0]) or {}, fields.mapping(FILES[1]) or {}
+    image = fields.mapping(FILES[0]) or {}
+    frame = fields.mapping(FILES[1]) or image
     return Vision(
         "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,  # of three axes
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,

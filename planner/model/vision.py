@@ -45,9 +45,9 @@ class Vision:
 
     ``bound``, what the processor keeps a picture to: ``pixels``, at most ``image`` of them (of a video
     ``video``, in ``frames`` at most that are each of ``frame`` pixels where ``video`` is 0, as large as a
-    picture where that is 0); ``edge``, ``image`` pixels on the longer side; ``patches``, at most ``image`` of
-    them, of pictures of ``side`` pixels; ``fixed``: ``image`` embeddings, of ``patches`` patches. ``others``:
-    what is fixed of other modalities.
+    picture where that is 0, and of which the processor leaves ``left``, if that is not 0); ``edge``, ``image``
+    pixels on the longer side; ``patches``, at most ``image`` of them, of pictures of ``side`` pixels;
+    ``fixed``: ``image`` embeddings, of ``patches`` patches. ``others``: what is fixed of other modalities.
     """
 
     tower: Tower
@@ -63,6 +63,7 @@ class Vision:
     video: int = 0
     frames: int = 0
     frame: int = 0
+    left: int = 0
     side: int = 0
     patches: int = 0
     deep: int = 0

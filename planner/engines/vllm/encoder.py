@@ -107,7 +107,8 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     table = table_bytes(vision)
     width = 1 if known.pixels_as_bytes and vision.tower in _ON_DEVICE else size
     given = found.count * found.patches * vision.values * width
-    made = found.count * found.tokens * vision.width * size
+    tokens = min(found.tokens, found.patches // vision.merge**2) if found.patches else found.tokens
+    made = found.count * tokens * vision.width * size
     # deep features of a picture are made on the way, the last layer's come behind them
     running = _running(vision, known, chosen, patches, _one(vision, found), held)
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)

@@ -207,7 +207,10 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frame = _most_square(vision.frame // unit**2) if vision.frame else image
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
-        found = {"image": (image, image * vision.merge**2), "video": (video, video * vision.merge**2)}
+        seen = video
+        if vision.left:  # of a square frame
+            seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
+        found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others
     side = ceil_div(vision.image, unit) if vision.bound == "edge" else _padded(vision, unit)
     return {"image": (side * side, (side * vision.merge) ** 2)}
