@@ -131,7 +131,7 @@ IDS = {
                "video_token_id": "<|video|>"},
 }  # fmt: skip
 # The child makes the largest item up to 8,192 tokens; Gemma 4's frames want their published tokenizer.
-FLAGS = dict.fromkeys(CASES, {"max_model_len": 8192}) | {"gemma4": {"max_model_len": 16_384}}
+FLAGS = {key: {"max_model_len": 8192} for key in CASES} | {"gemma4": {"max_model_len": 16_384}}
 
 
 def folder_of(place: Path, name: str) -> str:
