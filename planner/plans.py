@@ -186,6 +186,9 @@ class Deployment:
         "auto", "scores of attention in pieces, or those of a step whole in memory", group=_CACHE,
         choices=("auto", "on", "off"), engine="llama.cpp",
     )  # fmt: skip
+    kv_unified: bool = flag(
+        False, "all sequences share one context of --max-model-len tokens", group=_CACHE, engine="llama.cpp"
+    )
     cache_ram_bytes: int = flag(
         8192 * MiB, "MiB of the host's memory that keep prompts (default: 8192)", group=_EXTRAS, unit="MiB",
         least=0, option="--cache-ram", engine="llama.cpp",

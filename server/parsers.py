@@ -155,11 +155,6 @@ examples:
     p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
     p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
     _add_client(p)
-    p.add_argument(
-        "--kv-unified",
-        action=argparse.BooleanOptionalAction,
-        help="llama.cpp: whether its slots share one KV cache (started without -np, or with -kvu)",
-    )
     planned = p.add_argument_group("the plan, where the server does not tell")
     for name, flag in flags_of(Deployment).items():
         if name != "engine":  # is recognised; what it drafts with and offloads is said as in tonnage plan

@@ -60,7 +60,7 @@ _LOG_UBATCH = r"n_ubatch=(\d+)"
 _LOG_FLASH = r"flash_attn=(\w+)"
 _FLASH = {"0": "off", "1": "on", "disabled": "off", "enabled": "on", "auto": "auto"}
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
-_LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:\d+/)?(\d+) seqs\)"
+_LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:(\d+)/)?(\d+) seqs\)"
 _LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
 # of one device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560.00 MiB"
 _LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
@@ -142,16 +142,18 @@ class LlamaCpp(Engine):
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
-        context = chosen.max_model_len * sequences  # n_ctx is what all sequences share
+        context = _context(chosen)
         cache = size_cache(
             architecture, context, types, sequences=sequences, ubatch=chosen.max_num_batched_tokens,
-            unified=sequences == 1,
+            unified=sequences == 1 or chosen.flags.kv_unified,
         )  # fmt: skip
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """A slot of its own for each sequence, as long as the context."""
+        """A slot of its own for each sequence, as long as the context; a cell a token of a shared one."""
         slot = GroupLaw("fixed", 1, blocks=chosen.max_model_len)
+        if chosen.flags.kv_unified:
+            slot = GroupLaw("all", 1)
         return RequestLaw(
             (slot,), pool.layout.bytes_per_block, chosen.max_num_batched_tokens, 1, 1, "llama.cpp's slots"
         )
@@ -167,7 +169,7 @@ class LlamaCpp(Engine):
             return super().cpu_activation(architecture, chosen)
         from tonnage.planner.engines.runtime.llama_cpp import compute_buffer
 
-        return compute_buffer(architecture, chosen, _masked(architecture, chosen))
+        return compute_buffer(architecture, chosen, *_masked(architecture, chosen))
 
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
@@ -177,8 +179,8 @@ class LlamaCpp(Engine):
         return Runtime(context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """n_ctx cells for each sequence, allocated whatever else is free."""
-        return chosen.max_model_len * chosen.max_num_seqs
+        """All cells, allocated whatever else is free."""
+        return _context(chosen)
 
     def host_memory(self, hosted: Hosted) -> HostMemory:
         from tonnage.planner.engines.runtime import llama_cpp
@@ -195,7 +197,9 @@ class LlamaCpp(Engine):
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
             if cells := compiled(_LOG_CELLS).search(text):  # n_ctx is what all streams share
-                out.cells, out.flags["max_num_seqs"] = max(out.cells, number(cells[1])), cells[2]
+                shared = cells[2] not in (None, cells[3])
+                out.cells = max(out.cells, number(cells[1]))
+                out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
             if types := compiled(_LOG_TYPES).search(text):
                 out.flags["kv_cache_dtype"] = "/".join(kind for kind in types.groups() if kind)
         if match := compiled(_LOG_UBATCH).search(text):
@@ -231,6 +235,8 @@ class LlamaCpp(Engine):
                 "-ub", str(flags.max_num_batched_tokens), "-ctk", k, "-ctv", v]  # fmt: skip
         if flags.flash_attn != "auto":
             line += ["-fa", flags.flash_attn]
+        if flags.kv_unified:
+            line.append("-kvu")
         if flags.cache_ram_bytes != flags_of(Deployment)["cache_ram_bytes"].default:
             line += ["--cache-ram", str(flags.cache_ram_bytes // MiB)]
         return (shlex.join(line),)
@@ -339,13 +345,20 @@ def _partial(architecture: Architecture, chosen: Resolved) -> int:
     return size_cache(partial, chosen.max_model_len, types, ubatch=chosen.max_num_batched_tokens).bytes
 
 
-def _masked(architecture: Architecture, chosen: Resolved) -> int:
-    """Cells of the attention masks: of the whole cache, and of each window's."""
+def _context(chosen: Resolved) -> int:
+    """n_ctx: what all sequences share."""
+    return chosen.max_model_len * (1 if chosen.flags.kv_unified else chosen.max_num_seqs)
+
+
+def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
+    """Cells of all attention masks, of the whole cache and of each window's, and of the longest."""
     cells = _padded(chosen.max_model_len)
     windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
     whole = any(layer.kind not in ("sliding", "state") for layer in architecture.cache_layers)
-    held = [min(cells, _padded(window + chosen.max_num_batched_tokens)) for window in windows]
-    return (cells if whole else 0) + sum(held)
+    shared = chosen.max_num_seqs if chosen.flags.kv_unified else 1
+    held = [min(cells, _padded(window * shared + chosen.max_num_batched_tokens)) for window in windows]
+    masks = [*([cells] if whole else []), *held]
+    return sum(masks), max(masks, default=0)
 
 
 def _padded(cells: int) -> int:

@@ -34,8 +34,8 @@ _LOGGED = (
     "data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel", "enforce_eager",
     "enable_prefix_caching", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_bytes",
     "enable_lora", "max_loras", "max_lora_rank", "swa_full_tokens_ratio", "mem_fraction_static",
-    "mamba_full_memory_ratio",
-    "limit_mm_per_prompt", "language_model_only", "skip_mm_profiling", "flash_attn",
+    "mamba_full_memory_ratio", "limit_mm_per_prompt", "language_model_only", "skip_mm_profiling", "flash_attn",
+    "kv_unified",
 )  # fmt: skip
 _OTHER_NAMES = {"cpu_offload_bytes": "cpu_offload_gb"}
 # What a plan depends on most: said to be assumed where neither the log nor the user says it.

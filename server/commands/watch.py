@@ -32,7 +32,8 @@ def run(argv: list[str]) -> int:
     from tonnage.server.watch.watcher import Watcher
 
     client = client_of(arguments)
-    watcher = Watcher(client, given(arguments, Deployment), arguments.model, kv_unified=arguments.kv_unified)
+    flags = given(arguments, Deployment)
+    watcher = Watcher(client, flags, arguments.model, kv_unified=flags.pop("kv_unified", None))
     exporter = None if port is None else Exporter(client.url, arguments.host or "127.0.0.1", port)
     plain = arguments.json or not sys.stdout.isatty()
     screen = Lines(lines(), to_dict if arguments.json else None) if plain else Screen(drawn)

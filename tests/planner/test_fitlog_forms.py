@@ -294,6 +294,15 @@ def test_llama_cpp_buffers_and_its_table():
     assert found.figures["CUDA1_KV_bytes"] == 397 * (1 << 20)
 
 
+def test_llama_cpp_s_sequences_and_their_streams():
+    """4/4: a cache each; 4/1: one for all of them."""
+    size = "llama_kv_cache: size = 180.00 MiB ( {} cells,  30 layers,  4/{} seqs), K (f16): 90.00 MiB, V (f16): 90.00 MiB"
+    apart, shared = (parse_log(size.format(*each) + "\n") for each in ((2048, 4), (8192, 1)))
+    assert (apart.flags["max_num_seqs"], apart.flags["kv_unified"]) == ("4", "False")
+    assert (shared.flags["max_num_seqs"], shared.flags["kv_unified"]) == ("4", "True")
+    assert (apart.figures["max_model_len"], shared.figures["max_model_len"]) == (2048, 8192)
+
+
 def test_records_join_only_what_was_wrapped():
     lines = [
         "INFO 04-22 01:44:06 [a.py:1] one", "two", "", "three", "0%|   | 0/51", "INFO 04-22 01:44:07 [a.py:2] four"

@@ -131,6 +131,39 @@ def test_the_widest_of_a_layer(case) -> None:
     assert abs(low - said) <= 0.1 * said + ROUNDED  # below it only without flash attention
 
 
+# Of 8,192 cells in all, with windows of 1,024 in five layers of six: (sequences, one cache) -> MiB of the
+# caches and of the compute buffer
+WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, True): (12 + 33.75, 22.02)}
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_sequences_with_a_cache_each_or_one_for_all(case) -> None:
+    (sequences, shared), (cache, compute) = case, WINDOWS[case]
+    config = {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 512,
+        "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 192, "vocab_size": 4000, "max_position_embeddings": 8192, "sliding_window": 1024,
+        "sliding_window_pattern": 6, "torch_dtype": "float16",
+    }  # fmt: skip
+    flags = Deployment(
+        engine="llama.cpp", device="cpu", device_memory=1 << 35, max_num_seqs=sequences, kv_unified=shared,
+        max_model_len=8192 // (1 if shared else sequences),
+    )  # fmt: skip
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    assert abs(plan.rank.kv_pool_bytes - cache * MiB) < 8192
+    low, high = plan.intervals["activation_bytes"]
+    assert low * 0.95 <= compute * MiB <= high
+    assert ("-kvu" in serve_lines(plan)[-1]) is shared
+    assert plan.kv_cache.max_concurrency == (1 if shared else sequences)
+
+
+def test_a_shared_cache_holds_short_requests() -> None:
+    flags = Deployment(engine="llama.cpp", device="cpu", max_model_len=4096, max_num_seqs=4)
+    apart, shared = (make_plan(str(demo_gguf()), replace(flags, kv_unified=each)) for each in (False, True))
+    assert apart.rank.kv_pool_bytes == 4 * shared.rank.kv_pool_bytes
+    assert [plan.kv_cache.law.floor_blocks for plan in (apart, shared)] == [4096, 1]
+
+
 def test_a_gpu_has_a_context_and_no_embedding(folder_with, tiny_llama) -> None:
     """meta-llama's 8B in a log: 281.81 MiB of its 4,437.80 are CPU_Mapped, the embedding."""
     folder = folder_with({**tiny_llama, "tie_word_embeddings": False})

@@ -30,10 +30,10 @@ _COPIES = 4
 _CHECKPOINTS, _CHECKPOINT_STEP = 32, 8192
 
 
-def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int) -> Estimate:
+def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, longest: int) -> Estimate:
     """What a step's graph takes on the device that computes it: the largest tensors that live at once, in
-    fp32, as ggml-alloc reserves them (sched_reserve in src/llama-context.cpp). ``masked``: cells of the
-    attention masks.
+    fp32, as ggml-alloc reserves them (sched_reserve in src/llama-context.cpp). ``masked``: cells of all
+    attention masks, ``longest``: of the longest.
 
     Behind the layers: logits of every token, their normed input and the last residual, which is what
     llama-fit-params says of most models; llama-server reserves logits of its slots alone since n_outputs_max
@@ -46,7 +46,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int) ->
     four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
     """
     flags = chosen.flags
-    tokens = min(chosen.max_num_batched_tokens, chosen.max_model_len * chosen.max_num_seqs)
+    context = chosen.max_model_len * (1 if flags.kv_unified else chosen.max_num_seqs)
+    tokens = min(chosen.max_num_batched_tokens, context)
     inputs = tokens * 28  # ids of tokens and outputs, positions, cells of K and of V (llama-graph.cpp)
     row = 4 * tokens
     residual, gate = row * architecture.hidden_size, row * architecture.intermediate_size
@@ -62,7 +63,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int) ->
         down = residual * max(1, architecture.experts_per_token)
         moments["experts"] = down + queries + 3 * residual + (3 * gate if residual < gate < down / 2 else 0)
     if flags.flash_attn == "off":
-        scores = row * architecture.heads * masked
+        scores = row * architecture.heads * longest
         moments["scores"] = scores + mask + residual + 4 * queries + 2 * keys
     widest = max(moments.values()) + mask + inputs
     least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # of older graphs
@@ -123,7 +124,8 @@ def host_memory(hosted: Hosted, partial: int) -> HostMemory:
     ]  # fmt: skip
     kept = chosen.flags.cache_ram_bytes
     if kept:
-        one = hosted.tokens // max(1, slots) * (hosted.block_bytes // hosted.layout.block_size)
+        longest = hosted.tokens // (1 if chosen.flags.kv_unified else max(1, slots))
+        one = longest * (hosted.block_bytes // hosted.layout.block_size)
         parts.append(
             HostPart(
                 "prompt cache", kept, 0, kept + one,

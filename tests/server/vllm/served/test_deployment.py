@@ -61,7 +61,7 @@ OTHERS = {
     "decode_context_parallel_size", "enable_expert_parallel",
     # of the host's memory beside GPUs, which nothing in vLLM is sized by or compared with
     "load_format", "safetensors_load_strategy", "mm_processor_cache_bytes", "kv_offloading_bytes",
-    "enable_sleep_mode", "cache_ram_bytes", "flash_attn",
+    "enable_sleep_mode", "cache_ram_bytes", "flash_attn", "kv_unified",
 }  # fmt: skip
 
 
