@@ -46,7 +46,8 @@ class Deployment:
 
     engine: EngineName = flag(
         "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
-        choices=get_args(EngineName),
+        # whether there is such an engine is the registry's to say (planner/engines/registry.py)
+        metavar="|".join(get_args(EngineName)), spellings=tuple((name, name) for name in get_args(EngineName)),
     )  # fmt: skip
     engine_version: str | None = flag(
         None, "rules of this version, for example 0.11.0 (default: the installed one, else the newest known)",

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import get_args
 
 from tonnage.planner.engines.base import Engine
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.plans import EngineName
 
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -19,7 +19,9 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 def engine_of(name: str) -> Engine:
     """Raises DeploymentError for a name that is none of ENGINES."""
     if name not in ENGINES:
-        raise DeploymentError(f"{name!r} is not one of {', '.join(ENGINES)}", field="--engine")
+        raise DeploymentError(
+            f"{name!r} is not one of {', '.join(ENGINES)}", field="--engine", hint=did_you_mean(name, ENGINES)
+        )
     module = name.replace(".", "_").replace("-", "_")
     engine: Engine = import_module(f"tonnage.planner.engines.{module}").ENGINE
     return engine
