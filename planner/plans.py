@@ -13,6 +13,7 @@ from tonnage.planner.model.capacity import (
     RequestCapacity,
     at_most,
     capacity_line,
+    check_lengths,
     hold,
     law_lines,
     mix_line,
@@ -402,8 +403,9 @@ class Plan:
         """
         if self.kv_cache.law is None:
             raise UnsupportedArchitecture(self.kv_cache.no_law, field="--request")
-        longest, limit = self.deployment.max_model_len or 0, self.deployment.max_num_seqs or 1
-        return hold(self.kv_cache.law, prompt_tokens, output_tokens, self.usable_bounds, longest, limit)
+        check_lengths(prompt_tokens, output_tokens, self.deployment.max_model_len or 0)
+        limit = self.deployment.max_num_seqs or 1
+        return hold(self.kv_cache.law, prompt_tokens, output_tokens, self.usable_bounds, limit)
 
     @property
     def usable_bounds(self) -> tuple[int, int, int]:

@@ -73,12 +73,8 @@ class MixCapacity:
     bounds: tuple[int, int]
 
 
-def hold(
-    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], longest: int, limit: int
-) -> RequestCapacity:
-    """How many requests of these lengths, none sharing a prefix, ``usable`` blocks hold at once: as planned,
-    the fewest and the most there may be. ``longest``: max_model_len; ``limit``: --max-num-seqs. Raises
-    DeploymentError for a length that there is not."""
+def check_lengths(prompt: int, output: int, longest: int) -> None:
+    """Raise DeploymentError for a request that there is not. ``longest``: max_model_len."""
     asked = f"{prompt}+{output}"
     if prompt < 1 or output < 1:
         raise DeploymentError(f"{asked}: both are at least one token", field="--request")
@@ -87,6 +83,12 @@ def hold(
             f"{asked} is {prompt + output:,} tokens, above max_model_len {longest:,}",
             field="--request", hint="a larger --max-model-len, if the model has it",
         )  # fmt: skip
+
+
+def hold(
+    law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
+) -> RequestCapacity:
+    """``usable``: blocks as planned, the fewest and the most there may be."""
     blocks, together = law.blocks(prompt, output), law.together(prompt)
     planned, low, high = (never_preempted(count, blocks, together) for count in usable)
     return RequestCapacity(

@@ -19,7 +19,7 @@ from tonnage.planner.engines.support import Support, support
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.capacity import at_most, hold
+from tonnage.planner.model.capacity import at_most, check_lengths, hold
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.planning.build import auto_dtype, stored_format, with_draft
 from tonnage.planner.planning.deployment import complete
@@ -243,7 +243,9 @@ def _row(
     held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *ends))
     taken, limit = exact + terms + blocks * size, chosen.max_num_seqs
     usable = held.usable_blocks, least.usable_blocks, most.usable_blocks
-    requests = [hold(law, prompt, output, usable, chosen.max_model_len, limit) for law, prompt, output in asked]
+    for _, prompt, output in asked:
+        check_lengths(prompt, output, chosen.max_model_len)
+    requests = [hold(law, prompt, output, usable, limit) for law, prompt, output in asked]
     counts = [(at_most(found.at_once, limit), at_most(found.bounds[0], limit)) for found in requests]
     counts.append((at_most(held.max_concurrency, limit), at_most(least.max_concurrency, limit)))
     return replace(
