@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 GRAFANA = ROOT / "deploy" / "grafana"
 UNITS = {"bytes", "reqps", "s", "short", "percentunit"}
@@ -29,15 +31,16 @@ def test_committed_dashboards_are_the_generated_ones(dashboards: Dashboards) -> 
     assert {path.name for path in (GRAFANA / "dashboards").glob("*.json")} == set(dashboards)
 
 
-def test_five_dashboards(dashboards: Dashboards) -> None:
+def test_six_dashboards(dashboards: Dashboards) -> None:
     assert {built["title"].removeprefix("Tonnage / ") for built in dashboards.values()} == {
+        "Overview",
         "Memory",
         "Admission and queue",
         "Latency and throughput",
         "Prefix cache and evictions",
         "Fleet",
     }
-    assert len({built["uid"] for built in dashboards.values()}) == 5
+    assert len({built["uid"] for built in dashboards.values()}) == 6
 
 
 def test_every_panel_explains_itself(dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]) -> None:
@@ -65,7 +68,10 @@ def test_queries_take_the_variables_and_the_rate_interval(
                 assert window in ("$__rate_interval", "1h"), (title, panel["title"], window)
             assert "1h" not in target["expr"] or "one hour" in panel["title"]
             for selector in selectors_of(target["expr"].replace("$__rate_interval", "5m")):
-                wanted = {"job", "instance"} if selector.name == "up" else {"job", "model", "instance"}
+                if ":" in selector.name:  # a threshold, the same for all
+                    continue
+                of_prometheus = selector.name in ("up", "ALERTS")
+                wanted = {"job", "instance"} if of_prometheus else {"job", "model", "instance"}
                 matched = {
                     matcher.name
                     for matcher in selector.matchers.matchers
@@ -89,6 +95,88 @@ def test_counters_are_rates_and_ratios_are_never_added(dashboards: Dashboards) -
                     "tonnage_preemptions_total",
                     "tonnage_invariant_violations_total",
                 ), (title, panel["title"], counter[0])
+
+
+# What stands for no end in sight (tonnage.server.observe.metrics.headroom).
+WITH_A_SENTINEL = ("tonnage_time_to_full_seconds", "tonnage_drain_seconds")
+
+
+def test_no_sentinel_is_shown_as_a_number(dashboards: Dashboards) -> None:
+    for title, panel in panels(dashboards):
+        for target in panel["targets"]:
+            if not any(name in target["expr"] for name in WITH_A_SENTINEL):
+                continue
+            if panel["type"] == "timeseries":
+                limit = re.search(r"< (\d+)$", target["expr"])
+                assert limit, (title, panel["title"])
+                assert int(limit[1]) <= FOREVER_SECONDS
+                assert "not within" in panel["fieldConfig"]["defaults"]["noValue"]
+                continue
+            (mapped,) = (
+                mapping["options"]
+                for mapping in panel["fieldConfig"]["defaults"]["mappings"]
+                if mapping["type"] == "range"
+            )
+            assert (mapped["from"], mapped["to"]) == (FOREVER_SECONDS, None), (title, panel["title"])
+            assert mapped["result"]["text"].startswith("not ")
+
+
+def test_every_figure_has_colours_and_its_zero_a_word(dashboards: Dashboards) -> None:
+    """A stat whose value may be 0 says what that means; thresholds are ordered and change the colour."""
+    figures = [(title, panel) for title, panel in panels(dashboards) if panel["type"] in ("stat", "bargauge")]
+    assert len(figures) > 30
+    for title, panel in figures:
+        defaults = panel["fieldConfig"]["defaults"]
+        steps = defaults["thresholds"]["steps"]
+        borders = [step["value"] for step in steps[1:]]
+        assert len({step["color"] for step in steps}) == len(steps) >= 2, (title, panel["title"])
+        assert steps[0]["value"] is None
+        assert borders == sorted(borders)
+        exact = [mapping for mapping in defaults.get("mappings", []) if mapping["type"] == "value"]
+        never_zero = panel["title"] in ("KV pool taken", "Different plans")
+        assert panel["type"] == "bargauge" or never_zero or "0" in exact[0]["options"], (title, panel["title"])
+
+
+def test_drift_has_one_meaning(dashboards: Dashboards, rules: list[dict[str, Any]]) -> None:
+    (rule,) = (rule["expr"] for rule in rules if rule.get("record") == "instance:tonnage_plan_drift:ratio")
+    shown = [
+        re.sub(r'job=~"\$job", model=~"\$model", instance=~"\$instance", ', "", target["expr"])
+        for _, panel in panels(dashboards)
+        if "drift" in panel["title"].lower()
+        for target in panel["targets"]
+    ]
+    assert len(shown) == 3
+    for expression in shown:
+        match = re.fullmatch(r"max(?: by \(model, instance\) )?\((.*)\)", expression)
+        assert match is not None
+        assert match[1] == " ".join(rule.split())
+
+
+def test_links_lead_to_our_dashboards(dashboards: Dashboards) -> None:
+    uids = {built["uid"] for built in dashboards.values()}
+    links = [link for _, panel in panels(dashboards) for link in panel.get("links", [])]
+    assert len(links) > 8
+    for link in links:
+        uid, values = re.fullmatch(r"/d/([\w-]+)\?(.*)", link["url"]).groups()  # type: ignore[union-attr]
+        assert uid in uids
+        assert values == "${__url_time_range}&${__all_variables}"
+
+
+def test_every_latency_has_a_heatmap(dashboards: Dashboards) -> None:
+    buckets = {
+        match[0]
+        for _, panel in panels(dashboards)
+        for target in panel["targets"]
+        if (match := re.search(r"tonnage_\w+_seconds(?=_bucket)", target["expr"]))
+    }
+    heat = {
+        re.search(r"tonnage_\w+_seconds(?=_bucket)", target["expr"])[0]  # type: ignore[index]
+        for _, panel in panels(dashboards)
+        if panel["type"] == "heatmap"
+        for target in panel["targets"]
+        if target["format"] == "heatmap"
+    }
+    assert heat == buckets
 
 
 def test_provisioning_points_at_what_is_there() -> None:

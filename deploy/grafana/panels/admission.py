@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from panels.parts import ONE, frame, lines, number, quantile, query, rate, stacked
+from panels.parts import (
+    ACTIVE,
+    NO_TRAFFIC,
+    ONE,
+    QUEUE,
+    frame,
+    heat,
+    lines,
+    number,
+    quantile,
+    query,
+    rate,
+    reads,
+    stacked,
+)
 
 
 def admission() -> dashboard.Dashboard:
@@ -17,39 +31,48 @@ def admission() -> dashboard.Dashboard:
             'tonnage_engine_requests{state="running"}.',
             "short",
             f'sum(tonnage_engine_requests{{{ONE}, state="running"}})',
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")),),
         ),
         number(
             "Waiting",
             'tonnage_engine_requests{state="waiting"}: requests in the queue; autoscaling watches it.',
             "short",
             f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
-            steps=((None, "green"), (1, "orange"), (20, "red")),
+            steps=QUEUE,
+            mappings=(reads(_0=("nobody", "green")),),
         ),
         number(
             "In flight",
             "tonnage_requests_in_flight: received and without an outcome.",
             "short",
             f"sum(tonnage_requests_in_flight{{{ONE}}})",
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")),),
         ),
         number(
             "Received a second",
             "tonnage_requests_received_total.",
             "reqps",
             f"sum({rate('tonnage_requests_received_total')})",
+            steps=ACTIVE,
+            mappings=NO_TRAFFIC,
         ),
         number(
-            "Rejected a second",
+            "Refused a second",
             'tonnage_requests_total{outcome="rejected"}: the reasons are in the panel of admission decisions.',
             "reqps",
             f"""sum({rate("tonnage_requests_total", 'outcome="rejected"')})""",
             steps=((None, "green"), (0.1, "orange")),
+            mappings=(reads(_0=("none", "green")),),
         ),
         number(
-            "Preempted in all",
+            "Preemptions since the start",
             "tonnage_preemptions_total. In guaranteed mode anything but 0 is a bug: an alert fires.",
             "short",
             f"sum(tonnage_preemptions_total{{{ONE}}})",
             steps=((None, "green"), (1, "red")),
+            mappings=(reads(_0=("none", "green")),),
         ),
         lines(
             "Admission decisions",
@@ -84,9 +107,16 @@ def admission() -> dashboard.Dashboard:
             "Median and 95th percentile of tonnage_queue_wait_seconds, until admission. Above what callers "
             "accept: add replicas, or shed earlier with a smaller max_num_queued_reqs.",
             "s",
-            query(quantile(0.5, "tonnage_queue_wait_seconds"), "p50"),
-            query(quantile(0.95, "tonnage_queue_wait_seconds"), "p95"),
+            query(quantile(0.5, "tonnage_queue_wait_seconds"), "median"),
+            query(quantile(0.95, "tonnage_queue_wait_seconds"), "95 %"),
         ).no_value("no traffic"),
+        heat(
+            "Time in the queue, all requests",
+            "tonnage_queue_wait_seconds: how many requests were admitted within which time. A band at the "
+            "bottom is the "
+            "good case; one far above it are those that waited for room.",
+            "tonnage_queue_wait_seconds",
+        ),
         lines(
             "KV blocks that were missing",
             "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had "

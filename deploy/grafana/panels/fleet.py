@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from panels.parts import LEGEND, ONE, frame, instances, lines, number, query, rate
+from panels.parts import (
+    DRIFT,
+    IN_USE,
+    LEGEND,
+    ONE,
+    QUEUE,
+    ROOM,
+    frame,
+    instances,
+    lines,
+    number,
+    query,
+    rate,
+    reads,
+)
 
 
 def fleet() -> dashboard.Dashboard:
@@ -18,34 +32,40 @@ def fleet() -> dashboard.Dashboard:
             "short",
             f"sum(tonnage_engine_ready{{{ONE}}})",
             steps=((None, "red"), (1, "green")),
+            mappings=(reads(_0=("none", "red")),),
         ),
         number(
-            "Servers not scraped",
+            "Servers not answering",
             "up is 0: the process is gone or /metrics does not answer.",
             "short",
             'count(up{job=~"$job", instance=~"$instance"} == 0) or vector(0)',
             steps=((None, "green"), (1, "red")),
+            mappings=(reads(_0=("none", "green")),),
         ),
         number(
-            "Headroom, requests",
+            "Room for more requests",
             "tonnage_headroom_requests added up over the servers: more requests of the present mix that fit.",
             "short",
             f"sum(tonnage_headroom_requests{{{ONE}}})",
-            steps=((None, "red"), (1, "orange"), (4, "green")),
+            steps=ROOM,
+            mappings=(reads(_0=("none", "red")),),
         ),
         number(
             "Waiting",
             'tonnage_engine_requests{state="waiting"} added up.',
             "short",
             f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
+            steps=QUEUE,
+            mappings=(reads(_0=("nobody", "green")),),
         ),
         number(
-            "Plans",
+            "Different plans",
             "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals "
             "means "
             "that settings or versions differ.",
             "short",
             f'count(count by (plan_id) (tonnage_plan_info{{{ONE}, revision="0"}}))',
+            steps=((None, "green"), (2, "orange")),
         ),
         number(
             "Engine restarts, one hour",
@@ -53,20 +73,23 @@ def fleet() -> dashboard.Dashboard:
             "short",
             f"sum(increase(tonnage_engine_restarts_total{{{ONE}}}[1h]))",
             steps=((None, "green"), (1, "orange"), (3, "red")),
+            mappings=(reads(_0=("none", "green")),),
         ),
         instances(
-            "Pool in use by server",
+            "KV pool in use by server",
             "tonnage_pool_usage_ratio. Far apart under equal load: the router is not balancing.",
             "percentunit",
             f"tonnage_pool_usage_ratio{{{ONE}}}",
             LEGEND,
+            steps=IN_USE,
         ),
         instances(
-            "Headroom by server",
+            "Room left by server",
             "tonnage_headroom_bytes: what admission can still reserve there.",
             "bytes",
             f"tonnage_headroom_bytes{{{ONE}}}",
             LEGEND,
+            steps=((None, "red"), (1, "green")),
         ),
         lines(
             "Generated tokens by server",
@@ -83,10 +106,11 @@ def fleet() -> dashboard.Dashboard:
         ),
         lines(
             "Plan drift by server",
-            'tonnage_memory_measured_to_planned_ratio{component="process"}: measured peak over planned bytes; '
-            "1 is a plan that came true.",
+            "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
+            "weights and pool "
+            "in either direction, the process above it. From 3 % on an alert fires.",
             "percentunit",
-            query(f'tonnage_memory_measured_to_planned_ratio{{{ONE}, component="process"}}'),
+            query(f"max by (model, instance) ({DRIFT})"),
         ),
         lines(
             "Configured pool",
@@ -96,14 +120,14 @@ def fleet() -> dashboard.Dashboard:
             query(f"tonnage_config_device_memory_bytes{{{ONE}}}", "device {{instance}}"),
         ),
         lines(
-            "Ready and scraped",
+            "Ready and answering",
             "tonnage_engine_ready and up: 0 is a server that cannot serve, or one that is gone.",
             "short",
             query(f"tonnage_engine_ready{{{ONE}}}", "ready {{instance}}"),
-            query('up{job=~"$job", instance=~"$instance"}', "scraped {{instance}}"),
+            query('up{job=~"$job", instance=~"$instance"}', "answering {{instance}}"),
         ),
         lines(
-            "Broken laws",
+            "Accounting errors",
             "tonnage_invariant_violations_total: blocks lost or counted twice. Anything but 0 is a bug: keep "
             "the log and restart that server.",
             "short",

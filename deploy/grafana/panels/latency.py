@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard, timeseries
 
-from panels.parts import ONE, frame, lines, number, quantile, query, rate
+from panels.parts import (
+    ACTIVE,
+    FIRST_TOKEN_LIMIT,
+    NO_TRAFFIC,
+    ONE,
+    TOKEN_LIMIT,
+    alert_line,
+    frame,
+    heat,
+    lines,
+    number,
+    quantile,
+    query,
+    rate,
+    reads,
+)
 
-_SHARES = (0.5, 0.95, 0.99)
+_SHARES = ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))
+# MLPerf Inference 5.0, Llama 2 70B: 99 % within, of the interactive scenario (orange) and of the server's
+# (red).
+_FIRST_TOKEN = ((None, "green"), (0.45, "orange"), (2, "red"))
+_TOKEN = ((None, "green"), (0.04, "orange"), (0.2, "red"))
 
 
-def _latency(title: str, text: str, metric: str) -> timeseries.Panel:
-    return lines(
-        title, text, "s", *(query(quantile(share, metric), f"p{100 * share:.0f}") for share in _SHARES)
+def _latency(title: str, text: str, metric: str, limit: str | None = None) -> timeseries.Panel:
+    built = lines(
+        title,
+        text,
+        "s",
+        *(query(quantile(share, metric), name) for share, name in _SHARES),
+        *(() if limit is None else (query(limit, "alert limit"),)),
     ).no_value("no traffic")
+    return built if limit is None else alert_line(built)
 
 
 def latency() -> dashboard.Dashboard:
@@ -21,53 +45,69 @@ def latency() -> dashboard.Dashboard:
         "Latency and throughput",
         "What callers feel, and what the engine gets done.",
         number(
-            "First token, p95",
+            "First token, 95 % within",
             "tonnage_time_to_first_token_seconds: waiting plus prefill.",
             "s",
             quantile(0.95, "tonnage_time_to_first_token_seconds", "model"),
+            steps=_FIRST_TOKEN,
+            mappings=NO_TRAFFIC,
         ),
         number(
-            "Between tokens, p95",
+            "Between tokens, 95 % within",
             "tonnage_inter_token_latency_seconds: the pace of a stream.",
             "s",
             quantile(0.95, "tonnage_inter_token_latency_seconds", "model"),
+            steps=_TOKEN,
+            mappings=NO_TRAFFIC,
         ),
         number(
             "Generated a second",
             "tonnage_generation_tokens_total.",
             "short",
             f"sum({rate('tonnage_generation_tokens_total')})",
+            steps=ACTIVE,
+            mappings=NO_TRAFFIC,
         ),
         number(
             "Prompt tokens a second",
             "tonnage_prompt_tokens_total, those from the prefix cache included.",
             "short",
             f"sum({rate('tonnage_prompt_tokens_total')})",
+            steps=ACTIVE,
+            mappings=NO_TRAFFIC,
         ),
         number(
             "Completed a second",
             "tonnage_requests_total with the outcomes stop and length.",
             "reqps",
             f"""sum({rate("tonnage_requests_total", 'outcome=~"stop|length"')})""",
+            steps=ACTIVE,
+            mappings=NO_TRAFFIC,
         ),
         number(
-            "Engine ready",
-            "tonnage_engine_ready of the worst server: 0 while it loads or is dead.",
+            "Can it serve",
+            "tonnage_engine_ready of the worst server: no while it loads or is dead.",
             "short",
             f"min(tonnage_engine_ready{{{ONE}}})",
             steps=((None, "red"), (1, "green")),
+            mappings=(reads(_0=("no", "red"), _1=("yes", "green")),),
         ),
         _latency(
             "Time to first token",
-            "tonnage_time_to_first_token_seconds. Rises with the queue: see Admission and queue; without "
+            "tonnage_time_to_first_token_seconds, and the limit of its alert "
+            "(tonnage:first_token_limit_seconds). Rises with the queue: see Admission and queue; without "
             "one, "
             "prompts are long: lower max_num_batched_tokens does not help, a faster device does.",
             "tonnage_time_to_first_token_seconds",
+            FIRST_TOKEN_LIMIT,
         ),
         _latency(
             "Time between tokens",
-            "tonnage_inter_token_latency_seconds. Rises with the batch: lower max_num_seqs for faster streams.",
+            "tonnage_inter_token_latency_seconds, and the limit of its alert (tonnage:token_limit_seconds). "
+            "Rises with the "
+            "batch: lower max_num_seqs for faster streams.",
             "tonnage_inter_token_latency_seconds",
+            TOKEN_LIMIT,
         ),
         _latency(
             "Request duration",
@@ -78,6 +118,22 @@ def latency() -> dashboard.Dashboard:
             "Time in the queue",
             "tonnage_queue_wait_seconds: the part of the first token that memory and batch are to blame for.",
             "tonnage_queue_wait_seconds",
+        ),
+        heat(
+            "Time to first token, all requests",
+            "tonnage_time_to_first_token_seconds: how many requests got their first token within which time.",
+            "tonnage_time_to_first_token_seconds",
+        ),
+        heat(
+            "Time between tokens, all tokens",
+            "tonnage_inter_token_latency_seconds: how many tokens came within which time of the one before.",
+            "tonnage_inter_token_latency_seconds",
+        ),
+        heat(
+            "Request duration, all requests",
+            "tonnage_request_duration_seconds: how many completed requests took how long.",
+            "tonnage_request_duration_seconds",
+            width=24,
         ),
         lines(
             "Tokens a second",

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from panels.parts import DASHED, ONE, frame, lines, number, query, stacked
+from panels.parts import (
+    DASHED,
+    DRIFT,
+    DRIFT_STEPS,
+    FOREVER_SECONDS,
+    IN_USE,
+    LEGEND,
+    ONE,
+    ROOM,
+    frame,
+    from_on,
+    lines,
+    number,
+    query,
+    reads,
+    stacked,
+)
 
-# 600 s: the alert TonnageTimeToFull; 3 %: the alert TonnagePlanDrift (prometheus/rules).
+# 600 s: the alert TonnageTimeToFull.
 _SOON = ((None, "red"), (600, "orange"), (3600, "green"))
-_FEW = ((None, "red"), (1, "orange"), (4, "green"))
+# 30 s: what --drain-seconds gives running requests where it is not set.
+_STOP = ((None, "green"), (30, "orange"), (300, "red"))
+_HOUR = 3600  # of the panel that shows the next hour
 
 
 def memory() -> dashboard.Dashboard:
@@ -19,35 +37,42 @@ def memory() -> dashboard.Dashboard:
         "Memory",
         "What was planned, what is really held, and what still fits.",
         number(
-            "Headroom, requests",
+            "Room for more requests",
             "tonnage_headroom_requests: more requests of the present mix that fit now. At 0 new ones "
             "wait: add "
             "a replica, or lower max_tokens of the callers.",
             "short",
             f"min(tonnage_headroom_requests{{{ONE}}})",
-            steps=_FEW,
+            steps=ROOM,
+            mappings=(reads(_0=("none", "red")),),
         ),
         number(
-            "Largest prompt now",
+            "Largest prompt that fits now",
             "tonnage_headroom_prompt_tokens: the largest prompt that would be admitted now with the default "
             "max_tokens.",
             "short",
             f"min(tonnage_headroom_prompt_tokens{{{ONE}}})",
+            steps=((None, "red"), (1, "green")),
+            mappings=(reads(_0=("none", "red")),),
         ),
         number(
-            "Time to full",
-            "tonnage_time_to_full_seconds at the growth of the last two minutes; a day means: not filling. "
+            "Full in",
+            "tonnage_time_to_full_seconds at the growth of the last two minutes. "
             "Under ten minutes an alert fires: scale out before requests wait.",
             "s",
             f"min(tonnage_time_to_full_seconds{{{ONE}}})",
             steps=_SOON,
+            mappings=(reads(_0=("full", "red")), from_on(FOREVER_SECONDS, "not filling", "green")),
         ),
         number(
-            "Time to drain",
-            "tonnage_drain_seconds: until the requests in flight are through. Give a stop at least this long "
+            "A stop would take",
+            "tonnage_drain_seconds: until the requests in flight are through, at the rate of the last ones. "
+            "Give a stop at least this long "
             "(terminationGracePeriodSeconds).",
             "s",
             f"max(tonnage_drain_seconds{{{ONE}}})",
+            steps=_STOP,
+            mappings=(reads(_0=("nothing runs", "green")), from_on(FOREVER_SECONDS, "not known yet", "text")),
         ),
         number(
             "Plan drift",
@@ -55,16 +80,18 @@ def memory() -> dashboard.Dashboard:
             "direction, or "
             "the process above it. Above 3 % the plan is wrong for this build: run tonnage verify.",
             "percentunit",
-            f'max(abs(tonnage_memory_measured_to_planned_ratio{{{ONE}, component=~"weights|kv_pool"}} - 1) or '
-            f'clamp_min(tonnage_memory_measured_to_planned_ratio{{{ONE}, component="process"}} - 1, 0))',
-            steps=((None, "green"), (0.03, "red")),
+            f"max({DRIFT})",
+            steps=DRIFT_STEPS,
+            mappings=(reads(_0=("none", "green")),),
         ),
         number(
-            "Pool in use",
+            "KV pool in use",
             "tonnage_pool_usage_ratio of the fullest server: blocks in use over usable ones, cached prefixes "
             "not counted. High is good as long as headroom is left.",
             "percentunit",
             f"max(tonnage_pool_usage_ratio{{{ONE}}})",
+            steps=IN_USE,
+            mappings=(reads(_0=("empty", "text")),),
         ),
         lines(
             "Plan against reality",
@@ -87,12 +114,12 @@ def memory() -> dashboard.Dashboard:
                 "fills what is not used, new requests wait.",
                 "bytes",
                 query(f"tonnage_pool_bytes{{{ONE}}}", "{{state}}"),
-                query(f"tonnage_pool_promised_unused_bytes{{{ONE}}}", "promised, not yet held"),
+                query(f"tonnage_pool_promised_unused_bytes{{{ONE}}}", "reserved, not yet held"),
             ),
-            "promised, not yet held",
+            "reserved, not yet held",
         ),
         lines(
-            "Promised and unused",
+            "Reserved and not yet used",
             "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: what max_tokens "
             "reserves and answers "
             "do not use. Far above the used blocks: callers ask for more max_tokens than they need, or "
@@ -100,32 +127,33 @@ def memory() -> dashboard.Dashboard:
             "--admission-mode predictive.",
             "short",
             query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
-            query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "promised, not yet held"),
+            query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "reserved, not yet held"),
         ),
         lines(
-            "Tail waste",
+            "Unused ends of blocks",
             "tonnage_pool_tail_waste_bytes: slots in used blocks that hold no token (the unfilled ends). "
             "Large beside the used tonnage_pool_bytes: sequences are short for this block size; lower "
             "--block-size.",
             "bytes",
-            query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "tail waste"),
+            query(f"tonnage_pool_tail_waste_bytes{{{ONE}}}", "unused ends"),
             query(f'tonnage_pool_bytes{{{ONE}, state="used"}}', "used"),
         ),
         lines(
-            "Headroom",
+            "Room for more requests, by server",
             "tonnage_headroom_requests: more requests of the present mix that fit. A line that falls to 0 "
             "under constant load: this is the capacity, add a replica.",
             "short",
             query(f"tonnage_headroom_requests{{{ONE}}}"),
         ),
         lines(
-            "Time to full, time to drain",
-            "tonnage_time_to_full_seconds and tonnage_drain_seconds, on a scale of an hour. Full before "
-            "drained: requests will wait.",
+            "Full in, a stop would take: within the hour",
+            "tonnage_time_to_full_seconds and tonnage_drain_seconds; no line: not within the next hour, or "
+            "not known. "
+            "Full before the stop would be through: requests will wait.",
             "s",
-            query(f"clamp_max(tonnage_time_to_full_seconds{{{ONE}}}, 3600)", "to full"),
-            query(f"clamp_max(tonnage_drain_seconds{{{ONE}}}, 3600)", "to drain"),
-        ),
+            query(f"tonnage_time_to_full_seconds{{{ONE}}} < {_HOUR}", f"full in {LEGEND}"),
+            query(f"tonnage_drain_seconds{{{ONE}}} < {_HOUR}", f"stop {LEGEND}"),
+        ).no_value("not within the hour"),
         lines(
             "Weights by format",
             "tonnage_weights_planned_bytes by stored dtype and quantization: what a quantization left as it "

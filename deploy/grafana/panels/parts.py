@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from grafana_foundation_sdk.builders import bargauge, common, dashboard, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.models.common import (
     BigValueColorMode,
     BigValueGraphMode,
@@ -17,18 +26,50 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
+    DashboardRangeMapOptions,
+    DashboardSpecialValueMapOptions,
     DataSourceRef,
     DynamicConfigValue,
+    RangeMap,
+    SpecialValueMap,
+    SpecialValueMatch,
     Threshold,
     ThresholdsMode,
+    ValueMap,
+    ValueMapping,
+    ValueMappingResult,
     VariableRefresh,
     VariableSort,
 )
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 # Every query takes the three variables, so that servers and models are never added up by accident.
 ONE = 'job=~"$job", model=~"$model", instance=~"$instance"'
 LEGEND = "{{model}} {{instance}}"
+
+# How far measured memory is off its plan, the one meaning of drift: that of the rule
+# instance:tonnage_plan_drift:ratio.
+# Weights and pool are exact figures, so both directions count; the process may stay below its plan.
+_RATIO = "tonnage_memory_measured_to_planned_ratio"
+DRIFT = (
+    f'abs({_RATIO}{{{ONE}, component=~"weights|kv_pool"}} - 1) '
+    f'or clamp_min({_RATIO}{{{ONE}, component="process"}} - 1, 0)'
+)
+DRIFT_STEPS = ((None, "green"), (0.03, "red"))  # the alert TonnagePlanDrift
+
+# What alerts compare with (prometheus/rules/thresholds.yml), one series without labels each.
+FIRST_TOKEN_LIMIT = "tonnage:first_token_limit_seconds"
+TOKEN_LIMIT = "tonnage:token_limit_seconds"
+ERROR_LIMIT = "tonnage:error_limit_ratio"
+
+IN_USE = ((None, "green"), (0.95, "orange"))  # a full pool is well used as long as there is room for a request
+
+# Steps of figures that are neither good nor bad: whether something is going on.
+ACTIVE = ((None, "text"), (1e-9, "green"))
+QUEUE = ((None, "green"), (1, "orange"), (20, "red"))
+ROOM = ((None, "red"), (1, "orange"), (4, "green"))
 
 # Colour by meaning: the same state has the same colour in every panel.
 COLOURS = {
@@ -36,7 +77,7 @@ COLOURS = {
     "cached": "super-light-blue",
     "free": "green",
     "reserved": "gray",
-    "promised, not yet held": "orange",
+    "reserved, not yet held": "orange",
     "admit": "green",
     "wait": "orange",
     "never": "red",
@@ -45,10 +86,41 @@ COLOURS = {
     "aborted": "yellow",
     "rejected": "orange",
     "error": "red",
+    "alert limit": "red",
 }
 DASHED = DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [10, 10]})
 
-Panel = timeseries.Panel | stat.Panel | table.Panel | bargauge.Panel
+Panel = timeseries.Panel | stat.Panel | table.Panel | bargauge.Panel | heatmap.Panel
+
+
+def reads(**texts: tuple[str, str]) -> ValueMap:
+    """``reads(_0=("none", "red"))``: text and colour of a value."""
+    found = enumerate(texts.items())
+    return ValueMap(
+        {name[1:]: ValueMappingResult(text, colour, index=at) for at, (name, (text, colour)) in found}
+    )
+
+
+def from_on(value: float, text: str, colour: str) -> RangeMap:
+    """What all values from ``value`` on are told as."""
+    return RangeMap(DashboardRangeMapOptions(value, None, ValueMappingResult(text, colour, index=9)))
+
+
+def nothing(text: str) -> SpecialValueMap:
+    """What no value, as a quantile of nothing, is told as."""
+    result = ValueMappingResult(text, "text", index=10)
+    return SpecialValueMap(DashboardSpecialValueMapOptions(SpecialValueMatch.NULL_AND_NAN, result))
+
+
+NO_TRAFFIC = (reads(_0=("no traffic", "text")), nothing("no traffic"))
+# tonnage.server.observe.metrics.headroom: what stands for no end in sight.
+FOREVER_SECONDS = 86_400
+
+
+def to(uid: str, title: str) -> dashboard.DashboardLink:
+    """From a panel to another of our dashboards, with the same servers and time."""
+    link = dashboard.DashboardLink(title).type("link")  # type: ignore[arg-type]
+    return link.url(f"/d/tonnage-{uid}?${{__url_time_range}}&${{__all_variables}}")
 
 
 def query(expression: str, legend: str = LEGEND) -> prometheus.Dataquery:
@@ -113,10 +185,13 @@ def number(
     unit: str,
     expression: str,
     *,
-    steps: Sequence[tuple[float | None, str]] = ((None, "text"),),
+    steps: Sequence[tuple[float | None, str]],
+    mappings: Sequence[ValueMapping] = (),
     width: int = 4,
+    more: dashboard.DashboardLink | None = None,
 ) -> stat.Panel:
-    """The last value, large. ``steps``: (from this value on, colour)."""
+    """The last value, large. ``steps``: (from this value on, colour); ``mappings``: values told in words, all
+    that stand for something else among them; ``more``: where a click on the title leads."""
     built = (
         stat.Panel()
         .title(title)
@@ -129,22 +204,56 @@ def number(
         .graph_mode(BigValueGraphMode.NONE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         .no_value("no data")
-        .thresholds(
-            dashboard.ThresholdsConfig()
-            .mode(ThresholdsMode.ABSOLUTE)
-            .steps([Threshold(value=value, color=colour) for value, colour in steps])  # type: ignore[arg-type]
-        )
+        .mappings([*mappings])
+        .links([] if more is None else [more])
+        .thresholds(_thresholds(steps))
     )
     _targets(built, (query(expression, title),))
     return built
 
 
-def instances(title: str, text: str, unit: str, expression: str, legend: str) -> bargauge.Panel:
+def heat(title: str, text: str, metric: str, width: int = 12) -> heatmap.Panel:
+    """How many fell into each bucket of a histogram in seconds, over time: a second hump hides in no "
+    "percentile."""
+    built = (
+        heatmap.Panel().title(title).description(text).datasource(SOURCE).unit("short").span(width).height(9)
+    )
+    built.y_axis(heatmap.YAxisConfig().unit("s")).filter_values(heatmap.FilterValueRange().le(1e-9))
+    built.color(
+        heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").steps(64).exponent(0.5)
+    )
+    built.show_legend().show_tooltip()
+    counts = f"sum by (le) (increase({metric}_bucket{{{ONE}}}[$__rate_interval]))"
+    _targets(built, (query(counts, "{{le}}").format(PromQueryFormat.HEATMAP),))
+    return built
+
+
+def instances(
+    title: str,
+    text: str,
+    unit: str,
+    expression: str,
+    legend: str,
+    *,
+    steps: Sequence[tuple[float | None, str]],
+    height: int = 5,
+) -> bargauge.Panel:
     """One bar for each series of an instant query."""
-    built = bargauge.Panel().title(title).description(text).datasource(SOURCE).unit(unit).span(12).height(5)
-    built.min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"])).no_value("no data")
+    built = bargauge.Panel().title(title).description(text).datasource(SOURCE).unit(unit).span(12)
+    built.height(height).min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+    built.no_value("no data").thresholds(_thresholds(steps))
     _targets(built, (query(expression, legend).instant(),))
     return built
+
+
+def _thresholds(steps: Sequence[tuple[float | None, str]]) -> dashboard.ThresholdsConfig:
+    made = [Threshold(value=value, color=colour) for value, colour in steps]  # type: ignore[arg-type]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(made)
+
+
+def alert_line(built: timeseries.Panel) -> timeseries.Panel:
+    """The series ``alert limit`` is dashed."""
+    return built.override_by_regexp("/^alert limit$/", [DASHED])
 
 
 def _targets(built: Panel, queries: Sequence[prometheus.Dataquery]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from panels.parts import ONE, frame, lines, number, query, rate, stacked
+from panels.parts import ACTIVE, ONE, frame, lines, number, query, rate, reads, stacked
 
 
 def _hit_share(by: str) -> str:
@@ -23,6 +23,8 @@ def prefix_cache() -> dashboard.Dashboard:
             "tonnage_prefix_hit_tokens_total over tonnage_prefix_query_tokens_total.",
             "percentunit",
             _hit_share("model"),
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")),),
             width=6,
         ),
         number(
@@ -30,6 +32,8 @@ def prefix_cache() -> dashboard.Dashboard:
             "tonnage_prefix_hit_tokens_total: prompt tokens that were not computed again.",
             "short",
             f"sum({rate('tonnage_prefix_hit_tokens_total')})",
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")),),
             width=6,
         ),
         number(
@@ -37,6 +41,8 @@ def prefix_cache() -> dashboard.Dashboard:
             'tonnage_pool_bytes{state="cached"}: prefixes that can be hit and are given up when needed.',
             "bytes",
             f'sum(tonnage_pool_bytes{{{ONE}, state="cached"}})',
+            steps=ACTIVE,
+            mappings=(reads(_0=("nothing", "text")),),
             width=6,
         ),
         number(
@@ -44,6 +50,8 @@ def prefix_cache() -> dashboard.Dashboard:
             "tonnage_evictions_total, blocks.",
             "short",
             f"sum({rate('tonnage_evictions_total')})",
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")),),
             width=6,
         ),
         lines(
