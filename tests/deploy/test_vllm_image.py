@@ -34,7 +34,8 @@ def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) ->
             brought_by(wanted.name, frozenset(wanted.extras), found)
 
 
-# Small, and none of them asks for anything that vLLM does not have. Inside vLLM xxhash alone is used: the others
+# Small, and none of them asks for anything that vLLM does not have. Inside vLLM xxhash alone is used: the
+# others
 # are for completion scripts and the pages of our own server.
 MISSING = {"xxhash", "shtab", "fastapi-offline"}
 
