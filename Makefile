@@ -29,6 +29,7 @@ help:
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-vllm-versions  what runs inside a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
+	@echo "make page-check  tonnage page in a real browser; make pictures-page keeps what it looks like in docs/page"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
 	@echo "make dashboard-types, make pictures  dashboards against Grafana's types; drawn into docs/dashboards"
@@ -48,7 +49,7 @@ serve: $(VENV)/.demo
 
 test: style
 	bash .ci/prometheus
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long --ignore=tests/page \
 	  --ignore=tests/server/vllm
 
 # Inside vLLM and behind it: its classes in process, a plain vllm serve with our plug-ins, our server with vLLM as
@@ -190,6 +191,21 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 .venv-compliance/.ready:
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
+	touch $@
+
+# The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print.
+.PHONY: page-check pictures-page
+page-check: $(VENV)/.test .venv-page/.ready
+	bash .ci/chromium
+	.venv-page/bin/python -m pytest tests/page
+
+pictures-page:
+	mkdir -p docs/page
+	TONNAGE_PICTURES=$(CURDIR)/docs/page $(MAKE) page-check
+
+.venv-page/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-page
+	.venv-page/bin/python -m pip --disable-pip-version-check install -e '.[pagetest]'
 	touch $@
 
 # tonnage watch beside a real llama-server, built from the sources in llama-cpp-python's sdist: ten minutes of one

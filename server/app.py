@@ -21,6 +21,7 @@ from tonnage.server.api.docs import docs_router
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.models import models_router
 from tonnage.server.api.operations import operations_router
+from tonnage.server.api.plan_page import plan_page_router
 from tonnage.server.api.router import engine_router
 from tonnage.server.api.tokenize import tokenize_router
 from tonnage.server.engines.base import Engine
@@ -111,6 +112,7 @@ def create_app(
         app.include_router(tokenize_router(state, generator))
     app.include_router(operations_router(state, Metrics(state), generator))
     app.include_router(docs_router(f"{settings.model_name}: API"))
+    app.include_router(plan_page_router())
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)

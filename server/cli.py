@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("tonnage.planner.command", "say what a model needs and what a device carries, before a load"),
     "train": ("tonnage.planner.training.command", "say what training a model needs and what makes it fit"),
     "dtype": ("tonnage.planner.numbers.command", "show a value's bits and rounding in every number format"),
+    "page": ("tonnage.planner.page.command", "a page that plans, in the browser; or its files for a web host"),
     "fit-log": ("tonnage.planner.fitlog.command", "hold an engine's start-up log against the plan"),
     "replay": ("tonnage.server.commands.replay", "replay a request trace through admission and block manager"),
     "serve": ("tonnage.server.commands.serve", "plan, then serve the OpenAI API and /metrics from that plan"),

@@ -24,8 +24,8 @@ PUBLIC_PATHS = frozenset({"/health", "/ready"})
 # What they show is of all tenants.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 # What a person opens in a browser, and what those pages load.
-BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json"}
-ASSETS = "/docs/"
+BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json", "/plan"}
+ASSETS = ("/docs/", "/plan/")
 _ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
 _MOST_OF_A_PATH = 200
 

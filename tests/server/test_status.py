@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +22,7 @@ from watched import vllm
 
 from tonnage.planner import bars
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.page import pyodide
 from tonnage.server import state as server_state
 from tonnage.server.app import create_app
 from tonnage.server.commands.status import run
@@ -235,6 +238,35 @@ async def test_the_documentation_needs_no_network(server: Any) -> None:
             assert file.headers["content-type"].startswith(kind[name.rpartition(".")[2]])
     for name in ("nothing.js", "..%2fconsts.py", "%2e%2e/core.py"):
         assert (await server.http.get(f"/docs/{name}")).status_code == 404
+
+
+async def test_the_page_that_plans_is_at_plan_where_pyodide_is(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+    assert (await server.http.get("/plan")).headers["location"] == "plan/"
+    answer = await server.http.get("/plan/")
+    assert answer.status_code == 404
+    assert "tonnage page fetches it once" in answer.json()["error"]["message"]
+    made = tmp_path / f"pyodide-{pyodide.VERSION}"
+    made.mkdir()
+    digest = hashlib.sha256(b"as if").hexdigest()  # its bytes are not what this test is about
+    monkeypatch.setattr(pyodide, "FILES", dict.fromkeys(pyodide.FILES, digest))
+    for name in pyodide.FILES:
+        (made / name).write_bytes(b"as if")
+    kinds = {
+        "": "text/html",
+        "page.js": "text/javascript",
+        "planner.zip": "application/",
+        "pyodide/pyodide.mjs": "text/javascript",
+        "pyodide/pyodide.asm.wasm": "application/wasm",
+    }
+    for name, kind in kinds.items():
+        answer = await server.http.get(f"/plan/{name}")
+        assert answer.status_code == 200, name
+        assert answer.headers["content-type"].startswith(kind)
+    for name in ("nothing.js", "pyodide", "..%2f..%2fetc", "%2e%2e/page/page.js"):
+        assert (await server.http.get(f"/plan/{name}")).status_code == 404, name
 
 
 @pytest.fixture(scope="module")

@@ -200,6 +200,11 @@ OLDEST = (0, 5, 4)  # the oldest start-up log in tests/data/field_reports.jsonl
 NEWEST = _CHANGES[-1][0]
 
 
+def releases() -> list[str]:
+    """Those at which something changed, the newest first."""
+    return [".".join(map(str, since)) for since, _ in reversed(_CHANGES)]
+
+
 @cache
 def rules(version: Version) -> Rules:
     """What holds in ``version``."""

@@ -1,0 +1,67 @@
+"""What the page asks: the commands themselves, and what its lists offer. Runs in the browser; standard library
+only."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+from tonnage.planner.devices.catalogue import catalogue
+from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.engines.registry import ENGINES, engine_of
+from tonnage.planner.engines.vllm.versions import releases
+from tonnage.planner.flags import flags_of
+from tonnage.planner.plans import Deployment
+from tonnage.planner.quantization.read import flag_formats
+from tonnage.planner.training.setup import TrainingSetup
+
+_COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
+_KV_CACHE_DTYPES = ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc")
+_TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "attention", "strategy")
+
+
+def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of ``tonnage`` ``command`` (plan or train) with ``argv``."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = import_module(_COMMANDS[command]).run(list(argv))
+    return int(code), out.getvalue(), err.getvalue()
+
+
+def choices() -> str:
+    """JSON: what each list of the page offers, from the planner's own tables."""
+    gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
+    training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
+    return json.dumps(
+        {
+            "version": import_module("tonnage").__version__,
+            "models": sorted(str(path.parent) for path in Path().glob("*/*/config.json")),
+            "gpus": gpus,
+            "engines": [name for name in ENGINES if name != "hf"] + ["hf"],
+            "versions": _versions(),
+            "quantization": sorted(flag_formats()),
+            "kv_cache_dtype": _KV_CACHE_DTYPES,
+            "dtype": ["bfloat16", "float16", "float32"],
+            "training": training,
+            "flags": {name: flag.help for name, flag in flags_of(Deployment).items()},
+            "folder": os.getcwd(),
+        }
+    )
+
+
+def costs(gpus: int) -> str:
+    """JSON: by GPU the lowest listed price of so many for an hour in USD, and whose list of what day."""
+    found = {gpu.name: cost_of(gpu.name, gpus) for gpu in catalogue()}
+    return json.dumps({name: None if cost is None else [cost.usd, cost.source] for name, cost in found.items()})
+
+
+def _versions() -> dict[str, list[str]]:
+    """Engine -> versions to choose from, the newest known first; none where a plan does not ask."""
+    newest = {name: engine_of(name).newest for name in ENGINES}
+    found = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
+    return found | {"vllm": releases()}

@@ -1,0 +1,70 @@
+"""The page as a folder of files that any web host can serve."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+import tonnage.planner
+from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
+
+_DATA = Path(__file__).parent / "data"
+_ASSETS = ("index.html", "page.js", "style.css", "worker.js")
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the same planner gives the same bytes
+
+
+def build(folder: Path, pyodide: str | None = None) -> None:
+    """Write the page into ``folder``, which is made, or holds an older page. Raises PageError; what is there
+    already is not touched unless all could be written."""
+    source = pyodide_folder(pyodide)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "planner.zip").is_file():
+        raise PageError(f"{folder} has other files in it", field="--build", hint="give a new or empty folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+            made = Path(place) / "page"
+            made.mkdir()
+            _write(made, source)
+            if folder.exists():
+                shutil.rmtree(folder)
+            made.rename(folder)
+    except OSError as error:
+        raise PageError(f"cannot be written: {error.strerror}", field="--build", hint=str(folder)) from None
+
+
+def _write(made: Path, pyodide: Path) -> None:
+    for name in _ASSETS:
+        shutil.copyfile(_DATA / name, made / name)
+    _zip(made / "planner.zip", planner_files())
+    _zip(made / "models.zip", model_files())
+    (made / "pyodide").mkdir()
+    for name in FILES:
+        shutil.copyfile(pyodide / name, made / "pyodide" / name)
+
+
+def planner_files() -> dict[str, bytes]:
+    """Path in the archive -> content: the planner as it is here, without the page's own files."""
+    root = Path(tonnage.planner.__file__).parent
+    files = {
+        f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
+    }
+    for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):  # installed, in a checkout
+        if first.is_file():
+            files["tonnage/__init__.py"] = first.read_bytes()
+    return files
+
+
+def model_files() -> dict[str, bytes]:
+    """org/name/config.json -> content, of the models that the page knows."""
+    found = sorted((_DATA / "models").glob("*.json"))
+    return {f"{path.stem.replace('__', '/', 1)}/config.json": path.read_bytes() for path in found}
+
+
+def _zip(path: Path, files: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)

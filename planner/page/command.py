@@ -1,0 +1,80 @@
+"""``tonnage page``: serve the page on this machine, or write its files."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.page.build import build
+
+_EPILOG = """
+examples:
+  tonnage page                     http://127.0.0.1:8300, until Ctrl-C
+  tonnage page --build ./public    files for any web host
+"""
+
+
+def parser() -> Parser:
+    p = Parser(
+        "tonnage page", "A page that plans: tonnage plan and train in the browser, nothing leaves it.", _EPILOG
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    p.add_argument("--port", type=int, default=8300, help="0: any that is free (default: 8300)")
+    p.add_argument("--build", metavar="FOLDER", help="write the files there and end")
+    p.add_argument(
+        "--pyodide", metavar="FOLDER", help="Pyodide's files (default: those shipped, else fetched once by npm)"
+    )
+    return p
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    extensions_map = {  # noqa: RUF012 the base class's
+        **SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm",
+    }  # fmt: skip
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        super().end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def server(folder: Path, host: str, port: int) -> ThreadingHTTPServer:
+    """Serves the files of ``folder``; not started. Raises DeploymentError where the address is taken."""
+    try:
+        return ThreadingHTTPServer((host, port), partial(_Handler, directory=str(folder)))
+    except (OSError, OverflowError) as error:
+        words = getattr(error, "strerror", None) or str(error)
+        raise DeploymentError(
+            f"{host}:{port}: {words}", field="--port", hint="--port 0 takes a free one"
+        ) from None
+
+
+def run(argv: list[str]) -> int:
+    """Run ``tonnage page`` with ``argv`` (without the sub-command's name). Returns the exit code."""
+    try:
+        args = parser().parse_args(argv)
+        if args.build is not None:
+            build(Path(args.build), args.pyodide)
+            print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
+            return 0
+        with tempfile.TemporaryDirectory() as place:
+            build(Path(place) / "page", args.pyodide)
+            with server(Path(place) / "page", args.host, args.port) as serving:
+                shown = f"[{args.host}]" if ":" in args.host else args.host
+                print(f"http://{shown}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)
+                serving.serve_forever()
+        return 0
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return 0
+    except TonnageError as error:
+        return refused(error)

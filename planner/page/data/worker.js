@@ -1,0 +1,53 @@
+// The planner, in a thread of its own so that a slider never waits for it.
+import { loadPyodide } from "./pyodide/pyodide.mjs";
+
+const HOME = "/models";
+
+async function bytes(name) {
+  const response = await fetch(new URL(name, import.meta.url));
+  if (!response.ok) throw new Error(`${name}: ${response.status}`);
+  return new Uint8Array(await response.arrayBuffer());
+}
+
+let python, browser;
+
+async function start() {
+  const [loaded, planner, models] = await Promise.all([
+    loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
+    bytes("planner.zip"),
+    bytes("models.zip"),
+  ]);
+  python = loaded;
+  python.unpackArchive(planner, "zip", { extractDir: "/lib/planner" });
+  python.unpackArchive(models, "zip", { extractDir: HOME });
+  python.FS.chdir(HOME);
+  browser = python.runPython(
+    "import sys; sys.path.insert(0, '/lib/planner'); from tonnage.planner.page import browser; browser",
+  );
+  return JSON.parse(browser.choices());
+}
+
+const KINDS = {
+  start,
+  ask: ({ command, argv }) => {
+    const answer = browser.ask(command, argv);
+    const [code, out, err] = answer.toJs();
+    answer.destroy();
+    return { code, out, err };
+  },
+  costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
+  // a file of a model; its folder is made
+  put: ({ path, content }) => {
+    const full = `${HOME}/${path}`;
+    python.FS.mkdirTree(full.slice(0, full.lastIndexOf("/")));
+    python.FS.writeFile(full, content);
+  },
+};
+
+onmessage = async ({ data: { id, kind, ...rest } }) => {
+  try {
+    postMessage({ id, value: await KINDS[kind](rest) });
+  } catch (error) {
+    postMessage({ id, error: String(error.message ?? error).slice(-2000) });
+  }
+};

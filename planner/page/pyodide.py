@@ -1,0 +1,99 @@
+"""Pyodide, the Python that the page runs the planner with: where it is, and how it is fetched once."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.source.resolve import cache_folder
+
+VERSION = "314.0.7"
+# What the page loads, of the npm package of that version, with their SHA-256.
+FILES = {
+    "pyodide.mjs": "6f1d60f7bf529beb300f0f47983c921d3982363640ba20af0e38efdddbc66109",
+    "pyodide.asm.mjs": "f7cdc8ece80678ceb712f8e65ebe6d3a83203a180c399865f49612a051693635",
+    "pyodide.asm.wasm": "cc36e3cab04fdfc9a63ff13eb52eae2b911bf46c025cc7b281f394bd3de1d5e6",
+    "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
+    "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
+}
+_SHIPPED = Path(__file__).parent / "data" / "pyodide"  # in wheels and images that were built with it
+
+
+class PageError(TonnageError):
+    """The page cannot be written."""
+
+
+def pyodide_folder(given: str | None = None) -> Path:
+    """The folder with FILES: ``given``, the one shipped, or the cache's, which npm fills once.
+
+    Raises PageError where a file is missing or is not the version's, or there is no npm to fetch it with.
+    """
+    if given is not None:
+        return checked(Path(given))
+    try:
+        return present()
+    except PageError:
+        fetch(_cached())
+        return checked(_cached())
+
+
+def present() -> Path:
+    """The folder shipped or cached; nothing is fetched. Raises PageError where there is none."""
+    for folder in (_SHIPPED, _cached()):
+        if folder.is_dir():
+            return checked(folder)
+    raise PageError(f"Pyodide {VERSION} is not here", field="--pyodide", hint="tonnage page fetches it once")
+
+
+def _cached() -> Path:
+    return cache_folder() / f"pyodide-{VERSION}"
+
+
+def checked(folder: Path) -> Path:
+    """``folder``, where all FILES are in it. Raises PageError."""
+    for name, digest in FILES.items():
+        try:
+            content = (folder / name).read_bytes()
+        except OSError as error:
+            raise PageError(
+                f"{folder / name}: {error.strerror}",
+                field="--pyodide",
+                hint=f"the npm package pyodide {VERSION}",
+            ) from None
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise PageError(f"{folder / name} is not of Pyodide {VERSION}", field="--pyodide")
+    return folder
+
+
+def fetch(folder: Path) -> None:
+    """Fill ``folder`` by npm, from its registry (6 MB). Raises PageError; nothing half is left."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise PageError(
+            f"Pyodide {VERSION}, which runs the planner in a browser, is not in this installation, and "
+            "there is no npm to fetch it with",
+            field="--pyodide",
+            hint=f"install npm once, or give a folder with the npm package pyodide {VERSION}",
+        )
+    print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        command = [npm, "pack", f"pyodide@{VERSION}", "--silent", "--pack-destination", place]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        archives = list(Path(place).glob("*.tgz"))
+        if done.returncode or not archives:
+            said = done.stderr.strip().splitlines()[-1:] or ["no word"]
+            raise PageError(f"npm could not fetch pyodide {VERSION}: {said[0]}", field="--pyodide")
+        made = Path(place) / "pyodide"
+        made.mkdir()
+        with tarfile.open(archives[0]) as archive:
+            for name in FILES:
+                if (member := archive.extractfile(f"package/{name}")) is not None:
+                    (made / name).write_bytes(member.read())
+        checked(made).rename(folder)
