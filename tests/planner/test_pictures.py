@@ -16,6 +16,7 @@ from pictures import GEMMA4_SOUND, QWEN2, THINKERS, needs_torchvision, planned
 from tonnage.planner.engines.parallel import Parallel, rank_architecture
 from tonnage.planner.engines.vllm import encoder
 from tonnage.planner.engines.vllm.multimodal import profiled
+from tonnage.planner.engines.vllm.tensors import tensors_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.vision import Vision
@@ -491,3 +492,23 @@ def test_gemma_4_reads_pictures_one_by_one_then_many_at_once():
     assert widths["0.22.0"] < 0.1 * chosen.device_memory
     architecture, chosen = profile_of(GEMMA4_SOUND, limit_mm_per_prompt='{"video": 0}', max_model_len=8192)
     assert profiled(architecture, chosen).modality == "audio"
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        ("{}", {"vision", "audio"}),
+        ('{"image": 0}', {"vision", "audio"}),
+        ('{"image": 0, "video": 0}', {"audio"}),
+        ('{"audio": 0}', {"vision"}),
+        ('{"image": 0, "video": 0, "audio": 0}', set()),
+    ],
+)
+def test_a_tower_without_a_modality_is_not_loaded_and_the_other_stays(limit, left):
+    """vLLM marks each tower with its own modalities, and the projector behind it (_mark_tower_model)."""
+    held = tensors_of(architecture_of(GEMMA4_SOUND), Deployment(**ON_GPU, limit_mm_per_prompt=limit))
+    names = {name for name in ("vision", "audio") for tensor in held if f"{name}_tower" in tensor.name}
+    projected = {name for name in ("vision", "audio") for tensor in held if f"embed_{name}" in tensor.name}
+    parameters = {tensor.role for tensor in held if tensor.is_parameter}
+    assert projected == left == parameters & {"vision", "audio"}
+    assert names >= left

@@ -19,6 +19,7 @@ from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.model.vision import Vision
 from tonnage.planner.plans import Deployment, Resolved
 from tonnage.planner.records import dataclass, replace
@@ -121,21 +122,31 @@ def _object(text: str, option: str) -> dict[str, Any]:
     return found
 
 
-def drops_towers(architecture: Architecture, flags: Deployment, version: Version) -> bool:
-    """Whether no modality is left, so that towers are not loaded (_mark_tower_model, models/interfaces.py)."""
+def lost_towers(architecture: Architecture, flags: Deployment, version: Version) -> frozenset[str]:
+    """Roles of the towers that are left without a modality, and not loaded (_mark_tower_model,
+    models/interfaces.py)."""
     if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
-        return False
-    has = {
-        {"vision": "image", "audio": "audio"}[tensor.role]
-        for tensor in architecture.tensors
-        if tensor.role in ("vision", "audio")
-    }
-    if architecture.vision is not None:
-        has |= set(architecture.vision.modalities)
-    elif "image" in has:
-        has.add("video")  # whether it reads videos is not known here: both have to be at zero
+        return frozenset()
+    # of a tower whose pictures are not known, whether it reads videos is not either: both have to be at zero
+    sees = ("image", "video") if architecture.vision is None else architecture.vision.modalities
+    reads = {"vision": tuple(name for name in sees if name != "audio"), "audio": ("audio",)}
     given = limits(flags)
-    return bool(has) and all(given.get(name) == 0 for name in has)
+    has = {tensor.role for tensor in architecture.tensors if tensor.role in reads}
+    return frozenset(role for role in has if all(given.get(name) == 0 for name in reads[role]))
+
+
+def drops_towers(architecture: Architecture, flags: Deployment, version: Version) -> bool:
+    """Whether no tower is left."""
+    lost = lost_towers(architecture, flags, version)
+    return bool(lost) and lost >= {tensor.role for tensor in architecture.tensors} & {"vision", "audio"}
+
+
+def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
+    """Whether it is of a tower in ``lost``, or of what takes that tower's output into the language model."""
+    role = tensor.role
+    if role == "projector":
+        role = "audio" if "audio" in tensor.name else "vision"
+    return role in lost
 
 
 def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
-from tonnage.planner.engines.vllm.multimodal import drops_towers
+from tonnage.planner.engines.vllm.multimodal import is_lost, lost_towers
 from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
+from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 
@@ -24,9 +24,10 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     if architecture.kind == "encoder":
         return _encoder_tensors(architecture)
     version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
-    if drops_towers(architecture, flags, version):
-        text = tuple(tensor for tensor in architecture.tensors if tensor.role not in TOWER_ROLES)
-        architecture = replace(architecture, tensors=text)
+    lost = lost_towers(architecture, flags, version)
+    if lost:
+        left = tuple(tensor for tensor in architecture.tensors if not is_lost(tensor, lost))
+        architecture = replace(architecture, tensors=left)
     # of queries, keys, values and probabilities, whatever the cache's dtype (set_default_quant_scales in
     # model_executor/layers/attention/attention.py)
     scales = [
