@@ -5,12 +5,10 @@ from __future__ import annotations
 from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import NOTHING, Coefficients, Estimate, Runtime
 from tonnage.planner.engines.runtime.gpu import SOURCE, coefficients, has_towers, reach
-from tonnage.planner.engines.vllm import activation, framework, graphs
-from tonnage.planner.engines.vllm.flashinfer import workspace
+from tonnage.planner.engines.vllm import activation, flashinfer, framework, graphs
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
-from tonnage.planner.records import replace
 
 _UNLOGGED = (0, 20, 0)  # from here on no log at hand prints every term
 # How far below and above a tower's peak may be, as shares of it: the attention's kernels, and which of its
@@ -51,20 +49,31 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         each = graphs.per_size(architecture, fitted)
         first = graphs.first(chosen, fitted)
         formula = f"{count} batch sizes: the first {first:,} + {count - 1} x {each:,}"
-        beside = workspace(architecture, chosen)
-        if beside:
-            formula += f", and FlashInfer's workspace {beside:,}"
+        more = flashinfer.charged(architecture, chosen)
+        if more:
+            formula += f", and FlashInfer's workspace {more:,}"
         captured = Estimate(
-            size + beside, size // 2 + beside, 2 * size + beside, formula, f"sizes derived, bytes {SOURCE}"
+            size + more, size // 2 + more, 2 * size + more, formula, f"sizes derived, bytes {SOURCE}"
         )
-        if not off:
-            formula += "; taken after the pool was sized, outside the share that is used"
-            captured = replace(captured, formula=formula)
     taken = captured if off else NOTHING
+    later = _later(NOTHING if off else captured, flashinfer.uncounted(architecture, chosen))
     total = outside.value + inside.value + taken.value
     # the bytes of a graph are the driver's: one start in ten takes several times as many
     bounds = max(0, total - below - size // 4 * off), total + above + size // 2 * off
-    return Runtime(outside, inside, taken, bounds, None if taken is captured else captured)
+    return Runtime(outside, inside, taken, bounds, later)
+
+
+def _later(captured: Estimate, workspace: int) -> Estimate | None:
+    """What is taken after the pool was sized, outside the share that is used."""
+    parts = [captured.formula] if captured.value else []
+    parts += [f"FlashInfer's workspace {workspace:,}"] if workspace else []
+    if not parts:
+        return None
+    formula = f"{', and '.join(parts)}; taken after the pool was sized, outside the share that is used"
+    return Estimate(
+        captured.value + workspace, captured.low + workspace, captured.high + workspace, formula,
+        captured.source or _DERIVED.format("flashinfer"),
+    )  # fmt: skip
 
 
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:

@@ -220,8 +220,8 @@ def _memory_notes(chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, .
     room = chosen.device_memory - chosen.limit - flags.device_memory_used
     if beside and beside > room:
         return (
-            f"CUDA graphs of about {gib(beside)} are captured outside the share of --gpu-memory-utilization, where "
-            f"{gib(max(0, room))} are left: the capture may run out of memory; a share "
+            f"CUDA graphs (and attention's workspace), about {gib(beside)}, are captured outside the share of "
+            f"--gpu-memory-utilization, where {gib(max(0, room))} are left: the capture may run out of memory; a share "
             f"{(beside - room) / chosen.device_memory:.3f} lower leaves enough, and so does --enforce-eager",
         )
     return ()
