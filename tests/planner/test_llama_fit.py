@@ -131,6 +131,33 @@ def test_the_widest_of_a_layer(case) -> None:
     assert abs(low - said) <= 0.1 * said + ROUNDED  # below it only without flash attention
 
 
+# Of two dense layers of DeepSeek-V3: (hidden, inner, heads, latent, rotated, plain, value), flash attention
+LATENT = {
+    ((2048, 1024, 32, 512, 64, 128, 128), "on"): 105.01,
+    ((2048, 1024, 32, 512, 64, 128, 128), "off"): 625.01,
+    ((1024, 256, 16, 256, 64, 64, 128), "on"): 38.51,
+    ((1024, 256, 16, 256, 64, 64, 128), "off"): 302.51,
+    ((1024, 256, 16, 512, 64, 64, 64), "on"): 54.51,
+}
+
+
+@pytest.mark.parametrize("case", LATENT, ids=str)
+def test_queries_as_wide_as_a_latent(case) -> None:
+    (hidden, inner, heads, latent, rotated, plain, value), flash = case
+    config = {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": 2, "first_k_dense_replace": 2, "vocab_size": 512,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": hidden // 4,
+        "kv_lora_rank": latent, "qk_rope_head_dim": rotated, "qk_nope_head_dim": plain, "v_head_dim": value,
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_intermediate_size": 64,
+        "n_group": 1, "topk_group": 1, "max_position_embeddings": 8192, "torch_dtype": "float16",
+    }  # fmt: skip
+    flags = Deployment(engine="llama.cpp", device="cpu", max_model_len=8192, flash_attn=flash)
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    planned = next(term for term in plan.terms if term.name == "activation_bytes").value
+    assert abs(planned / (LATENT[case] * MiB) - 1) < 0.02  # without the query's own latent
+
+
 # Of 8,192 cells in all, with windows of 1,024 in five layers of six: (sequences, one cache) -> MiB of the
 # caches and of the compute buffer
 WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, True): (12 + 33.75, 22.02)}

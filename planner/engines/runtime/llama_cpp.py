@@ -39,10 +39,11 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     llama-fit-params says of most models; llama-server reserves logits of its slots alone since n_outputs_max
     (2026): the lower end. In a layer, the mask in fp16 and the widest of: gate, up and product of an MLP with
     four residuals; what comes of each of a token's experts, with queries, three residuals and, where they do
-    not fit into what is free by then, gate, up and product; queries, keys and values of the attention;
-    without flash attention the scores of all heads, their mask in fp32, four times the queries, keys, values
-    and a residual. All were held against llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts of
-    unlike shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
+    not fit into what is free by then, gate, up and product; queries, keys and values of the attention, twice
+    as wide as a latent for each head of a model that has one; without flash attention the scores of all
+    heads, their mask in fp32, four times the queries, keys, values and a residual. All were held against
+    llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts, DeepSeek-V3's layers and Gemma 3 of unlike
+    shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
     four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
     """
     flags = chosen.flags
@@ -62,9 +63,12 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     if architecture.experts:
         down = residual * max(1, architecture.experts_per_token)
         moments["experts"] = down + queries + 3 * residual + (3 * gate if residual < gate < down / 2 else 0)
+    around = residual + 4 * queries + 2 * keys
+    latent = next((layer.head_size for layer in architecture.cache_layers if layer.kind == "mla"), 0)
+    if latent:  # of each head: the query, its rotated part, both as the latent's keys are, before and after
+        around = moments["attention"] = 2 * row * architecture.heads * latent + queries + 3 * residual
     if flags.flash_attn == "off":
-        scores = row * architecture.heads * longest
-        moments["scores"] = scores + mask + residual + 4 * queries + 2 * keys
+        moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
     least = widest - (queries + residual if flags.flash_attn == "off" else 0)  # of older graphs
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
