@@ -227,11 +227,11 @@ def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A draft beside the model: ``part``, its share of one rank; ``follows``: it is given the model's hidden
-    states, ``reads``: and those of so many inner layers."""
+    """A draft beside the model: ``part``, its share of one rank; ``follows``: so many hidden states of a token
+    it is given of the model's last layer, ``reads``: and those of so many inner layers."""
 
     part: Architecture
-    follows: bool = False
+    follows: int = 0
     reads: int = 0
 
 

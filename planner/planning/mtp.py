@@ -33,7 +33,8 @@ class Own:
     tensor parallelism divides the joining matrix. ``kind``: of the attention. ``dense``: its MLP is that of a
     layer without experts. ``heads``: each layer has a head of its own. ``block``: where the decoder layer is
     below it. ``pattern``: a layer is made of parts, each with a mixer of one kind; the norms of ``last`` are in
-    the last part.
+    the last part. ``plain``: it compresses no tokens. ``streams``: it is given
+    all of the model's residual streams, by matrices of their own.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -50,6 +51,8 @@ class Own:
     block: str = ""
     pattern: bool = False
     last: tuple[str, ...] = ()
+    plain: bool = False
+    streams: bool = False
 
 
 _DEEPSEEK = Own()
@@ -80,6 +83,9 @@ _FAMILIES = {
             count="num_mtp_modules", at="model.mtp.layers.{i}", norms=("enorm", "hnorm", "final_layernorm"),
             block="transformer_layer.",
         ),
+    ),
+    **dict.fromkeys(
+        ("deepseek_v4", "deepseek_ref"), Own(at="mtp.{i}", kind="sliding", plain=True, streams=True)
     ),
     "nemotron_h": Own(
         at="mtp.layers.{i}", norms=("enorm", "hnorm"), split=True, pattern=True, last=("final_layernorm",)
@@ -120,6 +126,11 @@ def own_draft(
     )
 
 
+def streams_of(architecture: Architecture) -> int:
+    """Hidden states of a token that the draft is given."""
+    return _STREAMS if _FAMILIES[architecture.model_type].streams else 1
+
+
 def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
     text = config.get("text_config")
     places = [text, config] if isinstance(text, Mapping) else [config]
@@ -148,8 +159,9 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 def _template(architecture: Architecture, own: Own) -> CacheLayer:
     """The layer whose attention the draft's are like; the draft's own have an indexer where any has."""
     kinds = (own.kind, "mla") if own.kind == "full" else (own.kind,)
+    compress = any(layer.compression > 1 for layer in architecture.cache_layers)
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
-    if any(layer.compression > 1 for layer in architecture.cache_layers) or not like:
+    if (compress and not own.plain) or not like:
         raise DeploymentError(
             f"the draft of {architecture.model_type} layers of this kind is not planned", field=FIELD,
             hint="leave it out",
@@ -166,6 +178,8 @@ def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[Tensor
             from_mlp = tensor.role in ("mlp", "expert", "router") or ".mlp." in tensor.name
             if tensor.layer is None or tensor.layer != (mlp if from_mlp else attention):
                 continue
+            if own.plain and ".compressor." in tensor.name:
+                continue
             rest = tensor.name.partition(f".{tensor.layer}.")[2]
             yield replace(tensor, name=f"{at}.{own.block}{rest}", layer=i)
         if own.outside is None:
@@ -176,6 +190,7 @@ def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[Tensor
         yield from _beside(own, own.outside, hidden, None)
 
 
+_STREAMS = 4  # hc_mult of the published files
 _KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E"}
 
 
@@ -224,10 +239,24 @@ def _patterned(architecture: Architecture, own: Own, parts: str, stages: int) ->
 
 def _beside(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
     """The joining matrix, plain and never quantized unless it is divided, and the norms."""
+    if own.streams:
+        yield from _streams(own, at, hidden, layer)
+        return
     kind, shard = ("Linear", 0) if own.split else ("KeptLinear", None)
     yield TensorSpec(f"{at}.{own.joined}.weight", (hidden, 2 * hidden), "mlp", kind, layer, shard_dim=shard)
     for name in own.norms:
         yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
+
+
+def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
+    """DeepSeek-V4's (models/deepseek_v4/nvidia/mtp.py): of the embedding and of each stream, in the linear
+    format of the others, and what makes one of the streams, a few hundred KiB in float32."""
+    for name in ("e_proj", "h_proj"):
+        yield TensorSpec(f"{at}.{name}.weight", (hidden, hidden), "mlp", "Linear", layer)
+    for name in own.norms:
+        yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
+    name, shape = f"{at}.hc_head_fn", (_STREAMS, _STREAMS * hidden)
+    yield TensorSpec(name, shape, "norm", "HyperHead", layer, dtype="float32")
 
 
 def _mlp_of(architecture: Architecture, own: Own) -> int:

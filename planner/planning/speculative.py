@@ -42,14 +42,18 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         raise DeploymentError(f"{flags.engine} drafts are not planned", field="--speculative-model",
                               hint="use --engine vllm")  # fmt: skip
     if name == OWN_LAYERS:
-        from tonnage.planner.planning.mtp import own_draft
+        from tonnage.planner.planning.mtp import own_draft, streams_of
 
         own = own_draft(
             architecture, source.config, source.tensors if source.kind != "gguf" else None,
             flags.num_speculative_tokens, flags.pipeline_parallel_size,
         )  # fmt: skip
         return _held(
-            architecture, own, read_quantization(source.config, flags.quantization), flags, follows=True
+            architecture,
+            own,
+            read_quantization(source.config, flags.quantization),
+            flags,
+            follows=streams_of(architecture),
         )
     from tonnage.planner.planning import eagle
 
@@ -60,7 +64,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         # its rotary table is as long as the model's context (_maybe_override_draft_max_position_embeddings)
         longest = max(made.architecture.max_model_len, flags.max_model_len or architecture.max_model_len)
         own = replace(made.architecture, max_model_len=longest)
-        found = _held(architecture, own, quantization, flags, follows=True, reads=made.reads)
+        found = _held(architecture, own, quantization, flags, follows=1, reads=made.reads)
         found = replace(found, notes=(engine_of(flags.engine).draft_note(made.method),))
         if made.optional is None:
             return found
@@ -108,7 +112,7 @@ def _rotary_types(config: Mapping[str, Any]) -> set[object]:
 
 def _held(
     target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
-    follows: bool = False, reads: int = 0,
+    follows: int = 0, reads: int = 0,
 ) -> Draft:  # fmt: skip
     """The draft's share of one rank: its layers are not divided over pipeline stages."""
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)

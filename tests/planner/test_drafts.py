@@ -146,7 +146,7 @@ def flags(**more) -> Deployment:
     [
         (LLAMA, {}, 1, "nothing that llama models have"),
         ("moonshotai__Kimi-K2-Instruct", {}, 1, "nothing that kimi_k2 models have"),
-        ("deepseek-ai__DeepSeek-V4-Flash", {}, 1, "not planned: config.json names 1 draft"),
+        ("MiniMaxAI__MiniMax-M2.5", {}, 1, "not planned: config.json names 3 draft"),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": 0}, 1, "names no draft layers"),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "no number of draft layers"),
         ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is no multiple of the 3 draft layers"),
@@ -303,3 +303,20 @@ def test_minimax_m3_drafts_by_sparse_layers_of_experts():
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     experts = config["num_local_experts"] * 3 * hidden * inner
     assert 7 * 2 * (experts + 2 * hidden * hidden) < plan.rank.draft_bytes < 7 * 2 * 1.06 * experts
+
+
+@pytest.mark.parametrize("model", ["deepseek-ai__DeepSeek-V4-Flash", "deepseek-ai__DeepSeek-V4-Pro"])
+def test_deepseek_v4_drafts_by_a_layer_with_a_window_alone(model):
+    """models/deepseek_v4/nvidia/mtp.py and attention.py, which no CPU runs: no compressor, no table of hashes, two
+    joining matrices."""
+    config = json.loads((CONFIGS / f"{model}.json").read_text())
+    whole = plan_source(ModelSource("m", "m", config, "folder"), flags(tensor_parallel_size=8))
+    alone = plan_source(
+        ModelSource("m", "m", config, "folder"), flags(tensor_parallel_size=8, speculative_model=None)
+    )
+    layers = config["num_hidden_layers"]
+    drafted = [layer for group in whole.kv_cache.layout.groups for layer in group.layers if layer >= layers]
+    assert drafted == [layers]
+    each = alone.rank.weights_bytes / layers
+    joined = 2 * config["hidden_size"] ** 2  # whole on every rank, in fp8
+    assert 0.9 * each < whole.rank.draft_bytes - joined < 1.03 * each

@@ -108,8 +108,8 @@ def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
     roles = {tensor.role for tensor in architecture.tensors if tensor.layer is None}
     sees = has_towers(architecture) and not drops_towers(architecture, chosen.flags, chosen.version)
     widths = architecture.hidden_size if sees and "embedding" in roles else 0
-    if chosen.draft is not None and chosen.draft.follows and roles & {"norm", "head"}:
-        widths += chosen.draft.part.hidden_size
+    if chosen.draft is not None and roles & {"norm", "head"}:
+        widths += chosen.draft.follows * chosen.draft.part.hidden_size
     return chosen.max_num_batched_tokens * widths * DTYPE_BYTES[chosen.flags.dtype]
 
 
