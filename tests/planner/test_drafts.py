@@ -307,8 +307,8 @@ def test_minimax_m3_drafts_by_sparse_layers_of_experts():
 
 @pytest.mark.parametrize("model", ["deepseek-ai__DeepSeek-V4-Flash", "deepseek-ai__DeepSeek-V4-Pro"])
 def test_deepseek_v4_drafts_by_a_layer_with_a_window_alone(model):
-    """models/deepseek_v4/nvidia/mtp.py and attention.py, which no CPU runs: no compressor, no table of hashes, two
-    joining matrices."""
+    """models/deepseek_v4/nvidia/mtp.py and attention.py, which no CPU runs: no compressor, no table of hashes,
+    two joining matrices."""
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     whole = plan_source(ModelSource("m", "m", config, "folder"), flags(tensor_parallel_size=8))
     alone = plan_source(
