@@ -36,6 +36,7 @@ _MAX_RANKS = 4096
 
 # Short flags are those of vllm/engine/arg_utils.py, 0.32.
 # int4 is what vLLM and compressed-tensors call INT4 W4A16; the other words are ours with an underscore.
+_ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
 _FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
 _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
 
@@ -48,7 +49,7 @@ class Deployment:
     engine: EngineName = flag(
         "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
         # whether there is such an engine is the registry's to say (planner/engines/registry.py)
-        metavar="|".join(get_args(EngineName)), spellings=tuple((name, name) for name in get_args(EngineName)),
+        metavar="|".join(get_args(EngineName)), spellings=_ENGINES,
     )  # fmt: skip
     engine_version: str | None = flag(
         None, "rules of this version, for example 0.11.0 (default: the installed one, else the newest known)",

@@ -106,9 +106,9 @@ def _values(action: argparse.Action) -> Iterable[str]:
     if action.choices is not None:
         return tuple(action.choices)
     flag = getattr(action.type, "__self__", None)
-    if isinstance(flag, Flag):
-        return flag.choices or _named(flag.name)
-    # written as metavar where nothing else says it: --emit, --find
+    if isinstance(flag, Flag) and (found := flag.choices or tuple(_named(flag.name))):
+        return found
+    # said by the metavar where nothing else says it: --engine, --emit, --find
     told = action.metavar if isinstance(action.metavar, str) else ""
     return told.split("|") if "|" in told else ()
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.server.security.tenants import Tenant
 
 _MIN_KEY_LENGTH = 8
@@ -99,7 +99,8 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file") from None
+        hint = did_you_mean(field, _Entry.model_fields) if first["type"] == "extra_forbidden" else None
+        raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file", hint=hint) from None
     if (parsed.key is None) == (parsed.sha256 is None):
         raise DeploymentError(f"{where}: give key or sha256, one of them", field="api_key_file")
     digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")

@@ -17,6 +17,7 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Deployment
 from tonnage.server.cli import COMMANDS, main, parser_of
 from tonnage.server.options import Options
+from tonnage.server.security.keys import load_keys
 from tonnage.server.settings import Settings, check_environment, load_settings, read_config
 
 PARSERS = {name: parser_of(name) for name in COMMANDS}
@@ -170,6 +171,14 @@ def test_a_key_of_the_file_and_a_field(tmp_path) -> None:
         str(_raised(load_settings, model="demo", max_num_seq=5))
 
 
+def test_a_key_of_the_file_of_keys(tmp_path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("[[key]]\nname = 'a'\nkey = 'long-enough'\nmax_num_seq = 5\n")
+    with pytest.raises(DeploymentError, match=r"max_num_seq: .*did you mean max_num_seqs\?") as caught:
+        _raised(load_keys, (), path)
+    assert "long-enough" not in str(caught.value)
+
+
 def _raised(call, *arguments, **named):
     """The message with its hint is what a user sees."""
     try:
@@ -201,7 +210,7 @@ def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest
         ("dtype", "FP16", "float16"), ("dtype", "half", "float16"), ("dtype", "bf16", "bfloat16"),
         ("dtype", "float", "float32"), ("quantization", "NF4", "nf4"), ("quantization", "int4", "w4a16"),
         ("quantization", "FP8", "fp8"), ("kv_cache_dtype", "fp16", "float16"), ("kv_cache_dtype", "FP8", "fp8"),
-        ("engine", "VLLM", "vllm"),
+        ("engine", "VLLM", "vllm"), ("engine", "llama_cpp", "llama.cpp"),
     ],
 )  # fmt: skip
 def test_a_value_goes_by_several_names(name: str, text: str, value: str) -> None:

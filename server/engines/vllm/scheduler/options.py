@@ -11,6 +11,7 @@ from typing import Any
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.errors import CacheConfigError
+from tonnage.planner.errors import did_you_mean, nearest
 
 # Predictive is what a vLLM that runs already can take without losing: guaranteed mode counts with the
 # max_tokens of every request, and plain vLLM fills in max_model_len for clients that send none.
@@ -53,12 +54,25 @@ def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str,
         raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
     unknown = [str(key) for key in given if key not in KEYS]
     if unknown:
-        raise BadOption(f'additional_config["tonnage"]: unknown {", ".join(unknown)}; known: {", ".join(KEYS)}')
+        close = did_you_mean(unknown[0], KEYS)
+        raise BadOption(
+            f'additional_config["tonnage"]: unknown {", ".join(unknown)}; known: {", ".join(KEYS)}'
+            + (f" ({close})" if close else "")
+        )
+    _check_names(environment)
     values: dict[str, Any] = {
         key: environment[_variable(key)] for key in KEYS if environment.get(_variable(key))
     }
     values.update(given)
     return values, given
+
+
+def _check_names(environment: Mapping[str, str]) -> None:
+    """A variable that is nearly one of ours is one that somebody meant. Others may be for ``tonnage serve``."""
+    for variable in environment:
+        name = variable.removeprefix("TONNAGE_").lower()
+        if variable.startswith("TONNAGE_") and name not in KEYS and (close := nearest(name, KEYS)):
+            raise BadOption(f"{variable} is no variable of Tonnage (did you mean {_variable(close)}?)")
 
 
 def _mode(value: object) -> AdmissionMode:
