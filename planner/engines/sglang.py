@@ -285,7 +285,14 @@ class SGLang(Engine):
             raise UnsupportedArchitecture(
                 "what a request takes of SGLang's pool of sliding layers is not known", field="sliding_window"
             )
-        return super().request_law(architecture, chosen, pool)
+        law = super().request_law(architecture, chosen, pool)
+        if pool.running is None:
+            return law
+        return replace(
+            law,
+            hit_tokens=None,
+            note="states have slots of their own; where they let prefixes hit is not known",
+        )
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         flags = plan.deployment

@@ -124,6 +124,14 @@ def test_versions_of_the_pool_of_states(folder):
         make_plan(folder(QWEN), Deployment(engine="sglang", engine_version="0.5.3", gpu="h100-80g"))
 
 
+def test_what_a_request_takes(folder):
+    """Tokens by the law of the pool, states by their slots, which let so many run."""
+    plan = make_plan(folder(NEMOTRON), Deployment(engine="sglang", gpu="h100-80g", max_model_len=8192))
+    law = plan.kv_cache.law
+    assert (law.bytes_per_block, law.hit_tokens) == (TOKEN[NEMOTRON](1), None)
+    assert plan.deployment.max_num_seqs == 13 == plan.kv_cache.max_concurrency
+
+
 def test_too_few_slots_stop_the_start(folder):
     asked = Deployment(engine="sglang", gpu="h100-80g", kv_cache_memory_bytes=GiB // 2)
     plan = make_plan(folder(QWEN), asked)
