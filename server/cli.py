@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from tonnage.planner.errors import TonnageError, nearest
+from tonnage.server.extras import AN_ENGINE, extra_with, require
 
 if TYPE_CHECKING:
     from tonnage.planner.arguments import Parser
@@ -50,6 +51,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
 }
 
+# command -> the extra that it needs; the others are the planner's and need none
+EXTRAS = {
+    "replay": "replay", "serve": "server", "verify": "server", "watch": "server", "status": "server",
+    "doctor": "server", "demo": "demo",
+}  # fmt: skip
+
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 
@@ -80,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = (error.name or "").split(".")[0]
         if missing in ("", "tonnage"):  # ours to fix, not the user's
             raise
-        print(f"tonnage: {missing} is not installed (pip install 'tonnage[hf]' installs it)", file=sys.stderr)
+        extra = extra_with(missing)
+        bring = f" (pip install 'tonnage[{extra}]' installs it)" if extra else ""
+        print(f"tonnage: {missing} is not installed{bring}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
@@ -130,8 +139,11 @@ def _dispatch(arguments: list[str]) -> int:
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
         module = "tonnage.server.commands.replicas"  # it replays; the planner alone knows no cache
+        require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
         module = "tonnage.server.commands.lengths"  # traces are the cache's
+    if name in EXTRAS:
+        require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)
     run: Callable[[list[str]], int] = import_module(module).run
     code = run(rest)
     if sys.stdout is not None:

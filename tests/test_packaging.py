@@ -140,11 +140,44 @@ def test_the_version_of_an_editable_install(source: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_dependency_is_named(installed: Path, tmp_path: Path) -> None:
-    done = run(installed / "tonnage", "serve", "demo", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "pip install" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        ("serve demo", "hf"),
+        ("verify demo --json", "vllm"),
+        ("replay trace.csv --model demo", "replay"),
+        ("plan demo --replicas auto --rate 1 --trace trace.csv", "replay"),
+        ("watch http://localhost:1", "server"),
+        ("status", "server"),
+        ("doctor", "server"),
+        ("demo", "demo"),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_else(
+    installed: Path, tmp_path: Path, arguments: str, extra: str
+) -> None:
+    done = run(installed / "tonnage", *arguments.split(), cwd=tmp_path, TONNAGE_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tonnage: ")
+    assert done.stderr.count("\n") == 1
+    assert f"'tonnage[{extra}]'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_planner_s_commands_need_no_extra(installed: Path, tmp_path: Path) -> None:
+    """And the module is the command."""
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,100,10\n")
+    log = ROOT / "tests" / "data" / "startup_logs" / "meta-llama-llama-3-1-8b---h100-80gb--tp1pp4dp1--8192.log"
+    config = ROOT / "tests" / "data" / "configs" / "meta-llama__Meta-Llama-3.1-8B.json"
+    for arguments in (
+        ["plan", "demo", "--gpu", "l4", "--trace", "trace.csv"],
+        ["train", "demo", "--gpu", "l4"],
+        ["dtype", "1.5"],
+        ["serve", "--help"],
+        ["fit-log", str(log), "--model", str(config)],
+    ):
+        done = run(installed / "python", "-m", "tonnage", *arguments, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_package_list_is_current() -> None:

@@ -28,9 +28,11 @@ from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.capacity import held_to
 from tonnage.server.engines.choice import choose_backend
+from tonnage.server.engines.hf.model.formats import MADE_BY_FLAG
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
+from tonnage.server.extras import require, require_serving
 from tonnage.server.settings import Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
@@ -52,12 +54,21 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
 
 
 def resolved(settings: Settings, file: TextIO) -> Settings:
-    """``settings`` with the backend that ``auto`` stands for, printed to ``file``."""
-    if settings.backend != "auto":
-        return settings
-    choice = choose_backend(settings.model)
-    print(f"backend {choice.backend}: {choice.reason}", file=file, flush=True)
-    return settings.model_copy(update={"backend": choice.backend})
+    """``settings`` with the backend that ``auto`` stands for, printed to ``file``. Raises ExtraMissing before
+    that, where the engine or what a setting needs is not installed."""
+    require_serving(settings.backend)
+    if settings.kv_events_config is not None:
+        require("events", "--kv-events-config")
+    if settings.otlp_traces_endpoint is not None:
+        require("otel", "--otlp-traces-endpoint")
+    choice = choose_backend(settings.model) if settings.backend == "auto" else None
+    backend = settings.backend if choice is None else choice.backend
+    quantization = settings.deployment().quantization
+    if backend == "hf" and quantization in MADE_BY_FLAG:
+        require("bnb", f"--quantization {quantization}")
+    if choice is not None:
+        print(f"backend {choice.backend}: {choice.reason}", file=file, flush=True)
+    return settings.model_copy(update={"backend": backend})
 
 
 def planned(settings: Settings, file: TextIO) -> Plan:

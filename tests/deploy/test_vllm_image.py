@@ -13,8 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def core() -> list[Requirement]:
+    """What our code inside vLLM, its metrics, `tonnage watch` and `tonnage status` need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(line) for line in project["dependencies"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["replay"], *extras["server"]]
+    others = ("tonnage", "fastapi-offline")  # the second is for our own API
+    return [wanted for line in lines if (wanted := Requirement(line)).name not in others]
 
 
 def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) -> None:
@@ -34,10 +38,9 @@ def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) ->
             brought_by(wanted.name, frozenset(wanted.extras), found)
 
 
-# Small, and none of them asks for anything that vLLM does not have. Inside vLLM xxhash alone is used: the
-# others
-# are for completion scripts and the pages of our own server.
-MISSING = {"xxhash", "shtab", "fastapi-offline"}
+# Small, and neither asks for anything that vLLM does not have. Inside vLLM xxhash alone is used: shtab is for
+# completion scripts.
+MISSING = {"xxhash", "shtab"}
 
 
 def test_beside_vllm_only_these_are_missing_and_nothing_changes() -> None:

@@ -25,7 +25,7 @@ NEEDS = {
     "gptq": ("gptqmodel", "pip install 'tonnage[gptq]' in an environment without vLLM"),
     "awq": ("gptqmodel", "pip install 'tonnage[gptq]' in an environment without vLLM"),
 }
-_MADE_BY_FLAG = ("int8", "nf4", "nf4-double", "fp4", "fp4-double")
+MADE_BY_FLAG = ("int8", "nf4", "nf4-double", "fp4", "fp4-double")
 
 # quantization_config.quant_method -> why the hf engine does not load it on a CPU (transformers 5.19,
 # quantizers/). A model unpacked behind the plan's back would hold two to four times the planned bytes.
@@ -59,9 +59,9 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         raise DeploymentError(
             f"{quantization} is a format the planner knows and the hf backend does not make",
             field="--quantization",
-            hint=f"one of {', '.join(_MADE_BY_FLAG)}, or a checkpoint quantized by gptq or awq",
+            hint=f"one of {', '.join(MADE_BY_FLAG)}, or a checkpoint quantized by gptq or awq",
         )
-    if stored is None and quantization not in _MADE_BY_FLAG:
+    if stored is None and quantization not in MADE_BY_FLAG:
         raise DeploymentError(
             f"{quantization} is made by a calibration, not while loading",
             field="--quantization",
@@ -117,7 +117,7 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
         }
     options: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
     quantization = plan.deployment.quantization
-    if quantization in _MADE_BY_FLAG and not _stored(path):
+    if quantization in MADE_BY_FLAG and not _stored(path):
         options["quantization_config"] = _bitsandbytes(quantization, dtype)
     return options
 

@@ -1,0 +1,134 @@
+"""What a command needs is what the extra of its name installs, and is looked for before anything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tonnage.server.cli import COMMANDS, EXTRAS, main
+from tonnage.server.commands.launch import resolved, settings_from
+from tonnage.server.extras import INCLUDES, MODULES, ExtraMissing, missing, require, require_serving
+from tonnage.server.parsers import serve as parser
+
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+DISTRIBUTIONS = packages_distributions()
+CORE = {Requirement(line).name for line in PROJECT["dependencies"]}
+
+
+def brought(extra: str) -> set[str]:
+    """Distributions of an extra and of those that it includes."""
+    found = set()
+    for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]):
+        wanted = Requirement(line)
+        if wanted.name == "tonnage":
+            found |= {name for other in wanted.extras for name in brought(other)}
+        else:
+            found.add(wanted.name)
+    return found
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_an_extra_brings_what_is_looked_for(extra: str) -> None:
+    found = {dist for name in MODULES[extra] for dist in DISTRIBUTIONS[name.partition(".")[0]]}
+    own = {dist.lower().replace("_", "-") for dist in found}
+    assert own & brought(extra)
+    if extra in ("replay", "server"):  # all of it: their packages are imported whatever is asked for
+        included = {name for other in INCLUDES.get(extra, ()) for name in brought(other)} | CORE
+        assert own - included == brought(extra) - included - {"fastapi-offline"}
+    for other in INCLUDES.get(extra, ()):
+        assert brought(other) <= brought(extra)
+
+
+def test_all_is_what_goes_into_one_environment() -> None:
+    one = {extra for extra in MODULES if extra != "all"}
+    assert all(brought(extra) <= brought("all") for extra in one)
+    assert not {"gptqmodel", "ray"} & brought("all")  # they pin what the others cannot have
+
+
+def test_every_command_names_an_extra_there_is() -> None:
+    assert set(EXTRAS) <= set(COMMANDS)
+    assert set(EXTRAS.values()) <= set(MODULES)
+    home = {name for name, (module, _) in COMMANDS.items() if module.startswith("tonnage.planner.")}
+    assert set(EXTRAS) == set(COMMANDS) - home - {"completion"}
+
+
+AUTO = ("serve", "demo", "--backend", "auto")
+NO_ENGINE = (("torch", "vllm"), AUTO, ("the hf backend needs torch", "vllm]'"))
+
+
+@pytest.mark.parametrize(
+    ("without", "arguments", "words"),
+    [
+        NO_ENGINE,
+        (("torch",), ("serve", "demo", "--backend", "hf"), ("the hf backend needs torch", "'tonnage[hf]'")),
+        (("vllm",), ("serve", "demo", "--backend", "vllm"), ("the vllm backend needs vllm", "on a GPU")),
+        (("torch",), ("demo",), ("demo needs torch", "'tonnage[demo]'")),
+        (("openai",), ("demo",), ("demo needs openai", "'tonnage[demo]'")),
+        (("numba",), ("plan", "demo", "--replicas", "auto"), ("--replicas needs numba", "'tonnage[replay]'")),
+        (
+            ("bitsandbytes",),
+            ("serve", "demo", "--backend", "hf", "--quantization", "nf4"),
+            ("--quantization nf4 needs bitsandbytes", "'tonnage[bnb]'"),
+        ),
+        (
+            ("zmq",),
+            ("serve", "demo", "--backend", "hf", "--kv-events-config", '{"enable_kv_cache_events": true}'),
+            ("--kv-events-config needs zmq", "'tonnage[events]'"),
+        ),
+        (
+            ("opentelemetry.sdk",),
+            ("serve", "demo", "--backend", "fake", "--otlp-traces-endpoint", "http://localhost:1"),
+            ("--otlp-traces-endpoint needs opentelemetry.sdk", "'tonnage[otel]'"),
+        ),
+    ],
+)
+def test_what_is_missing_is_said_before_a_plan_is_printed(
+    without: tuple[str, ...],
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in without:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    if arguments[0] == "serve":
+        with pytest.raises(ExtraMissing) as caught:
+            resolved(settings_from(parser().parse_args(arguments[1:])), sys.stdout)
+        said = str(caught.value)
+    else:
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+    assert capsys.readouterr().out == ""
+    assert all(word in said for word in words), said
+
+
+def test_serve_without_an_engine_prints_one_line() -> None:
+    without, arguments, words = NO_ENGINE
+    block = f"import sys; sys.modules.update(dict.fromkeys({without!r})); "
+    code = block + "from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *arguments, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_what_is_there_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extra in ("replay", "server", "hf", "demo"):
+        assert missing(extra) == []
+        require(extra, "a command")
+    require_serving("auto")
+    require_serving("fake")
+    for name in ("torch", "transformers", "fastapi", "numba", "jinja2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ExtraMissing) as caught:
+        require("hf", "it")
+    assert str(caught.value) == (
+        "it needs numba, fastapi, jinja2 and 2 more, not installed here (pip install 'tonnage[hf]')"
+    )
