@@ -64,7 +64,13 @@ def kv_terms(
                 f"{group.kind}, {len(set(group.layers))} layers: {how}", source,
             )
         )  # fmt: skip
-    given = chosen.flags.kv_cache_memory_bytes is not None
+    engine = engine_of(chosen.flags.engine)
+    source = "--device-memory x --gpu-memory-utilization less the rest"
+    if chosen.flags.kv_cache_memory_bytes is not None:
+        source = "--kv-cache-memory-bytes"
+    elif engine.sized_by_context:
+        source = "--max-model-len, --max-num-seqs"
+    null = "; block 0 is the null block" if engine.null_block else ""
     low, high = bounds or (num_blocks, num_blocks)
     ends = f"; {low:,} to {high:,} blocks by the bounds of the rest" if low < high else ""
     apart = f" + states of all requests {pool.apart:,}" if pool.apart else ""
@@ -72,8 +78,8 @@ def kv_terms(
         Term(
             "kv_pool_bytes",
             num_blocks * layout.bytes_per_block + pool.apart,
-            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}{apart}; block 0 is the null block{ends}",
-            "--kv-cache-memory-bytes" if given else "--device-memory x --gpu-memory-utilization less the rest",
+            f"{num_blocks:,} blocks x {layout.bytes_per_block:,}{apart}{null}{ends}",
+            source,
         )
     )
     return terms

@@ -235,3 +235,13 @@ def test_the_process_on_a_cpu_is_small() -> None:
     assert 8192 * MiB < high < 8448 * MiB
     none = make_plan(str(demo_gguf()), replace(flags, cache_ram_bytes=0))
     assert high - none.intervals["framework_bytes"][1] == 8192 * MiB
+
+
+def test_only_engines_with_a_null_block_say_so() -> None:
+    def pool(engine: str) -> str:
+        flags = Deployment(engine=engine, device="cpu", device_memory=1 << 35, max_model_len=512)
+        plan = make_plan("demo" if engine != "llama.cpp" else str(demo_gguf()), flags)
+        return next(term.formula for term in plan.terms if term.name == "kv_pool_bytes")
+
+    assert "null block" not in pool("llama.cpp")
+    assert all("null block" in pool(engine) for engine in ("hf", "vllm"))

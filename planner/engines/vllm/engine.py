@@ -83,6 +83,7 @@ class VLLM(Engine):
     pads_vocabulary = True
     towers_everywhere = True
     tiles_linear = True
+    null_block = True
     kernels: ClassVar = {"cpu": {"gptq": "vllm-cpu-wna16"}}
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
