@@ -24,7 +24,7 @@ examples:
   tonnage plan demo --kv-cache-memory-bytes 512MiB --explain
   tonnage plan ./Llama-3.1-8B --gpu h100-80g --max-model-len 32K
   tonnage plan ./Llama-3.1-70B --target-concurrency 64 --max-model-len 8192
-  tonnage plan ./Qwen3-32B ./Llama-3.1-8B --gpu h100-80g,l40s,2xa100-80g --quantization none,fp8,w4a16
+  tonnage plan ./Qwen3-32B ./Llama-3.1-8B --gpu h100-80g,l40s,2xa100-80g --quantization none,fp8,int4
   tonnage plan ./Qwen3-32B --sweep --top 20 --html sweep.html
   tonnage plan ./Qwen3-32B --gpu h100-80g --request 2000+300 --request 30K+1K
   tonnage plan ./Qwen3-32B --gpu h100-80g --trace azure.csv

@@ -129,10 +129,9 @@ def of_cache(
     if gpu is None:
         return NOTHING
     rows = [row for row in _rows("cache", engine, version) if row["vendor"] == gpu.vendor]
-    judged = {kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"]}
     layers = [layer for layer in architecture.cache_layers if layer.kind in (*_ATTENTION, "mla")]
     sparse = any(layer.index_size or layer.compression > 1 for layer in layers)  # formats of their own
-    if not rows or asked not in judged or sparse:
+    if not rows or asked not in _judged(engine) or sparse:
         return NOTHING
     for attention, head in sorted({_attention(layer) for layer in layers}):
         near = [row for row in rows if row["attention"] == attention and asked in row["kv"]]
@@ -162,7 +161,18 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
     return None
 
 
-def _rows(part: str, engine: str, version: Version) -> Iterator[Mapping[str, Any]]:
+@cache
+def _judged(engine: str) -> frozenset[str]:
+    """Formats of a cache that some row speaks of."""
+    return frozenset(kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"])
+
+
+@cache  # a sweep asks for each of its GPUs
+def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_rows_of(part, engine, version))
+
+
+def _rows_of(part: str, engine: str, version: Version) -> Iterator[Mapping[str, Any]]:
     known = table()["read"].get(engine)
     if known is None or version < parse_version(known[0]):
         return

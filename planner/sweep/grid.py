@@ -108,7 +108,8 @@ class Grid:
 
 _PoolKey = tuple[str, str, int, int]  # KV dtype, device, TP, tokens of a step
 _WeightsKey = tuple[str, int, str, str, str | None]  # format, TP, device, dtype, a GPU with the same kernels
-_SupportKey = tuple[int, str, str, str]  # place of the GPU, format, KV dtype, dtype
+_RuntimeKey = tuple[str, str, int, str | None]  # GPU, KV dtype, TP, format where a step depends on it
+_SupportKey = tuple[str, str, str, str]  # GPU, format, KV dtype, dtype
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -156,9 +157,9 @@ def sweep(
         _, draft, *_ = with_draft(source, architecture, flags)
         return held.bytes, lora_bytes(architecture, flags) + draft
 
-    def resolve(key: tuple[int, str, int]) -> Resolved:
-        place, kv_dtype, ranks = key
-        gpu = grid.gpus[place]
+    def resolve(key: tuple[str, str, int]) -> Resolved:
+        name, kv_dtype, ranks = key
+        gpu = gpus[name]
         flags = replace(
             deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes, kv_cache_dtype=kv_dtype,
             tensor_parallel_size=ranks,
@@ -170,9 +171,9 @@ def sweep(
         pooled, *_ = with_draft(source, architecture, chosen.flags)
         return engine.build_pool(pooled, chosen)
 
-    def runtime(key: tuple[int, str, int, str | None]) -> Runtime:
-        place, kv_dtype, ranks, kind = key
-        chosen = resolved((place, kv_dtype, ranks))
+    def runtime(key: _RuntimeKey) -> Runtime:
+        _, _, ranks, kind = key
+        chosen = steps_of[key]
         flags = replace(chosen.flags, quantization=kind)
         *_, draft = with_draft(source, architecture, flags)
         chosen = replace(chosen, flags=flags, draft=draft)
@@ -198,11 +199,13 @@ def sweep(
 
     resolved_for: dict[_PoolKey, Resolved] = {}
     run_as: dict[_SupportKey, Resolved] = {}
+    steps_of: dict[_RuntimeKey, Resolved] = {}
+    gpus = {gpu.name: gpu for gpu in grid.gpus}
     weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
     pool_of, runtime_of, experts_of = _Once(pool), _Once(runtime), _Once(experts)
     law_of, support_of, format_of = _Once(law), _Once(supported), _Once(scheme_of)
     rows = []
-    for place, gpu in enumerate(grid.gpus):
+    for gpu in grid.gpus:
         kernel = engine.kernel_class(gpu.name)
         for ranks in grid.tensor_parallel_sizes:
             price = cost_of(gpu.name, ranks, prices)
@@ -210,15 +213,17 @@ def sweep(
                 for scheme in grid.quantizations:
                     found = SweepRow(gpu.name, ranks, scheme, kv_dtype, False, model=source.id)
                     try:
-                        chosen = resolved((place, kv_dtype, ranks))
+                        chosen = resolved((gpu.name, kv_dtype, ranks))
                         key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
                         resolved_for.setdefault(key, chosen)
                         layout = pool_of(key)
                         held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
-                        terms = runtime_of((place, kv_dtype, ranks, experts_of(scheme)))
+                        step = (gpu.name, chosen.flags.kv_cache_dtype, ranks, experts_of(scheme))
+                        steps_of.setdefault(step, chosen)
+                        terms = runtime_of(step)
                         asked = [(law_of(key), *length) for length in lengths]
                         row = _row(found, engine, gpu, chosen, layout, held, terms, price, asked)
-                        kind = (place, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)
+                        kind = (gpu.name, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)
                         run_as.setdefault(kind, chosen)
                         if not (runs := support_of(kind)).runs:
                             row = replace(row, unsupported=runs.why, fits=row.fits and not runs.refused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tonnage.planner.errors import DeploymentError
+from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.sweep.grid import SweepRow
 
 _LAST = float("inf")
@@ -24,7 +24,8 @@ def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
     """What fits first, by one of SORTS (None: as it is), then what does not, then what is refused. Raises
     DeploymentError."""
     if by is not None and by not in SORTS:
-        raise DeploymentError(f"{by[:40]!r} is not one of {', '.join(SORTS)}", field="--sort")
+        why = f"{by[:40]!r} is not one of {', '.join(SORTS)}"
+        raise DeploymentError(why, field="--sort", hint=did_you_mean(by, SORTS))
 
     def key(row: SweepRow) -> tuple[int, float, float]:
         figure = SORTS[by](row) if by and row.fits else 0.0
