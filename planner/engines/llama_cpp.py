@@ -185,7 +185,8 @@ class LlamaCpp(Engine):
     def host_memory(self, hosted: Hosted) -> HostMemory:
         from tonnage.planner.engines.runtime import llama_cpp
 
-        return llama_cpp.host_memory(hosted, _partial(hosted.architecture, hosted.chosen))
+        architecture, chosen = hosted.architecture, hosted.chosen
+        return llama_cpp.host_memory(hosted, _partial(architecture, chosen), _masked(architecture, chosen)[0])
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         text = squeezed(line)

@@ -216,6 +216,26 @@ def test_several_gpus_keep_copies_of_what_goes_between_them() -> None:
     assert abs(plan.rank.activation_bytes / MiB - 444.77) < 5
 
 
+@pytest.mark.parametrize(
+    ("name", "cells", "gpus", "said"),
+    [
+        ("Qwen__Qwen2.5-3B", 2048, 1, 12.01),
+        ("meta-llama__Meta-Llama-3.1-8B", 1024, 1, 10.01),
+        ("Qwen__Qwen3-30B-A3B", 32768, 1, 68.01),
+        ("Qwen__Qwen3-30B-A3B", 32768, 2, 260.02),
+        ("Qwen__Qwen3.5-35B-A3B", 32768, 2, 264.08),
+    ],
+)
+def test_inputs_of_a_step_are_the_host_s(name, cells, gpus, said) -> None:
+    """The compute buffers that logs name CUDA_Host."""
+    config = json.loads((DATA / "configs" / f"{name}.json").read_text())
+    flags = Deployment(engine="llama.cpp", gpu="h200-141g", max_model_len=cells, pipeline_parallel_size=gpus)
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    (part,) = (part for part in plan.host.parts if part.name == "inputs of a step")
+    assert part.low <= said * MiB <= part.high
+    assert abs(part.value - said * MiB) <= 8.2 * MiB
+
+
 def test_a_packed_v_needs_flash_attention() -> None:
     flags = Deployment(
         engine="llama.cpp", device="cpu", flash_attn="off", kv_cache_dtype="q8_0", max_model_len=512

@@ -117,14 +117,21 @@ def context_memory(chosen: Resolved) -> Estimate:
     )  # fmt: skip
 
 
-def host_memory(hosted: Hosted, partial: int) -> HostMemory:
+def host_memory(hosted: Hosted, partial: int, masked: int) -> HostMemory:
     """``partial``: bytes of one sequence in layers that cannot be rolled back (sliding, states), of which a
-    checkpoint is a copy."""
+    checkpoint is a copy. ``masked``: as for :func:`compute_buffer`."""
     chosen, slots = hosted.chosen, hosted.chosen.max_num_seqs
+    tokens = chosen.max_num_batched_tokens
+    residual, mask = 4 * tokens * hosted.architecture.hidden_size, 2 * tokens * masked
+    copies = _COPIES if len(hosted.ranks) > 1 else 1
+    inputs = 2 * residual + 2 * copies * mask
     parts = [
         HostPart("process", _PROCESS, _PROCESS_LOW, _PROCESS_HIGH,
-                 f"{_PROCESS:,}: program, CUDA, buffers of a step",
-                 "assumed, from reports (ollama/ollama#18264, Tanguille/cluster#4341)")
+                 f"{_PROCESS:,}: program, CUDA",
+                 "assumed, from reports (ollama/ollama#18264, Tanguille/cluster#4341)"),
+        HostPart("inputs of a step", inputs, residual + mask, inputs + 2 * mask,
+                 f"2 x {residual:,}, embeddings of {tokens:,} tokens, + {copies} x masks in fp32 {2 * mask:,}",
+                 "CUDA_Host compute buffer of start-up logs (tests/data/field_reports.jsonl)"),
     ]  # fmt: skip
     kept = chosen.flags.cache_ram_bytes
     if kept:
