@@ -142,6 +142,9 @@ def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
                 "unit": defaults["unit"],
                 "stacked": defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal",
                 "grid": panel["gridPos"],
+                "steps": defaults.get("thresholds", {}).get("steps", []),
+                "mappings": defaults.get("mappings", []),
+                "nothing": defaults.get("noValue", "no data"),
                 "series": series,
             }
         )

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from tonnage.server.requests.accounts import Ticket
 
@@ -49,9 +49,18 @@ class TextFormatter(logging.Formatter):
         return " ".join([super().formatMessage(record), *more])
 
 
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """What sys.stderr is when a line comes: while a terminal shows that a model loads, whatever keeps both "
+    "apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure(form: Literal["text", "json"], level: str) -> None:
     """Send the logs of tonnage and uvicorn to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ToStderr()
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     for name in ("tonnage", "uvicorn"):
         logger = logging.getLogger(name)
