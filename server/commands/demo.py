@@ -22,7 +22,7 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.commands.comparison import Row, print_table, process_row
-from tonnage.server.commands.launch import stoppable
+from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import DEMO_POOL
 from tonnage.server.parsers import demo as parser
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from tonnage.cache.admission import AdmissionMode, Policy
@@ -180,20 +177,6 @@ def _sharing(settings: Settings, plan: Plan) -> Sharing:
         for file in settings.shared_system_prompt
     )
     return Sharing(settings.kv_events_config, prefixes)
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C does, so that no child process or half-made file stays behind."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Waiting:

@@ -21,8 +21,8 @@ from tonnage.server.commands.launch import (
     planned,
     resolved,
     settings_from,
-    stoppable,
 )
+from tonnage.server.commands.stopping import stoppable
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.heap import bound_heap, settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine

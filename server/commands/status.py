@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tonnage.server.commands.launch import stoppable
 from tonnage.server.commands.remote import client_of, seconds
+from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import status as parser
 
 OK, FAILED = 0, 1

@@ -17,8 +17,8 @@ from tonnage.server.commands.launch import (
     planned,
     resolved,
     settings_from,
-    stoppable,
 )
+from tonnage.server.commands.stopping import stoppable
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.request import GenerationRequest, SamplingParams

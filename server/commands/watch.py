@@ -7,8 +7,8 @@ import sys
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import given
 from tonnage.planner.plans import Deployment
-from tonnage.server.commands.launch import stoppable
 from tonnage.server.commands.remote import client_of, seconds
+from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import watch as parser
 
 OK, FAILED = 0, 1

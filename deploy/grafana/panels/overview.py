@@ -108,7 +108,7 @@ def overview() -> dashboard.Dashboard:
             mappings=NO_TRAFFIC,
             width=3,
             more=_LATENCY,
-        ),
+        ).decimals(1),
         number(
             "Errors, of their limit",
             'tonnage_requests_total{outcome="error"} over all of tonnage_requests_total, as a share of '
@@ -119,7 +119,9 @@ def overview() -> dashboard.Dashboard:
             mappings=(reads(_0=("none", "green")),),
             width=3,
             more=_ADMISSION,
-        ).no_value("no traffic"),
+        )
+        .no_value("no traffic")
+        .decimals(1),
         number(
             "Plan drift",
             "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
