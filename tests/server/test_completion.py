@@ -83,16 +83,8 @@ def test_in_a_real_fish(scripts: Path) -> None:
         assert wanted in said.split(), typed
 
 
-@pytest.mark.parametrize(
-    ("begin", "cases"),
-    [
-        ("fpath=($PWD/site $fpath); autoload -U compinit; compinit -u -D", CASES),
-        ('autoload -U compinit; compinit -u -D; eval "$(cat zsh)"', CASES[:2]),
-    ],
-    ids=["in fpath", "by eval"],
-)
-def test_in_a_real_zsh(begin: str, cases: list[tuple[str, str]], scripts: Path) -> None:
-    """Typed into an interactive one, whose line then has the whole word."""
+def test_in_a_real_zsh(scripts: Path) -> None:
+    """Typed into an interactive one, whose line then has the whole word: the script in fpath, then by eval."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [shell("zsh"), "-f", "-i"], stdin=slave, stdout=slave, stderr=slave, cwd=scripts,
@@ -114,10 +106,15 @@ def test_in_a_real_zsh(begin: str, cases: list[tuple[str, str]], scripts: Path) 
     def say(text: str) -> None:
         os.write(master, text.encode())
 
-    try:
-        say(f"stty cols 200; {begin}; echo re''ady\n")
+    def begin(text: str) -> None:
+        say(f"{text}; echo re''ady\n")
         until("ready")
-        for typed, wanted in cases:
+
+    try:
+        begin("stty cols 200; fpath=($PWD/site $fpath); autoload -U compinit; compinit -u -D")
+        for number, (typed, wanted) in enumerate([*CASES, *CASES[:2]]):
+            if number == len(CASES):
+                begin('compdef -d tonnage; unfunction _tonnage; eval "$(cat zsh)"')
             say(f"{typed}\t")
             until(wanted)
             say("\x15echo ne''xt\n")  # ^U: the line is not run

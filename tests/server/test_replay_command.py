@@ -10,7 +10,7 @@ import pytest
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
 from tonnage.server.cli import main
-from tonnage.server.commands.replay import _step_time, parser
+from tonnage.server.commands.replay import _plan, _step_time, parser
 
 DATA = Path(__file__).parents[1] / "data"
 TRACE = str(DATA / "traces" / "azure_conversation_300.csv")
@@ -46,6 +46,32 @@ def test_a_step_reads_the_bytes_of_a_token_once(name: str, tmp_path: Path) -> No
     plan = make_plan(str(tmp_path), on)
     times = _step_time(parser().parse_args([TRACE, "--model", str(tmp_path), "--gpu", "h200-141g"]), plan)
     assert times.kv_bytes_per_token == plan.kv_cache.layout.bytes_per_token
+
+
+@pytest.mark.parametrize("where", [(), ("--gpu", "h100-80g"), ("--gpu-memory-utilization", "0.5")])
+def test_a_replay_plans_with_the_share_of_plan(
+    where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a GPU vLLM's default, on this CPU the hf engine's."""
+    replayed = _plan(parser().parse_args([TRACE, "--model", "demo", *where]))
+    assert main(["plan", "demo", *where, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert replayed.deployment.gpu_memory_utilization == planned["deployment"]["gpu_memory_utilization"]
+    assert replayed.kv_cache.usable_blocks == planned["kv_cache"]["usable_blocks"]
+
+
+def test_columns_of_ones_own_are_replayed(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text("t,in,out\n0,100,5\n0.5,200,5\n2,50,5\n")
+    flags = [str(own), "--columns", "arrival=t,prompt_tokens=in,output_tokens=out", "--max-model-len", "8192"]
+    assert main(["replay", *flags, "--model", model, "--gpu", "h100-80g", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["finished"] == 3
+    assert main(["plan", model, "--gpu", "h100-80g", "--trace", *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace"]["requests"] == 3
+    assert main(["replay", *flags[:2], "arival=t", "--model", model, "--gpu", "h100-80g"]) == 2
+    assert "did you mean arrival?" in capsys.readouterr().err
 
 
 def test_a_hybrid_says_where_its_states_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
