@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from tonnage.planner.engines.base import Engine
 
 _ATTENTION = ("full", "sliding", "chunked")
-_PARTS = ("refused", "absent")
+_PARTS = ("refused", "absent", "notes")
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
     """``refused``: why it does not run, what the engine itself refuses; ``absent``: what it needs a plugin for,
-    or why that is not known."""
+    or why that is not known; ``notes``: how it runs."""
 
     refused: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def runs(self) -> bool:
@@ -100,7 +101,7 @@ def of_weights(
         return NOTHING
     gpu = gpu_named(chosen.flags.gpu)
     has = gpu.capability if gpu else None
-    refused, absent = [], []
+    refused, absent, notes = [], [], []
     for scheme in quantization.scheme.split("+"):
         row = _weights_row(engine, version, quantization.method, scheme)
         if row is None:
@@ -118,7 +119,12 @@ def of_weights(
                 f"{title} runs {scheme} weights from compute capability {row['least']} on, {gpu.name} has "
                 f"{_text(has)} ({where})"
             )
-    return Support(tuple(refused), tuple(absent))
+        elif gpu is not None and has is not None and has < _capability(row.get("native", "0.0")):
+            notes.append(
+                f"{title} unpacks {scheme} weights for each product and computes in {chosen.flags.dtype} on "
+                f"{gpu.name}: products in that format come with compute capability {row['native']} ({where})"
+            )
+    return Support(tuple(refused), tuple(absent), tuple(notes))
 
 
 def of_cache(

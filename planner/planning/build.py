@@ -111,6 +111,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *_margin_notes(size),
             *pool.notes,
             *size.support.absent,
+            *size.support.notes,
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),

@@ -126,7 +126,10 @@ def test_a_gpu_without_fp8_has_no_fp8_cache(folder):
     assert "TRITON_ATTN from 8.9 on: v1/attention/backends/triton_attn.py" in why
     assert found.advice[0].startswith("--kv-cache-dtype auto")
     assert any("Does not run: " in line for line in found.verdict_lines())
-    assert plan(folder, gpu="t4", quantization="nvfp4", **LENGTH).fits  # by Marlin, weights alone
+    alone = plan(folder, gpu="t4", quantization="nvfp4", **LENGTH)  # by Marlin, weights alone
+    assert alone.fits
+    assert any("unpacks nvfp4 weights" in note for note in alone.notes)
+    assert not any("unpacks" in note for note in plan(folder, gpu="b200", quantization="nvfp4", **LENGTH).notes)
     assert plan(folder, gpu="a100-80g", kv_cache_dtype="fp8", **LENGTH).fits  # FlashInfer
 
 
