@@ -62,13 +62,17 @@ test-vllm: $(VENV)/.test
 # torch, peft and vLLM asked again for what tests/data/oracles says of them; TONNAGE_ORACLES=write stores it.
 .PHONY: test-oracles
 TONNAGE_ORACLES ?= compare
-test-oracles: $(VENV)/.test .venv-transformers/transformers
-	TRANSFORMERS_NEW=$(CURDIR)/.venv-transformers TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
+test-oracles: $(VENV)/.test .venv-transformers/transformers .venv-sglang/sglang
+	TRANSFORMERS_NEW=$(CURDIR)/.venv-transformers TONNAGE_SGLANG=$(CURDIR)/.venv-sglang TONNAGE_ORACLES=$(TONNAGE_ORACLES) $(BIN)/python -m pytest -m oracle tests/planner tests/server/test_hf_engine.py
 
 # Only its Python: families newer than the transformers of the environment (tests/planner/test_families_new.py)
 .venv-transformers/transformers:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-transformers \
 	  transformers==5.23.0
+
+# Only read: functions of it that plan its pools (tests/planner/sglang_states_child.py)
+.venv-sglang/sglang:
+	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-sglang sglang==0.5.23
 
 .PHONY: test-fuzz
 test-fuzz: $(VENV)/.test
