@@ -51,10 +51,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("tonnage.server.commands.demo", "plan, serve, ask and measure the demo model, then stop"),
 }
 
-# command -> the extra that it needs; the others are the planner's and need none
+# command -> the extra that it needs; the planner's commands and status need none
 EXTRAS = {
-    "replay": "replay", "serve": "server", "verify": "server", "watch": "server", "status": "server",
-    "doctor": "server", "demo": "demo",
+    "replay": "replay", "serve": "server", "verify": "server", "watch": "server", "doctor": "server",
+    "demo": "demo",
 }  # fmt: skip
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 from tonnage.server.commands.remote import client_of, seconds
 from tonnage.server.commands.stopping import stoppable
@@ -22,8 +23,9 @@ def run(argv: list[str]) -> int:
     from tonnage.server.watch.status import drawn, look, plain, to_dict
 
     client = client_of(arguments)
-    piped = arguments.json or not sys.stdout.isatty()
-    screen = Lines(plain, to_dict if arguments.json else None) if piped else Screen(drawn)
+    # rich comes with the extras: where the planner alone is installed, lines do.
+    drawing = sys.stdout.isatty() and not arguments.json and find_spec("rich") is not None
+    screen = Screen(drawn) if drawing else Lines(plain, to_dict if arguments.json else None)
     try:
         with stoppable(), screen:
             watch(lambda: look(client), [screen], interval)

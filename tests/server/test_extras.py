@@ -55,7 +55,7 @@ def test_every_command_names_an_extra_there_is() -> None:
     assert set(EXTRAS) <= set(COMMANDS)
     assert set(EXTRAS.values()) <= set(MODULES)
     home = {name for name, (module, _) in COMMANDS.items() if module.startswith("tonnage.planner.")}
-    assert set(EXTRAS) == set(COMMANDS) - home - {"completion"}
+    assert set(EXTRAS) == set(COMMANDS) - home - {"completion", "status"}
 
 
 AUTO = ("serve", "demo", "--backend", "auto")

@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -296,6 +298,18 @@ def test_the_command(report: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in text
     assert f"demo at {server.url}\n" in text
     assert re.search(r"^all processes +[\d,]+ \([\d.]+ [MG]iB\) +[\d,]+ ", text, re.M)
+
+
+def test_it_needs_no_extra(report: str) -> None:
+    """Where the planner alone is installed, as on the machine of whoever looks after servers."""
+    names = ("numpy", "numba", "rich", "fastapi", "pydantic", "prometheus_client", "starlette", "tokenizers")
+    code = f"import sys; sys.modules.update(dict.fromkeys({names!r})); "
+    code += "from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))"
+    with pages(memory=report) as server:
+        command = [sys.executable, "-c", code, "status", server.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("loading since ")
 
 
 def test_the_key_of_the_environment(report: str, monkeypatch: pytest.MonkeyPatch) -> None:
