@@ -28,7 +28,7 @@ _TOP = (
     "vision_soft_tokens_per_image", "ignore_index", "image_seq_length", "media_placeholder_token_id",
     "projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy", "text_config",
     "vision_config", "use_unified_vision_chunk", "video_placeholder", "language_model_only",
-    "image_grid_pinpoints",
+    "image_grid_pinpoints", "vision_aspect_ratio",
     "image_placeholder", "img_token_compression_config", "num_reward_heads", "process_image_mode",
     "projection_layer_norm_eps", "projection_hidden_size", "vocab_size", "vision_token_index", *pictures.FILES,
 )  # fmt: skip
@@ -160,23 +160,24 @@ def _llava_text(fields: Fields, model_type: str) -> Architecture:
             config.pop(name, None)
         fields.ignore(*fields.config)
         return text_of(fields, "llama", config)
-    own = model_type == "llava_next"
-    kind = config.get("model_type", "llama")
+    own = model_type != "llava"
+    kind = config.get("model_type", "qwen2" if model_type == _ONEVISION else "llama")
     if kind not in ("llama", "mistral", "qwen2", *(("granite",) if own else ())):
         raise UnsupportedArchitecture(f"{shown(kind)} is not known below llava", field="text_config.model_type")
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, own=own)
 
 
+_ONEVISION = "llava_onevision"
 _LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
 
 def llava(fields: Fields, model_type: str) -> Architecture:
-    """LLaVA 1.5, LLaVA-NeXT (several tiles of a picture, and a learned end of line) and Pixtral."""
+    """LLaVA 1.5, NeXT and OneVision (several tiles of a picture, and a learned end of line) and Pixtral."""
     t = Tensors()
     t.role = "vision"
     text = _llava_text(fields, model_type)
-    vision, following = _vision(fields), model_type == "llava_next"
-    kind = vision.get("model_type", "clip_vision_model")
+    vision, following = _vision(fields), model_type != "llava"
+    kind = vision.get("model_type", "siglip_vision_model" if model_type == _ONEVISION else "clip_vision_model")
     if kind not in _LLAVA_TOWERS[: 2 if following else 3]:
         raise UnsupportedArchitecture(f"{shown(kind)} is not known", field="vision_config.model_type")
     # LlavaConfig's default tower is CLIP large; a stated one starts from CLIPVisionConfig's own defaults
@@ -200,14 +201,19 @@ def llava(fields: Fields, model_type: str) -> Architecture:
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     name = "LlavaForConditionalGeneration"
-    whole = fields.raw("vision_feature_select_strategy") not in (None, "default")
+    unsaid = "full" if model_type == _ONEVISION else "default"
+    whole = (fields.raw("vision_feature_select_strategy") or unsaid) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
         seen = None  # the class token is an embedding too; of SigLIP, which has none, a patch is left out
     if following:
         name = "LlavaNextForConditionalGeneration"
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
         size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
-        seen = pictures.tiles(fields, seen, size)
+        if model_type == _ONEVISION:
+            name = "LlavaOnevisionForConditionalGeneration"
+            seen = pictures.onevision(fields, seen, size)
+        else:
+            seen = pictures.tiles(fields, seen, size)
     return joined(text, model_type, name, t, vision=seen)
 
 
@@ -472,6 +478,7 @@ FAMILIES = {
     "gemma4": _family(gemma4, final_norm="rms-one", files=RENAMED),
     "llava": _family(llava, first_class="LlavaLlamaForCausalLM", files=RENAMED),
     "llava_next": _family(llava, files=RENAMED),
+    "llava_onevision": _family(llava, files=RENAMED),
     "mistral3": _family(mistral3, files=RENAMED),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
     "qwen2_vl": _family(qwen, files=RENAMED),

@@ -143,6 +143,49 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
+# The picture of most embeddings, height x width, and the most tiles that are not scaled down
+# (get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py)
+_ONEVISION = (944, 1153)
+_MOST_TILES = 9
+
+
+def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
+    """LLaVA-OneVision: a picture of one size in the tiles that fit it best, its empty rows or columns left out;
+    up to 16 frames of a video, of which each four embeddings are pooled."""
+    listed = fields.raw("image_grid_pinpoints") or [
+        [rows * size, columns * size] for rows in range(1, 7) for columns in range(1, 7)
+    ]
+    if vision is None or not isinstance(listed, list) or fields.raw("spatial_pool_stride") not in (None, 2):
+        return None
+    for place in listed:
+        if not (isinstance(place, list) and len(place) == 2 and all(type(n) is int and n > 0 for n in place)):
+            raise ConfigError(f"{shown(place)} is not height and width", field="image_grid_pinpoints")
+    height, width = _ONEVISION
+
+    def fits(place: list[int]) -> tuple[int, int]:
+        """Pixels of the picture that are left, and no empty ones (select_best_resolution)."""
+        scale = min(place[1] / width, place[0] / height)
+        left = min(int(width * scale) * int(height * scale), height * width)
+        return left, left - place[0] * place[1]
+
+    best = max(listed, key=fits)
+    side = isqrt(vision.image)
+    rows, columns = best[0] // size, best[1] // size
+    high, wide = side * rows, side * columns
+    if width / height > wide / high:
+        high -= 2 * ((high - int(round(height * (wide / width), 7))) // 2)
+    else:
+        wide -= 2 * ((wide - int(round(width * (high / height), 7))) // 2)
+    ratio = (high * wide / (_MOST_TILES * side**2)) ** 0.5
+    if ratio > 1.1:
+        high, wide = int(high // ratio), int(wide // ratio)
+    frame = (side + 1) // 2
+    return replace(
+        vision, image=high * wide + high + vision.image, patches=(rows * columns + 1) * vision.patches,
+        frames=16, frame=frame * frame, left=vision.patches,
+    )  # fmt: skip
+
+
 def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Kimi-VL profiles a picture of 1,024 x 1,024 pixels (MaxImageTokenMeta, models/kimi_vl.py)."""
     f = Fields(vision)

@@ -47,7 +47,8 @@ class Vision:
     ``video``, in ``frames`` at most that are each of ``frame`` pixels where ``video`` is 0, as large as a
     picture where that is 0, and of which the processor leaves ``left``, if that is not 0); ``edge``, ``image``
     pixels on the longer side; ``patches``, at most ``image`` of them, of pictures of ``side`` pixels;
-    ``fixed``: ``image`` embeddings, of ``patches`` patches. ``others``: what is fixed of other modalities.
+    ``fixed``: ``image`` embeddings, of ``patches`` patches (of a video ``frames`` at most, each of ``frame``
+    embeddings, of ``left`` patches). ``others``: what is fixed of other modalities.
     """
 
     tower: Tower

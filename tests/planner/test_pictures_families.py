@@ -13,6 +13,7 @@ from pictures import GEMMA4_SOUND, QWEN2, THINKERS, needs_torchvision, planned
 
 from tonnage.planner.engines.vllm import encoder
 from tonnage.planner.engines.vllm.multimodal import profiled
+from tonnage.planner.families.registry import architecture_of
 from tonnage.server.demo.model import ensure_demo
 
 CHILD = Path(__file__).with_name("vllm_pictures_child.py")
@@ -46,6 +47,18 @@ GRANITE = {
     "vision_feature_layer": [-24, -20, -12, -1], "vision_feature_select_strategy": "full",
     "image_grid_pinpoints": [[384, 768], [384, 3840], [768, 768], [1152, 1152], [3840, 384]],
     "tie_word_embeddings": True, "image_token_index": 49155, "dtype": "bfloat16",
+}  # fmt: skip
+ONEVISION = {
+    "model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_000,
+        "max_position_embeddings": 32_768,
+    },
+    "vision_config": GRANITE["vision_config"] | {"num_hidden_layers": 26, "vision_use_head": False},
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "dtype": "bfloat16",
+    "vision_aspect_ratio": "anyres_max_9", "image_token_index": 151_646, "video_token_index": 151_647,
+    "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
 }  # fmt: skip
 MINIMAX = {
     "model_type": "minimax_m3_vl", "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
@@ -102,6 +115,14 @@ CASES = {
         {"patch_size": 14, "vision_feature_select_strategy": "full", "processor_class": "LlavaNextProcessor",
          "image_token": "<image>"}, {"image_token": "<image>"},
     ),
+    "onevision": (
+        ONEVISION, {"image_processor_type": "LlavaOnevisionImageProcessor", "processor_class":
+                    "LlavaOnevisionProcessor", "size": {"height": 384, "width": 384},
+                    "image_grid_pinpoints": ONEVISION["image_grid_pinpoints"]},
+        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 729, "image_token": "<image>",
+         "video_token": "<video>", "vision_feature_select_strategy": "full"},
+        {"image_token": "<image>", "video_token": "<video>"},
+    ),
     "minimax": (
         MINIMAX, {"image_processor_type": "MiniMaxM3VLImageProcessor", "max_pixels": 451_584, "patch_size": 14,
                   "merge_size": 2, "temporal_patch_size": 2, "processor_class": "MiniMaxVLProcessor"}, None,
@@ -126,6 +147,7 @@ IDS = {
     "llama4": {"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>",
                "image_token_index": "<|patch|>"},
     "kimi_k25": {"media_placeholder_token_id": "<|media_pad|>"}, "granite": {"image_token_index": "<image>"},
+    "onevision": {"image_token_index": "<image>", "video_token_index": "<video>"},
     "gemma4": {"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "image_token_id": "<|image|>",
                "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>", "eoa_token_id": "<audio|>",
                "video_token_id": "<|video|>"},
@@ -184,7 +206,7 @@ def test_the_budget_is_vllm_s_own(answers, name):
     values = found.patches * architecture.vision.values
     if name == "llama4":  # each tile has a class token too
         values = values // 577 * 576
-    if name == "granite":  # 27 x 14 pixels of 384 are read
+    if name in ("granite", "onevision"):  # 27 x 14 pixels of 384 are read
         values = values * 384 * 384 // (27 * 14) ** 2
     assert values == prod(shape)
 
@@ -201,3 +223,23 @@ def test_a_long_context_lets_minimax_m3_read_long_videos():
         {"max_model_len": 196_608, "max_num_batched_tokens": 8192},
     )
     assert profiled(small, chosen).tokens == 250 * 100
+
+
+COUNTS = Oracle("families_pictures", "transformers", "torch")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["onevision", "granite"])
+def test_parameters_are_those_of_transformers_modules(name):
+    config = CASES[name][0]
+
+    def ask():
+        import torch
+        import transformers
+
+        made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        with torch.device("meta"):
+            model = getattr(transformers, config["architectures"][0])._from_config(made)
+        return sum(tensor.numel() for tensor in model.parameters())
+
+    assert architecture_of(config).parameters == COUNTS.says(name, config, ask)

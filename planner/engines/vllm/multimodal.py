@@ -209,6 +209,9 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
+        if vision.frames:  # a learned end of line behind them
+            frames = max(1, min(vision.frames, (max_model_len - 1) // vision.frame))
+            others["video"] = (frames * vision.frame + 1, frames * vision.left)
         return {"image": (vision.image, vision.patches)} | others
     if vision.bound == "pixels":
         image = _most_square(vision.image // unit**2)
