@@ -29,6 +29,7 @@ help:
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-vllm-versions  what runs inside a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
+	@echo "make docs       the documentation as a site (build/docs/site), its links checked"
 	@echo "make page-check  tonnage page in a real browser; make pictures-page keeps what it looks like in docs/page"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
@@ -195,6 +196,19 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 .venv-compliance/.ready:
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
+	touch $@
+
+# Zensical wants its configuration beside the pages.
+.PHONY: docs
+docs: .venv-docs/.ready
+	rm -rf build/docs && mkdir -p build/docs
+	cp -r docs .ci/mkdocs.yml build/docs
+	.venv-docs/bin/zensical build --strict -f build/docs/mkdocs.yml
+	@echo "written: build/docs/site/index.html"
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check install -e '.[docs]'
 	touch $@
 
 # The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print.

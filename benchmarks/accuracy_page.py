@@ -1,0 +1,172 @@
+"""docs/accuracy.md from every public start-up log in the repository: planned, printed, error; the misses named.
+
+    python benchmarks/accuracy_page.py            writes docs/accuracy.md
+    python benchmarks/accuracy_page.py --check    says whether it is what would be written (exit 1: not)
+
+What ships is scored, as in ``planner_accuracy.py`` (sections startups and pool_from_flags, ``shipped``); there
+each source, model and GPU is left out of the fit, too.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import mean, median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+PAGE = ROOT / "docs" / "accuracy.md"
+PLOT = ROOT / "docs" / "accuracy.svg"
+MISS = 0.015  # of the GPU: the bar of pool_from_flags
+DATA = ROOT / "tests" / "data"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One start. Bytes of the KV pool of the rank that decides; ``device``: of one GPU."""
+
+    name: str
+    source: str
+    planned: int
+    printed: int
+    low: int
+    high: int
+    device: int
+
+    @property
+    def error(self) -> float:
+        return (self.planned - self.printed) / self.device
+
+
+def lines() -> tuple[list[Line], list[str]]:
+    """(every start that can be held against a plan, why the others cannot)."""
+    from accuracy import runtime_fit, startups
+    from accuracy.common import Inputs
+
+    from tonnage.planner.engines.runtime.gpu import coefficients
+
+    found = []
+    starts, left_out = startups.load(
+        Inputs(configs=DATA / "startups", startups=DATA / "startups/vllm_0190.jsonl")
+    )
+    for start in starts:
+        plan = startups.planned(start)
+        low, high = plan.intervals["kv_pool_bytes"]
+        pool = plan.rank.kv_pool_bytes
+        printed = start.logged["kv_pool_bytes"]
+        found.append(
+            Line(start.name, "llm-d-planner, 0.19.0", pool, printed, int(low), int(high), plan.rank.total_bytes)
+        )
+    rows, others = runtime_fit.load_rows(Inputs(configs=DATA / "configs", reports=DATA / "field_reports.jsonl"))
+    shipped = coefficients()
+    for row in rows:
+        if row.carries_bar:
+            low, high = row.pool_interval(shipped)
+            planned = row.planned_pool(shipped)
+            found.append(Line(row.name, row.source, int(planned), row.pool, int(low), int(high), row.device))
+    return found, [*left_out, *others]
+
+
+def page(found: list[Line], left_out: list[str]) -> str:
+    errors = sorted(abs(line.error) for line in found)
+    inside = sum(line.low <= line.printed <= line.high for line in found)
+    misses = [line for line in found if abs(line.error) > MISS]
+    table = [
+        f"| {line.name} | {line.source} | {line.planned:,} | {line.printed:,} | {100 * line.error:+.2f} % |"
+        f" {'yes' if line.low <= line.printed <= line.high else '**no**'} |"
+        for line in sorted(found, key=lambda line: -abs(line.error))
+    ]
+    summary = (
+        f"{len(found)} starts: the error is {100 * mean(errors):.2f} % of the GPU's memory on average, the "
+        f"median {100 * median(errors):.2f} %, "
+        f"nine of ten at most {100 * errors[int(0.9 * len(errors))]:.2f} %, "
+        f"the worst {100 * errors[-1]:.2f} %; {inside} of {len(found)} are inside the plan's interval. "
+        "Coefficients that no source states are fitted to these starts; with each source, each model and each "
+        "type of GPU left out of the fit: `python benchmarks/planner_accuracy.py --sections startups "
+        "pool_from_flags`, figures in `benchmarks/README.md`."
+    )
+    return "\n".join(
+        [
+            "# Accuracy",
+            "",
+            "Every public start-up log of vLLM on GPUs that is in the repository, its KV pool as printed",
+            "beside the plan that `tonnage plan` makes of its flags. Written by",
+            "`python benchmarks/accuracy_page.py`.",
+            "",
+            summary,
+            "",
+            "![Planned over printed](accuracy.svg)",
+            "",
+            f"## Misses: {len(misses)} by more than {100 * MISS:.1f} % of the GPU",
+            "",
+            *(f"- {line.name} ({line.source}): {100 * line.error:+.2f} %" for line in misses),
+            "",
+            "## All",
+            "",
+            "| start | source | planned, bytes | printed, bytes | error, of the GPU | inside |",
+            "| --- | --- | ---: | ---: | ---: | --- |",
+            *table,
+            "",
+            f"## Left out: {len(left_out)}",
+            "",
+            *(f"- {words}" for words in sorted(set(left_out))),
+            "",
+        ]
+    )
+
+
+def plot(found: list[Line]) -> str:
+    """An SVG: printed pool, GiB (logarithmic), against the error in percent of the GPU."""
+    from math import log10
+
+    width, height, left, bottom = 720, 300, 56, 36
+    most = max(3.0, *(abs(100 * line.error) for line in found))
+    low, high = min(line.printed for line in found), max(line.printed for line in found)
+
+    def x(pool: float) -> float:
+        return left + (width - left - 16) * (log10(pool) - log10(low)) / (log10(high) - log10(low))
+
+    def y(percent: float) -> float:
+        return (height - bottom) / 2 * (1 - percent / most) + 8
+
+    bars = []
+    for percent in (-100 * MISS, 0.0, 100 * MISS):
+        at = f"{y(percent):.1f}"
+        dashes = ' stroke-dasharray="4 4"' if percent else ' stroke-width="2"'
+        bars.append(f'<line x1="{left}" x2="{width}" y1="{at}" y2="{at}" stroke="#999"{dashes}/>')
+        bars.append(f'<text x="4" y="{y(percent) + 4:.1f}">{percent:+.1f} %</text>')
+    dots = []
+    for line in found:
+        at = f'cx="{x(line.printed):.1f}" cy="{y(100 * line.error):.1f}"'
+        title = f"<title>{escape(line.name)}: {100 * line.error:+.2f} %</title>"
+        dots.append(f'<circle {at} r="4" fill="#3b6ea5" fill-opacity="0.6">{title}</circle>')
+    ticks = [
+        f'<text x="{x(gib * 2**30):.0f}" y="{height - 12}" text-anchor="middle">{gib} GiB</text>'
+        for gib in (1, 3, 10, 30, 100, 300)
+        if low <= gib * 2**30 <= high
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'font-family="sans-serif" font-size="12">'
+        "<title>Error of the planned KV pool, of the GPU, by the pool printed</title>"
+        f'<rect width="{width}" height="{height}" fill="#fff"/>'
+    )
+    return f"{head}{''.join((*bars, *ticks, *dots))}</svg>\n"
+
+
+def main() -> int:
+    found, left_out = lines()
+    made = {PAGE: page(found, left_out), PLOT: plot(found)}
+    stale = [path for path, text in made.items() if not path.is_file() or path.read_text() != text]
+    if "--check" in sys.argv:
+        return len(stale) > 0
+    for path in stale:
+        path.write_text(made[path])
+        print(f"written: {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

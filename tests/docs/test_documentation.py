@@ -1,0 +1,52 @@
+"""What README and docs show is what the commands print, and what they link to is there."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import documented
+import pytest
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)\s]*)?\)")
+PAGES = [documented.ROOT / "README.md", *sorted((documented.ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and Python-Markdown make them."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", documented.pages(), ids=lambda page: page.name)
+def test_commands_print_what_is_shown(page: Path) -> None:
+    text = page.read_text()
+    with documented.models():
+        made = documented.again(text)
+    assert made == text, "python tests/helpers/documented.py writes what the commands print now"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        found = (page.parent / target).resolve()
+        assert found.exists(), target
+        if anchor and found.suffix == ".md":
+            assert anchor[1:] in anchors(found.read_text()), target + anchor
+
+
+def test_python_is_as_shown() -> None:
+    with documented.models():
+        found = doctest.testfile(str(documented.ROOT / "docs/python.md"), module_relative=False)
+    assert found.attempted >= 4
+    assert found.failed == 0
+
+
+def test_the_accuracy_page_is_of_today_s_planner() -> None:
+    done = subprocess.run([sys.executable, documented.ROOT / "benchmarks/accuracy_page.py", "--check"])
+    assert done.returncode == 0, "python benchmarks/accuracy_page.py writes it"
