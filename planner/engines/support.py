@@ -145,7 +145,7 @@ def of_cache(
             continue
         of = f" with heads of {head} values" if attention == "plain" else " for latent attention"
         tried = "; ".join(f"{row['backend']} {_limits(row)}: {row['source']}" for row in near)
-        has = f" (compute capability {_text(gpu.capability)})" if gpu.capability else ""
+        has = f", compute capability {_text(gpu.capability)}" if gpu.capability else ""
         why = f"{title} has no attention backend for a cache in {asked}{of} on {gpu.name}{has}"
         return Support((f"{why} ({tried}{_span(engine)})" if near else f"{why}{_span(engine)}",))
     return NOTHING

@@ -146,7 +146,8 @@ def _print_all(
         print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
     if len(rows) < found:
         print(f"... the first {len(rows):,} of {found:,} by {by} (--sort, --top; --json lists all)")
-    print("\n".join(price_lines(rows, prices)))
+    for line in price_lines(rows, prices):
+        print(line)
 
 
 def _print_left_out(rows: list[SweepRow]) -> None:
