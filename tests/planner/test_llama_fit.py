@@ -158,6 +158,35 @@ def test_queries_as_wide_as_a_latent(case) -> None:
     assert abs(planned / (LATENT[case] * MiB) - 1) < 0.02  # without the query's own latent
 
 
+# Of four layers of Qwen3-Next, one of them with attention: (key heads, value heads), sequences
+STATES = {
+    ((8, 16), 1): 40.54, ((8, 32), 1): 60.15, ((16, 16), 1): 50.15, ((8, 16), 4): 46.39, ((8, 32), 4): 74.57,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATES, ids=str)
+def test_layers_with_states(case) -> None:
+    (keys, values), sequences = case
+    config = {
+        "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 1024,
+        "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 128, "vocab_size": 512, "linear_num_key_heads": keys, "linear_num_value_heads": values,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128, "max_position_embeddings": 8192, "torch_dtype": "float16",
+    }  # fmt: skip
+    flags = Deployment(
+        engine="llama.cpp", device="cpu", max_model_len=8192, max_num_seqs=sequences, kv_unified=True
+    )
+    plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
+    low, high = plan.intervals["activation_bytes"]
+    assert low <= STATES[case] * MiB <= high
+    if case[0] == (8, 16):  # KV 8 MiB, RS 3.14 each
+        assert abs(plan.rank.kv_pool_bytes / MiB - 8 - 3.14 * sequences) < 0.02
+    planned = next(term for term in plan.terms if term.name == "activation_bytes").value
+    assert 1 <= planned / (STATES[case] * MiB) < 1.2
+
+
 # Of 8,192 cells in all, with windows of 1,024 in five layers of six: (sequences, one cache) -> MiB of the
 # caches and of the compute buffer
 WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, True): (12 + 33.75, 22.02)}

@@ -6,6 +6,8 @@ The model's file is mapped: what stays in it (the embeddings) is page cache.
 
 from __future__ import annotations
 
+from math import prod
+
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.host import Hosted, page_cache
@@ -40,10 +42,11 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     (2026): the lower end. In a layer, the mask in fp16 and the widest of: gate, up and product of an MLP with
     four residuals; what comes of each of a token's experts, with queries, three residuals and, where they do
     not fit into what is free by then, gate, up and product; queries, keys and values of the attention, twice
-    as wide as a latent for each head of a model that has one; without flash attention the scores of all
+    as wide as a latent for each head of a model that has one; what goes into the convolutions of a layer with
+    states three times, what comes of them twice, the states twice; without flash attention the scores of all
     heads, their mask in fp32, four times the queries, keys, values and a residual. All were held against
-    llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts, DeepSeek-V3's layers and Gemma 3 of unlike
-    shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
+    llama.cpp 0.3.36 and 0.5.0 on Llamas, Qwen3 and its experts, layers of DeepSeek-V3, Qwen3-Next and Gemma 3
+    of unlike shapes (tests/planner/test_llama_fit.py). Several GPUs work on different micro-batches: each keeps
     four copies of mask and residual (GGML_SCHED_MAX_COPIES in ggml/src/ggml-backend.cpp).
     """
     flags = chosen.flags
@@ -67,6 +70,10 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     latent = next((layer.head_size for layer in architecture.cache_layers if layer.kind == "mla"), 0)
     if latent:  # of each head: the query, its rotated part, both as the latent's keys are, before and after
         around = moments["attention"] = 2 * row * architecture.heads * latent + queries + 3 * residual
+    if states := _states(architecture):
+        inputs_of, values, held = states
+        sequences = chosen.max_num_seqs
+        moments["states"] = row * (3 * inputs_of + 2 * values) + 2 * residual + 2 * sequences * held
     if flags.flash_attn == "off":
         moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
@@ -76,13 +83,26 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
     if architecture.model_type not in _HELD:
-        high += value // 2
+        least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"
     if copies:
         formula += f" + {_COPIES} copies of mask and residual {copies:,}"
     source = "llama-fit-params --fit-print; largest live tensors"
     return Estimate(value, min(value, least), high, formula, source)
+
+
+def _states(architecture: Architecture) -> tuple[int, int, int] | None:
+    """Of the layer with the largest states: values of a token that its convolutions read, values that it makes,
+    bytes of its recurrent state in fp32; None without such a layer."""
+    found = []
+    for layer in architecture.cache_layers:
+        if layer.kind == "state":
+            shapes = [state.shape for state in layer.states]
+            read = sum(shape[-1] for shape in shapes if len(shape) == 2 and shape[0] < shape[1])
+            kept = next((shape for shape in shapes if len(shape) == 3), (0, 0, 0))
+            found.append((read, kept[0] * kept[1], 4 * prod(kept)))
+    return max(found, default=None)
 
 
 def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estimate:
