@@ -78,19 +78,24 @@ def read_value(text: str) -> Real:
     wrong = DeploymentError(f"{text.strip()[:40]!r} is not a number", field="VALUE")
     try:
         number = Decimal(text.strip())
-    except InvalidOperation:
-        raise wrong from None
+    except InvalidOperation:  # an exponent of more than 18 digits too
+        rough = _float(text, wrong)
+        number = Decimal((math.copysign(1, rough) < 0, (1,), _MOST_DIGITS if rough else -_MOST_DIGITS))
     if not number.is_finite() or number == 0:
-        try:
-            return float(text)
-        except ValueError:  # sNaN
-            raise wrong from None
+        return _float(text, wrong)
     if len(text) > _MOST_DIGITS:
         raise DeploymentError(f"more than {_MOST_DIGITS:,} characters", field="VALUE")
     size = number.adjusted()
     if abs(size) > _MOST_DIGITS:
         number = Decimal((number.is_signed(), (1,), _MOST_DIGITS if size > 0 else -_MOST_DIGITS))
     return Fraction(number)
+
+
+def _float(text: str, wrong: DeploymentError) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise wrong from None
 
 
 def value_rows(value: Real) -> list[dict[str, Any]]:

@@ -110,10 +110,10 @@ class FloatFormat:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """How these fields make the value, with the numbers in it; ``inf`` and ``nan`` where they make none."""
+        """How these fields make the value, with the numbers in it."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
-            return f"exponent of ones: {value}"
+            return "exponent all ones"
         if exponent == 0:
             return f"(-1)^{sign} x 2^(1 - {self.bias}) x (0 + {mantissa}/2^{self.mantissa})"
         return f"(-1)^{sign} x 2^({exponent} - {self.bias}) x (1 + {mantissa}/2^{self.mantissa})"

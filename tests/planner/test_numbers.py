@@ -148,7 +148,7 @@ def test_bad_input_is_one_line(capsys, arguments, words):
     assert all(word in captured.err for word in words)
 
 
-@pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999"])
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999", f"1e{10**24}"])
 def test_what_no_double_holds_overflows_and_says_so(text, capsys):
     """Python's float of 1e400 is inf, which would be "exact"."""
     assert run([text, "--json"]) == 0
