@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         """Raises DeploymentError, naming the first word that is not understood; SystemExit after a help."""
         words = [self._spelled(word) for word in (sys.argv[1:] if args is None else args)]
         for word in words:
-            if word.startswith("--help="):
+            if word in ("-h", "--help") or word.startswith("--help="):
                 print(self.help_about(word.partition("=")[2]), end="")
                 raise SystemExit(0)
         many = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
@@ -52,6 +52,13 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self._refuse(rest)
         return found
+
+    def format_help(self) -> str:
+        """argparse's, without the 27 lines in which it would say the options of serve before it lists them."""
+        formatter = self._get_formatter()
+        named = [formatter._format_args(a, a.metavar or a.dest) for a in self._get_positional_actions()]  # type: ignore[arg-type]
+        self.usage = " ".join(["%(prog)s [OPTIONS]", *named])
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise DeploymentError(message, hint=self._listed())

@@ -41,6 +41,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out.err
 
 
+def test_the_usage_names_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "plan", "-h").startswith("usage: tonnage plan [OPTIONS] MODEL [MODEL ...]\n\n")
+    assert said(capsys, "fit-log", "--help").startswith("usage: tonnage fit-log [OPTIONS] FILE [FILE ...]\n\n")
+
+
 def test_the_help_of_every_command_needs_no_library() -> None:
     code = (
         "import contextlib, io, json, sys\nfrom tonnage.server.cli import COMMANDS, main\n"
@@ -68,6 +73,7 @@ def test_every_option_of_an_example_is_listed_and_read(name: str) -> None:
 
 def test_the_settings_are_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "serve", "--help")
+    assert text.startswith("usage: tonnage serve [OPTIONS] [MODEL]\n\n")
     for flag in (*flags_of(Options).values(), *(flags_of(Deployment)[n] for n in ("dtype", "max_num_seqs"))):
         assert f"\n{flag.group}:\n" in text
         assert f"  {flag.option}" in text
