@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +98,19 @@ def test_vllms_short_flags() -> None:
     for cut in ("-t", "-d", "-tp2"):
         with pytest.raises(DeploymentError, match="no option"):
             PARSERS["plan"].parse_args(["demo", cut, "2"])
+
+
+def test_the_short_flags_are_those_of_the_vllm_installed() -> None:
+    """Read in its source: importing it takes ten seconds."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(found.origin).with_name("engine").joinpath("arg_utils.py").read_text()
+    ours = {flag.option: flag.short for flag in flags_of(Deployment).values() if flag.short}
+    theirs = dict(re.findall(r'"(--[a-z-]+)",\s+"(-[a-z]+)"', source))
+    assert ours == {option: theirs[option] for option in ours}
+    shared = theirs.keys() & {flag.option for flag in flags_of(Deployment).values()}
+    assert shared == ours.keys()  # none of theirs is missing
 
 
 def test_an_underscore_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
