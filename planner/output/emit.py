@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import ceil
 
 from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.serve_line import model_and_revision
 from tonnage.planner.errors import DeploymentError, DoesNotFit, did_you_mean
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
@@ -96,8 +97,11 @@ def _comment(plan: Plan) -> str:
 
 
 def _compose_env(plan: Plan) -> str:
+    options = engine_of(plan.deployment.engine).serve_options(plan.deployment)
+    repo, *revision = model_and_revision(plan.model.id) if options else (plan.model.id,)
     lines = {
         "MODEL": plan.model.id,
+        "REPO": repo if revision else None,
         "BACKEND": plan.deployment.engine,
         "TARGET": "cuda" if gpus(plan) else "cpu",
         "MEMORY_LIMIT": _compose_limit(plan),
@@ -110,7 +114,7 @@ def _compose_env(plan: Plan) -> str:
         "BATCHED_TOKENS": plan.deployment.max_num_batched_tokens,
         "GPUS": _settings(plan)["tensor_parallel_size"],
         "DEVICES": gpus(plan) if plan.deployment.pipeline_parallel_size > 1 else None,
-        "OPTIONS": shlex.join(engine_of(plan.deployment.engine).serve_options(plan.deployment)) or None,
+        "OPTIONS": shlex.join([*revision, *options]) or None,
     }
     hint = "# beside deploy/compose.yaml: -f deploy/compose.gpu.yaml\n" if gpus(plan) else ""
     settings = "".join(f"{name}={value}\n" for name, value in lines.items() if value is not None)

@@ -14,8 +14,10 @@ import yaml
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.output.emit import FORMS, SCRATCH_BYTES, emit, memory_limit_bytes, shared_memory_bytes
-from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.plans import Deployment
+from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import ModelSource
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "tonnage"
@@ -111,6 +113,19 @@ def test_tensor_parallel_reaches_the_engine() -> None:
     assert values["sharedMemoryBytes"] == int(variables["SHM_SIZE"]) == shared_memory_bytes(three) >= 1 << 30
     assert values["sharedMemoryBytes"] < values["resources"]["memoryBytes"] == memory_limit_bytes(three)
     assert (values["settings"]["tensor_parallel_size"], values["resources"]["gpus"]) == (3, 3)
+
+
+def test_a_revision_is_an_option_of_vllm() -> None:
+    """This project's server takes it behind the name."""
+    config = json.loads((ROOT / "tests/data/configs/Qwen__Qwen2.5-7B.json").read_text())
+    source = ModelSource("Qwen/Qwen2.5-7B@abc123", "Qwen/Qwen2.5-7B", config, "hub")
+    flags = Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
+    env = emit(plan_source(source, flags), "compose-env")
+    assert "\nMODEL=Qwen/Qwen2.5-7B@abc123\nREPO=Qwen/Qwen2.5-7B\n" in env
+    assert "\nOPTIONS=--revision abc123 --dtype bfloat16 " in env
+    env = emit(plan_source(source, replace(flags, engine="hf")), "compose-env")
+    assert "\nMODEL=Qwen/Qwen2.5-7B@abc123\n" in env
+    assert "REPO" not in env
 
 
 def test_refusals(plan) -> None:
