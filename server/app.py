@@ -104,7 +104,8 @@ def create_app(
             "eos_token_id %s of %s is outside the vocabulary of %d tokens: no answer ends with it",
             outside, files.name, state.plan.model.vocab_size,
         )  # fmt: skip
-    errors.install(app)
+    refusals = RefusalLog()
+    errors.install(app, refusals.refused)
     generator = Generator(state)
     if not operations_only:
         app.include_router(engine_router(state, generator))
@@ -116,7 +117,6 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    refusals = RefusalLog()
     # A line of the access log says it too.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -228,30 +229,37 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(ErrorCode.INTERNAL_ERROR, "the server met an unexpected error; its log has the details")
 
 
-def install(app: FastAPI) -> None:
-    """Register the handlers, so that routing errors and unexpected ones wear the same envelope."""
+def install(app: FastAPI, told: Callable[[ApiError, str, str], None]) -> None:
+    """Register the handlers, so that routing errors and unexpected ones wear the same envelope. ``told``: who
+    hears of each, with path and request id."""
+
+    def answer(request: Request, error: ApiError, extra: dict[str, str] | None = None) -> Response:
+        told(error, request.scope["path"], request.scope.get("tonnage.request_id", ""))
+        return render(error, extra)
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return render(from_exception(error))
+        return answer(request, from_exception(error))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if error.status_code == 404:
-            return render(ApiError(ErrorCode.UNKNOWN_URL, f"unknown URL: {where}"))
+            return answer(request, ApiError(ErrorCode.UNKNOWN_URL, f"unknown URL: {where}"))
         if error.status_code == 405:
             allow = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow") or ""
             text = f"method not allowed: {where}" + (f"; use {allow}" if allow else "")
-            return render(ApiError(ErrorCode.METHOD_NOT_ALLOWED, text), {"allow": allow} if allow else None)
+            return answer(
+                request, ApiError(ErrorCode.METHOD_NOT_ALLOWED, text), {"allow": allow} if allow else None
+            )
         if error.status_code < 500:
-            return render(ApiError(ErrorCode.INVALID_VALUE, str(error.detail)))
-        return render(ApiError(ErrorCode.INTERNAL_ERROR, str(error.detail)))
+            return answer(request, ApiError(ErrorCode.INVALID_VALUE, str(error.detail)))
+        return answer(request, ApiError(ErrorCode.INTERNAL_ERROR, str(error.detail)))
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         param = str(first["loc"][-1]) if first["loc"] else None
-        return render(ApiError(ErrorCode.INVALID_VALUE, str(first["msg"]), param=param))
+        return answer(request, ApiError(ErrorCode.INVALID_VALUE, str(first["msg"]), param=param))
 
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(TonnageError, on_error)

@@ -19,7 +19,9 @@ margin:2rem auto;padding:0 1rem}
 h1{font-size:1.4rem;margin:0}p{margin:.2rem 0}small,dt,footer{color:var(--dim)}
 .state{font-weight:600}.ready{color:#2e8b57}.loading,.draining{color:#b8860b}.restarting,.failed{color:#c0392b}
 svg{display:block;width:100%;height:1.5rem;margin:1.2rem 0 .4rem;background:var(--empty)}
-.used{fill:#3b6ea5}.reserved{fill:#d9a441}.cached{fill:#9dbfe0}.free{fill:transparent}
+.used{--of:#3b6ea5}.reserved{--of:#d9a441}.cached{--of:#9dbfe0}.free{--of:var(--empty)}
+rect{fill:var(--of)}i{display:inline-block;width:.8rem;height:.8rem;margin:0 .4rem 0 1rem;background:var(--of)}
+small i:first-child{margin-left:0}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem;margin:1rem 0}dd{margin:0}
 table{border-collapse:collapse;width:100%}
 td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line)}
@@ -60,10 +62,12 @@ def _bar(status: Status) -> str:
     """The pool by state; a title is what a pointer shows and a screen reader says."""
     if not status.usable:
         return ""
-    at, parts = 0.0, []
+    at, parts, keys = 0.0, [], []
     for state, blocks in status.pool.items():
         width = 1000 * blocks / status.usable
         shape = f'<rect class={state} x="{at:.2f}" width="{width:.2f}" height="10">'
         parts.append(f"{shape}<title>{blocks:,} blocks {state}</title></rect>")
+        keys.append(f"<i class={state}></i>{state}")
         at += width
-    return f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" role=img>{"".join(parts)}</svg>'
+    bar = f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" role=img>{"".join(parts)}</svg>'
+    return f"{bar}<p><small>{''.join(keys)}</small>"

@@ -9,6 +9,7 @@ from typing import Any
 
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
+from tonnage.server.security.middleware import PUBLIC_PATHS
 
 log = logging.getLogger("tonnage.server")
 
@@ -16,6 +17,8 @@ log = logging.getLogger("tonnage.server")
 # full refuses hundreds a second, and each line would cost what a token costs.
 AT_ONCE = 10
 WINDOW_SECONDS = 10.0
+
+_MOST_OF_A_PATH = 200
 
 # Their messages hold numbers and names of settings. Others quote what the client sent, and no prompt is ever in
 # a line: of them code and field are told.
@@ -43,6 +46,8 @@ class RefusalLog:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
+        if path in PUBLIC_PATHS:  # a probe, which asks every few seconds while a model loads
+            return
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._window_ends)
         if self._lines >= AT_ONCE:
@@ -51,7 +56,7 @@ class RefusalLog:
         self._lines += 1
         fields: dict[str, Any] = {
             "code": error.code.value, "status": error.status, "param": error.param, "tenant": tenant or None,
-            "endpoint": path, "request_id": request_id,
+            "endpoint": _shown(path), "request_id": request_id or None,
         }  # fmt: skip
         log.log(
             logging.INFO if error.status < 500 else logging.WARNING,
@@ -66,3 +71,9 @@ class RefusalLog:
         if self._more:
             log.warning("%d more requests refused or failed", self._more.total(), extra=dict(self._more))
             self._more.clear()
+
+
+def _shown(path: str) -> str:
+    """As sent, cut, and in one line."""
+    cut = path[:_MOST_OF_A_PATH]
+    return cut if cut.isprintable() else ascii(cut)

@@ -27,7 +27,6 @@ METRICS_PATHS = frozenset({"/metrics", "/metrics/vllm"})
 BROWSER_PATHS = METRICS_PATHS | {"/", "/docs", "/redoc", "/memory", "/openapi.json", "/plan"}
 ASSETS = ("/docs/", "/plan/")
 _ASK_A_PERSON = {"www-authenticate": 'Basic realm="Tonnage: any name, an API key as the password"'}
-_MOST_OF_A_PATH = 200
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -113,8 +112,7 @@ class Authentication:
 
     def _refuse(self, error: ApiError, scope: Scope, extra: dict[str, str] | None = None) -> Response:
         if self._on_refused is not None:
-            path = scope["path"][:_MOST_OF_A_PATH]
-            self._on_refused(error, path if path.isprintable() else ascii(path), scope["tonnage.request_id"])
+            self._on_refused(error, scope["path"], scope["tonnage.request_id"])
         return render(error, extra)
 
 

@@ -77,7 +77,12 @@ def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
     if status.usable:
         facts.add_row("", pool_bar(status, shades))
     for name, text in status.facts:
-        facts.add_row(name, escape(text))
+        shown = escape(text)
+        for (state, blocks), shade in zip(status.pool.items(), shades, strict=False):
+            if name == "KV pool":
+                said = f"{blocks:,} {state}"
+                shown = shown.replace(said, f"[{_COLOURS[state]}]{shade}[/] {said}", 1)
+        facts.add_row(name, shown)
     parts: list[Any] = [
         first,
         *(f"[dim]{escape(line)}[/]" for line in rest),

@@ -139,7 +139,13 @@ async def test_refused_requests_are_told_and_never_quoted(
         await server.complete(temperature=9, prompt="a secret of the client")
         await server.complete(model="another secret")
         await server.http.get("/memory", headers={"authorization": "Bearer a-third-secret"})
-    never, bad, unknown, stranger = caplog.records
+        await server.http.get("/v1/v1/models%0aINFO: a line of my own?text=another-secret")
+        server.state.draining_since = 1.0
+        assert (await server.http.get("/ready")).status_code == 503  # probes ask again and again
+    never, bad, unknown, stranger, lost = caplog.records[:5]
+    assert [record.getMessage() for record in caplog.records[5:]] == []
+    assert lost.getMessage() == "request refused: unknown url"
+    assert vars(lost)["endpoint"] == ascii("/v1/v1/models\nINFO: a line of my own")
     assert never.getMessage().startswith("request refused: this model's maximum context length is 2048 tokens")
     assert (vars(never)["request_id"], vars(never)["code"]) == ("r-1", "context_length_exceeded")
     assert bad.getMessage() == "request refused: invalid value"
