@@ -148,7 +148,6 @@ def test_the_version_of_an_editable_install(source: Path, tmp_path: Path) -> Non
         ("replay trace.csv --model demo", "replay"),
         ("plan demo --replicas auto --rate 1 --trace trace.csv", "replay"),
         ("watch http://localhost:1", "server"),
-        ("status", "server"),
         ("doctor", "server"),
         ("demo", "demo"),
     ],
@@ -174,6 +173,7 @@ def test_the_planner_s_commands_need_no_extra(installed: Path, tmp_path: Path) -
         ["train", "demo", "--gpu", "l4"],
         ["dtype", "1.5"],
         ["serve", "--help"],
+        ["status", "--help"],
         ["fit-log", str(log), "--model", str(config)],
     ):
         done = run(installed / "python", "-m", "tonnage", *arguments, cwd=tmp_path)
