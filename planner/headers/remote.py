@@ -189,7 +189,8 @@ def _seconds(retry_after: str | None) -> int | None:
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:
-    """config.json with ModelOpt's file merged in, as from a folder; None when the repository has none."""
+    """config.json with ModelOpt's file and those of a processor of pictures merged in, as from a folder; None
+    when the repository has none."""
     data = remote.read("config.json", MAX_CONFIG_BYTES)
     if data is None:
         return None
@@ -199,6 +200,9 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # how large pictures may be
+        if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
+            config[name] = parse_config(beside, f"{name}.json")
     return config
 
 

@@ -133,6 +133,20 @@ def test_a_revision_is_asked_for_by_name(hub):
     assert hub.asked[0][0] == "/org/open/resolve/refs%2Fpr%2F7/config.json"
 
 
+def test_a_model_that_reads_pictures_has_its_processor_s_files(hub, tmp_path, tiny_llama):
+    """The same from the hub as from a folder."""
+    files = {
+        "config.json": tiny_llama | {"vision_config": {}},
+        "preprocessor_config.json": {"max_pixels": 1000},
+    }
+    hub.files["org/sees", "main"] = {name: json.dumps(content).encode() for name, content in files.items()}
+    for name, content in hub.files["org/sees", "main"].items():
+        (tmp_path / name).write_bytes(content)
+    found = resolve_model("org/sees").config
+    assert found["preprocessor_config"] == {"max_pixels": 1000}
+    assert found == resolve_model(str(tmp_path)).config
+
+
 def test_a_snapshot_of_a_revision_in_the_local_cache(monkeypatch, tmp_path, tiny_llama):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     commit = "0123456789" * 4
