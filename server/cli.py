@@ -122,6 +122,8 @@ def _dispatch(arguments: list[str]) -> int:
         print(usage(), end="", file=sys.stderr)
         return USAGE
     name, rest = arguments[0], arguments[1:]
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
     if name in ("-h", "--help", "help"):
         print(usage(), end="")
         return OK

@@ -48,11 +48,12 @@ def test_the_usage_names_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -
     assert said(capsys, "fit-log", "--help").startswith("usage: tonnage fit-log [OPTIONS] FILE [FILE ...]\n\n")
 
 
-def test_the_help_of_every_command_needs_no_library() -> None:
+def test_help_and_completion_need_no_library() -> None:
     code = (
         "import contextlib, io, json, sys\nfrom tonnage.server.cli import COMMANDS, main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    assert not any(main([name, '--help']) for name in COMMANDS)\n"
+        "    assert not any(main(['completion', shell]) for shell in ('bash', 'zsh', 'fish', 'man'))\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -135,6 +136,8 @@ def test_help_about_a_word_a_group_and_all(capsys: pytest.CaptureFixture[str]) -
     assert "--max-num-seqs" in said(capsys, "plan", "--help=max_num")
     assert "--speculative-model" in said(capsys, "plan", "--help=draft")  # by its description
     assert "groups: " in refusal(capsys, "serve", "--help=parsec")
+    assert said(capsys, "help", "plan") == said(capsys, "plan", "--help")
+    assert "did you mean plan?" in refusal(capsys, "help", "plann")
 
 
 @pytest.mark.parametrize(
