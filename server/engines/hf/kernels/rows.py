@@ -15,22 +15,21 @@ from numba.extending import intrinsic
 
 from tonnage.server.engines.hf.kernels.vector import (
     F32,
-    I16,
     I32,
     I64,
     V16F,
     V16H,
     V16I,
-    V32H,
     call,
     constant,
     fma,
     halves,
     lanes,
     load,
-    masked_load,
+    load_first,
     splat,
     store,
+    store_first,
     to_bfloat,
 )
 
@@ -337,9 +336,7 @@ def weighted_sum(rows: int) -> Callable[..., None]:
                 with whole:
                     loop(lambda offset: load(builder, v, V16I, offset))
                 with part:
-                    index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
-                    mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(width, I16), V32H))
-                    loop(lambda offset: masked_load(builder, v, offset, mask))
+                    loop(lambda offset: load_first(builder, v, offset, width))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), generate
@@ -363,15 +360,7 @@ def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> An
             with whole:
                 store(builder, both, out)
             with part:
-                index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
-                mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(width, I16), V32H))
-                pointer = builder.inttoptr(out, V32H.as_pointer())
-                call(
-                    builder,
-                    "llvm.masked.store.v32i16.p0",
-                    ir.VoidType(),
-                    [both, pointer, ir.Constant(I32, 2), mask],
-                )
+                store_first(builder, both, out, width)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.float32), generate

@@ -18,6 +18,8 @@ from numba.extending import intrinsic
 from tonnage.cache.ahead import has
 
 NATIVE = has("avx512bf16")
+# Without these instructions LLVM makes a branch for each of 32 values: `linear.matmul` took it 41 s, not 3.
+MASKED = has("avx512bw")
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -134,13 +136,42 @@ def sum_lanes(builder: Any, sums: list[Any]) -> Any:
     return sums[0]
 
 
-def masked_load(builder: Any, address: Any, offset: Any, mask: Any) -> Any:
-    """32 bfloat16 values as <16 x i32>, 0 where ``mask`` is off; what is off is not read."""
+def first_lanes(builder: Any, count: Any) -> Any:
+    """The mask of ``count`` (int64) of 32 values."""
+    index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
+    return builder.icmp_signed("<", index, splat(builder, builder.trunc(count, I16), V32H))
+
+
+def copy_values(builder: Any, to: Any, start: Any, count: Any) -> None:
+    """``count`` 16-bit values from one pointer to another."""
+    to, start = (builder.bitcast(pointer, I16.as_pointer()) for pointer in (to, start))
+    size = builder.shl(count, ir.Constant(I64, 1))
+    call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), [to, start, size, ir.Constant(I1, 0)])
+
+
+def load_first(builder: Any, address: Any, offset: Any, count: Any) -> Any:
+    """``count`` of 32 bfloat16 values as <16 x i32>, 0 behind them; what is behind is not read."""
     pointer = at(builder, address, V32H, offset)
-    values = call(
-        builder, "llvm.masked.load.v32i16.p0", V32H, [pointer, ir.Constant(I32, 2), mask, constant(V32H, 0)]
-    )
-    return builder.bitcast(values, V16I)
+    if MASKED:
+        mask, zero = first_lanes(builder, count), constant(V32H, 0)
+        values = call(builder, "llvm.masked.load.v32i16.p0", V32H, [pointer, ir.Constant(I32, 2), mask, zero])
+        return builder.bitcast(values, V16I)
+    room = cgutils.alloca_once(builder, V16I)
+    builder.store(constant(V16I, 0), room)
+    copy_values(builder, room, pointer, count)
+    return builder.load(room)
+
+
+def store_first(builder: Any, values: Any, address: Any, count: Any) -> None:
+    """``count`` of the 32 ``values``, of 16 bits each."""
+    pointer = at(builder, address, V32H)
+    if MASKED:
+        arguments = [values, pointer, ir.Constant(I32, 2), first_lanes(builder, count)]
+        call(builder, "llvm.masked.store.v32i16.p0", ir.VoidType(), arguments)
+        return
+    room = cgutils.alloca_once(builder, V32H)
+    builder.store(values, room)
+    copy_values(builder, pointer, room, count)
 
 
 def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = False) -> Callable[..., None]:
@@ -209,9 +240,7 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
             rest, done = (builder.append_basic_block(name) for name in ("k.tail", "k.done"))
             builder.cbranch(builder.icmp_signed("!=", tail, ir.Constant(I64, 0)), rest, done)
             builder.position_at_end(rest)
-            index = ir.Constant(V32H, [ir.Constant(I16, i) for i in range(32)])
-            mask = builder.icmp_signed("<", index, splat(builder, builder.trunc(tail, I16), V32H))
-            tailed = accumulate(sums, lambda address: masked_load(builder, address, whole, mask))
+            tailed = accumulate(sums, lambda address: load_first(builder, address, whole, tail))
             builder.branch(done)
             builder.position_at_end(done)
             final = []
