@@ -51,6 +51,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
+        if "--html" in self._option_string_actions:
+            found.words = (*self.prog.split(), *_without_token(words))  # what the page says was asked
         return found
 
     def format_help(self) -> str:
@@ -129,6 +131,15 @@ def refused(error: TonnageError) -> int:
     """Print a refusal as every command does. Returns the exit code."""
     print(f"tonnage: {error}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _without_token(words: Sequence[str]) -> list[str]:
+    """The hub's token is not kept: pages are passed on."""
+    shown: list[str] = []
+    for before, word in zip(("", *words), words, strict=False):
+        secret = "..." if before == "--hf-token" else "--hf-token=..." if word.startswith("--hf-token=") else ""
+        shown.append(secret or word)
+    return shown
 
 
 def _width() -> int:

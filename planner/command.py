@@ -90,7 +90,7 @@ def _output_flags(p: _Group) -> None:
         metavar="helm-values|compose-env|k8s-resources",
         help="print the deployment's settings",
     )
-    p.add_argument("--html", metavar="FILE", help="write a self-contained page with memory bars")
+    p.add_argument("--html", metavar="FILE", help="write the answer as a page, one file")
 
 
 def _trace_flags(p: _Group) -> None:
@@ -208,7 +208,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if args.html:
         from tonnage.planner.markup import write_page
 
-        write_page(args.html, "Memory plan", plan.html())
+        write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
     return FITS if plan.fits else DOES_NOT_FIT
 

@@ -1,42 +1,171 @@
-"""HTML pages with memory bars, whatever they show: no script, no network, one file."""
+"""HTML of plans, tables and replays in one look, that of ``tonnage page``: one file a page, no network. A page
+has one script, which sorts its tables; what a notebook shows has none, and its style touches nothing else.
+
+Colours are those of planner/page/data/style.css.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import gib
 
+# Classes that have the colours of Plan.memory_rows
+_COLOURS = {
+    "weights": "weights", "KV cache pool": "kv_pool", "activations": "activation", "framework": "framework",
+    "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft", "free": "free",
+}  # fmt: skip
+
+Facts = Iterable[tuple[str, str]]  # names and values, not yet escaped
+
 _STYLE = """
-.tonnage{font:15px/1.5 system-ui,sans-serif;max-width:70rem;color:#1c2430;background:#fff}
-.tonnage table{border-collapse:collapse;width:100%}
-.tonnage td,.tonnage th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #dde3ea}
-.tonnage td:first-child,.tonnage th:first-child{text-align:left}
-.tonnage .bar{display:flex;height:1rem;background:#eef1f5;min-width:14rem}
+.tonnage{--paper:light-dark(#fff,#12171e);--ink:light-dark(#1c2430,#e5eaf1);--soft:light-dark(#566273,#a3aebd);
+--line:light-dark(#d6dde6,#323c49);--field:light-dark(#f4f6f9,#1c232c);--accent:light-dark(#1f5f99,#7db6ea);
+--bad:light-dark(#a02b2b,#f09a9a);--good:light-dark(#1d6b45,#86d3ac);--free:light-dark(#e6eaf0,#2a323d);
+--weights:#3b6ea5;--pool:#3f8f68;--activation:#b97e18;--graphs:#8a5aa8;--framework:#77818f;--lora:#b0507a;
+--draft:#2f8f9a;max-width:84rem;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper)}
+.tonnage h2{margin:1.6rem 0 .4rem;font-size:1.1rem;overflow-wrap:anywhere}
+.tonnage p,.tonnage li{margin:.4rem 0;overflow-wrap:anywhere}
+.tonnage .scroll{overflow-x:auto}
+.tonnage table{border-collapse:collapse;width:100%;font-size:1em;font-variant-numeric:tabular-nums}
+.tonnage td,.tonnage th{padding:.3rem .6rem;text-align:right;vertical-align:top;white-space:nowrap;
+color:inherit;background:var(--paper);border-bottom:1px solid var(--line)}
+.tonnage td:first-child,.tonnage th:first-child,.tonnage .left,.tonnage .words{text-align:left}
+.tonnage td.words{white-space:normal;min-width:8rem}
+.tonnage .verdict{font-size:1.35rem;font-weight:600;margin:.2rem 0}
+.tonnage .no{color:var(--bad)}
+.tonnage .verdict.no{font-size:1.1rem}
+.tonnage .yes{color:var(--good)}
+.tonnage .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));
+gap:.7rem;margin:.8rem 0}
+.tonnage .figures div{background:var(--field);border-radius:.4rem;padding:.5rem .8rem}
+.tonnage dt,.tonnage small{color:var(--soft);font-size:.875rem;font-weight:400}
+.tonnage dd{margin:0;overflow-wrap:anywhere}
+.tonnage .figures dd{font-size:1.25rem;font-variant-numeric:tabular-nums}
+.tonnage .figures small,.tonnage td small{display:block}
+.tonnage .bar{display:flex;height:1rem;min-width:8rem;background:var(--free);border-radius:.3rem;
+overflow:hidden;print-color-adjust:exact;-webkit-print-color-adjust:exact}
+.tonnage .whole{height:2.2rem;margin:.7rem 0}
 .tonnage .bar i{display:block;height:100%}
-.tonnage .w{background:#3b6ea5}.tonnage .k{background:#4fa37a}.tonnage .r{background:#d9a441}
-.tonnage .no{color:#a33}.tonnage small{color:#667}
+.tonnage .key{display:inline-block;width:.8em;height:.8em;border-radius:.15em;margin-right:.45em;
+print-color-adjust:exact;-webkit-print-color-adjust:exact}
+.tonnage .weights{background:var(--weights)}
+.tonnage .kv_pool{background:var(--pool)}
+.tonnage .activation{background:var(--activation)}
+.tonnage .cuda_graph{background:var(--graphs)}
+.tonnage .framework{background:var(--framework)}
+.tonnage .lora{background:var(--lora)}
+.tonnage .draft{background:var(--draft)}
+.tonnage .free{background:var(--free)}
 """
-_PAGE_STYLE = "body{margin:2rem auto;max-width:70rem;padding:0 1rem}"
+_PAGE_STYLE = """
+:root{color-scheme:light dark}
+body{margin:0;background:light-dark(#fff,#12171e)}
+.tonnage{margin:0 auto;padding:1rem 1rem 2rem}
+h1{margin:0;font-size:1.5rem;overflow-wrap:anywhere}
+.facts{display:flex;flex-wrap:wrap;gap:.3rem 1.6rem;margin:.6rem 0}
+pre{background:var(--field);border:1px solid var(--line);border-radius:.4rem;padding:.6rem .8rem;margin:.6rem 0;
+font-size:.9rem;white-space:pre-wrap;overflow-wrap:anywhere}
+th button{all:unset;cursor:pointer}
+th button::after{content:"\\2195";color:var(--soft);padding-left:.25em}
+th[aria-sort=ascending] button::after{content:"\\2191"}
+th[aria-sort=descending] button::after{content:"\\2193"}
+:focus-visible{outline:3px solid var(--accent);outline-offset:1px}
+@media(max-width:40rem){td:first-child,th:first-child{position:sticky;left:0;white-space:normal;min-width:6rem}}
+@media print{:root{color-scheme:light}.tonnage{max-width:none;padding:0;font-size:9pt;line-height:1.3}
+.scroll{overflow:visible}td,th{padding:.12rem .3rem;white-space:normal}th button::after{content:""}}
+"""
+# Cells that begin with a number sort by it and its unit, before cells of words; a row too short for the column
+# is last.
+_SORT = """
+const units = {KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40};
+const number = (text) => {
+  const found = /^(-?[\\d,]*\\.?\\d+) ?([KMGT]iB)?/.exec(text);
+  return found ? Number(found[1].replaceAll(",", "")) * (units[found[2]] ?? 1) : NaN;
+};
+for (const box of document.querySelectorAll(".scroll")) if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+for (const head of document.querySelectorAll("thead th")) {
+  if (!head.textContent) continue;
+  const button = document.createElement("button");
+  button.append(...head.childNodes);
+  head.append(button);
+  button.onclick = () => {
+    const turn = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", turn > 0 ? "ascending" : "descending");
+    const body = head.closest("table").tBodies[0];
+    const rows = [...body.rows].map((row) => [row, row.cells[head.cellIndex]?.textContent.trim()]);
+    rows.sort(([, a], [, b]) => {
+      if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
+      const [x, y] = [number(a), number(b)];
+      if (isNaN(x) !== isNaN(y)) return isNaN(x) - isNaN(y);
+      return turn * (x - y || a.localeCompare(b));
+    });
+    body.append(...rows.map(([row]) => row));
+  };
+}
+"""
+
+
+def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
+    """In a box that scrolls by itself. ``rows``, ``foot``: markup of ``<tr>``; ``words``: heads of columns of
+    text, which are to the left as the first is."""
+    top = "".join(f"<th{' class=words' if head in words else ''}>{escape(head)}</th>" for head in heads)
+    below = f"<tfoot>{foot}</tfoot>" if foot else ""
+    body = f"<tbody>{''.join(rows)}</tbody>"
+    return f"<div class=scroll><table><thead><tr>{top}</tr></thead>{body}{below}</table></div>"
+
+
+def figures(shown: Iterable[tuple[str, str, str]]) -> str:
+    """The figures people look for first: name, value, note."""
+    boxes = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
+        f"{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
+        for name, value, note in shown
+    )
+    return f"<dl class=figures>{''.join(boxes)}</dl>"
+
+
+def bar(parts: Iterable[tuple[str, int]], total: int, whole: bool = False) -> str:
+    """``parts``: class (a component's colour) and bytes, of ``total``."""
+    drawn = "".join(f"<i class={kind} style='width:{percent(size, total)}%'></i>" for kind, size in parts)
+    kind = "'bar whole'" if whole else "bar"
+    return f"<div class={kind}>{drawn}</div>"
+
+
+def key(kind: str, name: str) -> str:
+    """``name`` with the colour of ``kind``."""
+    return f'<i class="key {kind}"></i>{escape(name)}'
+
+
+def paragraphs(lines: Iterable[str], kind: str = "") -> str:
+    """``kind``: a class."""
+    return "".join(
+        f'<p class="{kind}">{escape(line)}</p>' if kind else f"<p>{escape(line)}</p>" for line in lines
+    )
 
 
 def memory_section(
-    title: str, subtitle: str, rows: Iterable[tuple[str, int, str]], total: int, lines: Iterable[str]
-) -> str:
-    """A heading, a table of ``rows`` (name, bytes, note) with bars of ``total`` bytes, and ``lines`` below."""
-    whole = max(1, total)
-    table = "".join(
-        f"<tr><td>{escape(name)}</td><td>{size:,}</td><td>{gib(size)}</td>"
-        f"<td><div class=bar><i class=w style='width:{percent(size, whole)}%'></i></div></td>"
-        f"<td>{escape(note)}</td></tr>"
+    title: str, subtitle: str, verdict: tuple[Iterable[str], bool], first: Iterable[tuple[str, str, str]],
+    rows: Sequence[tuple[str, int, str]], total: int, lines: Iterable[str],
+) -> str:  # fmt: skip
+    """A plan: a heading, the ``verdict`` and whether it is good, the figures to see ``first``, one bar of
+    ``total`` bytes and a table of ``rows`` (name, bytes, note), and ``lines`` below."""
+    said, good = verdict
+    cells = (
+        f"<tr><td>{key(_COLOURS[name], name)}</td><td>{gib(size)}</td><td>{escape(note)}</td>"
+        f"<td>{100 * size / max(1, total):.2f} %</td><td>{size:,}</td></tr>"
         for name, size, note in rows
     )
-    below = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return (
-        f"<h2>{escape(title)}</h2><p>{escape(subtitle)}</p><table><tr><th>component<th>bytes<th><th>"
-        f"share of {gib(whole)}<th>bounds</tr>{table}</table>{below}"
+        f"<h2>{escape(title)}</h2>{paragraphs([subtitle])}"
+        f"{paragraphs(said, 'verdict yes' if good else 'verdict no')}{figures(first)}"
+        f"<h2>Memory of one device, {gib(total)}</h2>"
+        f"{bar(((_COLOURS[name], size) for name, size, _ in rows), total, whole=True)}"
+        f"{table(('component', 'size', 'bounds', 'share', 'bytes'), cells)}{paragraphs(lines)}"
     )
 
 
@@ -51,16 +180,40 @@ def _framed(body: str) -> str:
 
 def percent(size: int, total: int) -> str:
     """Width of a bar of ``size`` bytes of ``total``."""
-    return f"{max(0.0, min(100.0, 100 * size / total)):.2f}"
+    return f"{max(0.0, min(100.0, 100 * size / max(1, total))):.2f}"
 
 
-def write_page(path: str, title: str, body: str) -> None:
-    """One self-contained file. Raises DeploymentError when it cannot be written."""
-    page = (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-        f"<style>{_PAGE_STYLE}{_STYLE}</style>{_framed(body)}</html>\n"
+def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), style: str = "") -> str:
+    """A whole document. ``words``: the command line that asked for it; ``facts``: what it is about, to which
+    Tonnage's version and the date are added."""
+    import shlex  # no notebook needs these
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    told = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in (*facts, ("made by", f"Tonnage {version('tonnage')}"), ("made at", now))
+        if value
     )
+    asked = f"<pre>{escape(shlex.join(words))}</pre>" if words else ""
+    head = f"<header><h1>{escape(title)}</h1>{asked}<dl class=facts>{told}</dl></header>"
+    return (
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}{_PAGE_STYLE}{style}</style></head>"
+        f"<body>{_framed(f'{head}<main>{body}</main>')}<script>{_SORT}</script></body></html>\n"
+    )
+
+
+def write_page(path: str, title: str, body: str, words: Sequence[str] = (), facts: Facts = ()) -> None:
+    """:func:`page` as a file."""
+    save(path, page(title, body, words, facts))
+
+
+def save(path: str, text: str) -> None:
+    """Raises DeploymentError when ``text`` cannot be written."""
     try:
-        Path(path).write_text(page, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise DeploymentError(f"cannot be written: {error.strerror}", field="--html", hint=path) from None

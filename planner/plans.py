@@ -422,12 +422,13 @@ class Plan:
         first = f"{model.id}: {model.architecture}, {model.parameters:,} parameters, {model.attention}, "
         first += model.dtype + (f", {flags.quantization}" if flags.quantization else "") + f" (via {model.via})"
         second = (
-            f"engine {self.engine_name} on {self._device()}, max_model_len {flags.max_model_len:,}, "
+            f"engine {self.engine_name} on {self.device_name()}, max_model_len {flags.max_model_len:,}, "
             f"max_num_seqs {flags.max_num_seqs:,}, block size {flags.block_size}"
         )
         return first, second
 
-    def _device(self) -> str:
+    def device_name(self) -> str:
+        """The GPU with their number, or the device."""
         flags = self.deployment
         name = flags.gpu or flags.device
         if len(self.ranks) > 1:
@@ -522,13 +523,38 @@ class Plan:
         verdict = "Fits." if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
         return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
+    def figures(self) -> list[tuple[str, str, str]]:
+        """What people look for first: name, figure, its bounds or what it is of."""
+        cache, flags, each = self.kv_cache, self.deployment, gib(self.rank.total_bytes)
+        shown = [("device", self.device_name(), f"{each} each" if len(self.ranks) > 1 else each)]
+        if not cache.layout.groups:
+            return [*shown, ("texts in a step", f"{flags.max_num_seqs:,}", "an encoder: no KV cache")]
+        tokens, many = "", ""
+        if "tokens" in self.intervals:
+            tokens = "{:,} to {:,}".format(*self.intervals["tokens"])
+            many = "{:,.2f} to {:,.2f}".format(*self.intervals["max_concurrency"])
+        running = f"{self.running:,.2f}".removesuffix(".00")
+        return [
+            *shown,
+            ("tokens in the pool", f"{cache.tokens:,}", tokens),
+            (f"sequences of {flags.max_model_len:,} tokens", f"{cache.max_concurrency:,.2f}", many),
+            ("run at once", running, f"--max-num-seqs {flags.max_num_seqs:,}"),
+        ]
+
     def html(self) -> str:
-        """A section of a page: the table with memory bars, capacity, verdict."""
+        """A section of a page: verdict, figures, the table with the memory bar, capacity."""
         from tonnage.planner.markup import memory_section  # for pages and notebooks alone
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
-        lines = (*self.capacity_lines(), *self.host_lines(), *self.verdict_lines())
-        return memory_section(*self.headline(), rows, self.rank.total_bytes, lines)
+        said = self.verdict_lines()
+        first = 1 if self.fits else len(self.reasons)
+        verdict = (said[:first], self.fits)
+        lines = (*self.capacity_lines(), *self.host_lines(), *said[first:])
+        return memory_section(*self.headline(), verdict, self.figures(), rows, self.rank.total_bytes, lines)
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What a page says that the plan is about."""
+        return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:
         """What a notebook shows; its style touches nothing outside it."""

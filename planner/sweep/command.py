@@ -15,6 +15,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
+from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict, replace
@@ -60,7 +61,10 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     if args.html:
         from tonnage.planner.sweep.page import write_sweep_page
 
-        write_sweep_page(args.html, ", ".join(choices.models), rows)
+        engine = engine_of(deployment.engine)
+        flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
+        names, lines = ", ".join(choices.models), price_lines(rows, prices)
+        write_sweep_page(args.html, names, rows, engine.shown_name(flags), args.words, lines)
     if args.json:
         best = _command(sources[0], deployment, rows[0]) if wanted is not None and rows else []
         _print_json(rows, left_out, best)

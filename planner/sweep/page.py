@@ -1,64 +1,91 @@
-"""A sweep as an HTML page."""
+"""Sweeps and upgrades as HTML pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from tonnage.planner.markup import percent, write_page
+from tonnage.planner.markup import Facts, bar, key, paragraphs, table, write_page
 from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.sweep.table import device_cell
 from tonnage.planner.units import gib
 
+_MOST_NAMED = 6  # GPUs in a page's head
+_LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft"),
+           ("kv_pool", "KV cache pool"), ("free", "left over"))  # fmt: skip
 
-def write_sweep_page(path: str, model: str, rows: Sequence[SweepRow]) -> None:
-    """One line with a bar per combination."""
-    lines = []
+
+def write_sweep_page(
+    path: str, model: str, rows: Sequence[SweepRow], engine: str, words: Sequence[str], lines: Sequence[str]
+) -> None:
+    """One row with a bar per combination. ``engine``: its name and version; ``words``: the command line;
+    ``lines``: below the table, where prices are from."""
     many = len({row.model for row in rows}) > 1
+    body = []
     for row in rows:
         head = f"<td>{escape(row.model)}</td>" if many else ""
-        head += f"<td>{row.gpus} x {escape(row.gpu)}</td><td>{escape(row.quantization)}</td>"
-        head += f"<td>{escape(row.kv_cache_dtype)}</td>"
+        head += f"<td class=left>{escape(device_cell(row))}</td><td class=left>{escape(row.quantization)}</td>"
+        head += f"<td class=left>{escape(row.kv_cache_dtype)}</td>"
         if row.refused or (row.unsupported and not row.fits):
             why = escape(row.refused or row.unsupported)
-            lines.append(f"<tr>{head}<td colspan=6 class=no>{why}</td></tr>")
+            body.append(f"<tr>{head}<td colspan=6 class='words no'>{why}</td></tr>")
             continue
-        total = max(1, row.total_bytes)
-        bar = "".join(
-            f"<i class={kind} style='width:{percent(size, total)}%'></i>"
-            for kind, size in (
-                ("w", row.weights_bytes),
-                ("r", row.runtime_bytes + row.added_bytes),
-                ("k", row.kv_pool_bytes),
-            )
+        parts = (
+            ("weights", row.weights_bytes),
+            ("activation", row.runtime_bytes + row.added_bytes),
+            ("kv_pool", row.kv_pool_bytes),
         )
-        verdict = "<span class=no>does not fit</span>"
-        if row.fits:
-            verdict = f"{row.sequences:.1f}"
-            if row.least_sequences < row.sequences:
-                verdict += f" <small>(at least {row.least_sequences:.1f})</small>"
-            if row.sequences < row.max_concurrency:
-                verdict += f" <small>(the pool holds {row.max_concurrency:.1f})</small>"
-        price = "no price"
-        if row.usd_per_hour is not None:
-            price = f"{row.usd_per_hour:.2f} <small>{escape(row.price_source)}</small>"
+        price = "no price" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}"
         each = "" if row.usd_per_sequence is None else f"{row.usd_per_sequence:.4f}"
-        lines.append(
-            f"<tr>{head}<td><div class=bar>{bar}</div></td><td>{gib(row.weights_bytes)}</td>"
-            f"<td>{row.tokens:,}</td><td>{verdict}</td><td>{price}</td><td>{each}</td></tr>"
+        body.append(
+            f"<tr>{head}<td>{gib(row.weights_bytes)}</td><td>{row.tokens:,}</td><td>{_verdict(row)}</td>"
+            f"<td>{price}</td><td>{each}</td><td>{bar(parts, row.total_bytes)}</td></tr>"
         )
-    legend = (
-        "<p><small>blue: weights, yellow: runtime, LoRA slots and draft, green: KV cache pool, "
-        "grey: left over</small></p>"
+    heads = [*(["model"] if many else []), "device", "quantization", "KV", "weights", "tokens", "sequences",
+             "USD/h", "each sequence", "memory of one device"]  # fmt: skip
+    legend = " ".join(key(kind, name) for kind, name in _LEGEND)
+    found = sum(row.fits for row in rows)
+    verdict = f"{found:,} of {len(rows):,} fit" if rows else "No combination was found"
+    write_page(
+        path,
+        f"Sweep of {model}",
+        f"{paragraphs([verdict], 'verdict')}<p><small>{legend}</small></p>"
+        f"{table(heads, body, ('device', 'quantization', 'KV'))}{paragraphs(lines)}",
+        words,
+        (("model", model), ("engine", engine), ("device", _devices(rows))),
     )
-    heads: tuple[str, ...] = (
-        "GPUs",
-        "quantization",
-        "KV",
-        "memory of one GPU",
-        "weights",
-        "tokens",
-        "sequences",
+
+
+def _verdict(row: SweepRow) -> str:
+    if not row.fits:
+        return "<span class=no>does not fit</span>"
+    said = f"{row.sequences:.1f}"
+    if row.least_sequences < row.sequences:
+        said += f" <small>at least {row.least_sequences:.1f}</small>"
+    if row.sequences < row.max_concurrency:
+        said += f" <small>the pool holds {row.max_concurrency:.1f}</small>"
+    return said
+
+
+def _devices(rows: Sequence[SweepRow]) -> str:
+    named = list(dict.fromkeys(device_cell(row) for row in rows))
+    more = len(named) - _MOST_NAMED
+    return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def write_upgrade_page(
+    path: str, headline: Sequence[str], heads: Sequence[str], terms: Sequence[Sequence[str]],
+    reasons: Sequence[str], steps: Sequence[tuple[str, str]], words: Sequence[str], facts: Facts,
+) -> None:  # fmt: skip
+    """``terms``: rows under ``heads``; ``reasons``: why one of the versions does not run it; ``steps``: the
+    releases with what changed, and what that did to the plan."""
+    body = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in terms)
+    told = (
+        f"<tr><td class=words>{escape(step)}</td><td class=words>{escape(did)}</td></tr>" for step, did in steps
     )
-    heads = (*(("model",) if many else ()), *heads, "USD/h", "each sequence")
-    table = f"<table><tr><th>{'<th>'.join(heads)}</tr>"
-    write_page(path, f"Sweep of {model}", f"<h2>{escape(model)}</h2>{legend}{table}{''.join(lines)}</table>")
+    between = paragraphs(["No release between changes this plan."])
+    if steps:
+        between = table(("release", "what it changes"), told, ("what it changes",))
+    text = paragraphs(headline) + paragraphs(reasons, "verdict no") + table(heads, body)
+    text += f"<h2>Releases</h2>{between}"
+    write_page(path, f"Upgrade from {heads[1]} to {heads[2]}", text, words, facts)

@@ -30,7 +30,7 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
     if len({row.model for row in rows}) > 1:
         columns.append(("model", "left", lambda row: row.model))
     columns += [
-        ("GPU", "left", lambda row: f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu),
+        ("GPU", "left", device_cell),
         ("format", "left", lambda row: row.quantization),
         ("KV", "left", lambda row: row.kv_cache_dtype),
         ("weights", "right", lambda row: _gib(row.weights_bytes) if row.weights_bytes else "-"),
@@ -48,6 +48,11 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
         ("each", "right", _price_each),
     ]
     return columns
+
+
+def device_cell(row: SweepRow) -> str:
+    """The GPUs of a row, with their number."""
+    return f"{row.gpus} x {row.gpu}" if row.gpus > 1 else row.gpu
 
 
 def _pool(row: SweepRow) -> str:

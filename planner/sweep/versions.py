@@ -123,6 +123,16 @@ def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Name
         deployment = replace(deployment, engine="vllm")  # as --sweep does
     upgrade = compare_versions(source, deployment, since, until)
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
+    if args.html:
+        from tonnage.planner.sweep.page import write_upgrade_page
+
+        plan = upgrade.after
+        facts = (("model", plan.model.id), ("engine", f"{plan.deployment.engine} {since} and {until}"),
+                 ("device", plan.device_name()))  # fmt: skip
+        write_upgrade_page(
+            args.html, _headline(upgrade, since, until), ("term", since, until, "difference"), _rows(upgrade),
+            _reasons(upgrade, since, until), _steps(upgrade), args.words, facts,
+        )  # fmt: skip
     if args.json:
         print(json.dumps(_as_dict(upgrade, since, until), indent=2))
     elif args.csv or args.markdown:
@@ -155,31 +165,54 @@ def _as_dict(upgrade: Upgrade, since: str, until: str) -> dict[str, Any]:
 
 
 def _print(upgrade: Upgrade, since: str, until: str) -> None:
-    before, after = terms_of(upgrade.before), terms_of(upgrade.after)
-    flags = upgrade.after.deployment
-    print(upgrade.after.headline()[0])
-    print(
-        f"{flags.engine} {since} -> {until} on {flags.gpu or 'this device'}, "
-        f"max_model_len {flags.max_model_len:,}"
-    )
+    for line in _headline(upgrade, since, until):
+        print(line)
     print()
-    print(f"{'':<24}{since:>18}{until:>18}{'difference':>14}")
-    for name, value in before.items():
-        if value or after[name]:
-            print(f"{_word(name):<24}{_shown(name, value):>18}{_shown(name, after[name]):>18}"
-                  f"{_difference(value, after[name]):>14}")  # fmt: skip
-    for version, plan in ((since, upgrade.before), (until, upgrade.after)):
-        for reason in plan.reasons:
-            print(f"{version} does not fit: {reason}")
-        if plan.stops_with is not None:
-            print(f"{version} stops with: {plan.stops_with}")
+    for name, *figures, difference in (("", since, until, "difference"), *_rows(upgrade)):
+        print(f"{name:<24}" + "".join(f"{figure:>18}" for figure in figures) + f"{difference:>14}")
+    for line in _reasons(upgrade, since, until):
+        print(line)
     print()
     if not upgrade.steps:
         print("No release between changes this plan.")
+    for release, did in _steps(upgrade):
+        print(release)
+        print(f"    {did}")
+
+
+def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
+    flags = upgrade.after.deployment
+    where = f"on {flags.gpu or 'this device'}, max_model_len {flags.max_model_len:,}"
+    return upgrade.after.headline()[0], f"{flags.engine} {since} -> {until} {where}"
+
+
+def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
+    """Of each term that either version has: name, both figures, difference."""
+    before, after = terms_of(upgrade.before), terms_of(upgrade.after)
+    return [
+        (_word(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
+        for name, value in before.items()
+        if value or after[name]
+    ]
+
+
+def _reasons(upgrade: Upgrade, since: str, until: str) -> list[str]:
+    lines = []
+    for version, plan in ((since, upgrade.before), (until, upgrade.after)):
+        lines += [f"{version} does not fit: {reason}" for reason in plan.reasons]
+        if plan.stops_with is not None:
+            lines.append(f"{version} stops with: {plan.stops_with}")
+    return lines
+
+
+def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
+    """Of each release: why, and what changes."""
+    lines = []
     for step in upgrade.steps:
-        print(f"{step.version}: {'; '.join(step.reasons) or 'no rule known here'}")
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
-        print("    " + ", ".join(_told(name, step) for name in told))
+        release = f"{step.version}: {'; '.join(step.reasons) or 'no rule known here'}"
+        lines.append((release, ", ".join(_told(name, step) for name in told)))
+    return lines
 
 
 def _told(name: str, step: Step) -> str:

@@ -14,7 +14,10 @@ from tonnage.planner.plans import Deployment
 from tonnage.planner.training.setup import TrainingSetup
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tonnage.planner.training.combinations import Combinations
+    from tonnage.planner.training.sweep import Row
     from tonnage.planner.training.tricks import Trick
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -55,7 +58,7 @@ def parser() -> Parser:
     p.add_argument(
         "--sweep", metavar="FLAG=A,B", action="append", help="every combination (repeatable; modules A+B)"
     )
-    p.add_argument("--html", metavar="FILE", help="write the plan as one HTML file")
+    p.add_argument("--html", metavar="FILE", help="write the plan, or the sweep, as one HTML file")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument("--explain", action="store_true", help="print every line with its formula and source")
     return p
@@ -130,13 +133,10 @@ def _run(args: argparse.Namespace) -> int:
         rows = tricks(planner, setup)
         several = combinations(planner, setup, rows)
     if args.html:
-        from tonnage.planner.training.html import page
+        from tonnage.planner.markup import save
+        from tonnage.planner.training.html import plan_page
 
-        try:
-            with open(args.html, "w", encoding="utf-8") as file:
-                file.write(page(plan, rows))
-        except OSError as error:
-            raise DeploymentError(f"{args.html}: {error.strerror}", field="--html") from None
+        save(args.html, plan_page(plan, rows, args.words, args.gpu))
     from tonnage.planner.training import render
 
     if args.json:
@@ -178,7 +178,14 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None
-    rows = sweep(planner, setup, axes, made)
+    rows: Iterable[Row] = sweep(planner, setup, axes, made)
+    if args.html:
+        from tonnage.planner.markup import save
+        from tonnage.planner.training.html import facts_of, sweep_page
+
+        facts = facts_of(setup, planner.model.id, args.gpu)
+        rows = every = list(rows)
+        save(args.html, sweep_page(names, every, args.words, facts))
     if args.json:
         import json
 

@@ -1,65 +1,86 @@
-"""The plan as one HTML file without scripts or outside references."""
+"""Training plans and sweeps as HTML pages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
+from tonnage.planner.markup import Facts, bar, figures, page, paragraphs, table
 from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.render import bounds, headline, place_rows, tail, verdict
+from tonnage.planner.training.setup import TrainingSetup
+from tonnage.planner.training.stacks import stack_of
+from tonnage.planner.training.sweep import Row
 from tonnage.planner.training.tricks import Trick
-from tonnage.planner.units import gib
+from tonnage.planner.units import MiB, gib
 
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:70em;color:#222}
-table{border-collapse:collapse;width:100%;margin:.6em 0 1.4em}
-td,th{padding:.2em .6em;text-align:left;border-bottom:1px solid #ddd}
-td.n{text-align:right;font-variant-numeric:tabular-nums}
-.bar{background:#3a7ca5;height:.8em}
-.yes{color:#186a3b}.no{color:#a93226}
-small{color:#666}
-"""
+_HEADS = ("component", "size", "bounds", "bytes", "formula", "share")
 
 
-def page(plan: TrainingPlan, rows: tuple[Trick, ...] = ()) -> str:
-    """A complete document: components with bars and formulas, traffic, verdict, tricks."""
-    out = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        f"<title>{escape(plan.model)}: training plan</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(plan.model)}: training plan</h1>",
-        *(f"<p>{escape(line)}</p>" for line in headline(plan)),
-    ]
-    for line in verdict(plan):
-        out.append(f"<p class='{'no' if plan.fits is False else 'yes'}'><b>{escape(line)}</b></p>")
+def facts_of(setup: TrainingSetup, model: str, gpu: str | None) -> Facts:
+    """What a page says that it is about; ``gpu``: as --gpu names it."""
+    memory = "" if setup.device_memory is None else f" of {gib(setup.device_memory)}"
+    count = setup.nodes * setup.gpus
+    engine = stack_of(setup).shown or "a loop in PyTorch"
+    return ("model", model), ("engine", engine), ("device", f"{count:,} x {gpu or 'GPU'}{memory}")
+
+
+def plan_page(
+    plan: TrainingPlan, rows: tuple[Trick, ...] = (), words: Sequence[str] = (), gpu: str | None = None
+) -> str:
+    """A complete document: verdict, components with bars and formulas, traffic, tricks. ``words``: the command
+    line."""
+    first, *served = headline(plan)
+    low, high = plan.bounds()
+    shown = [("GPU, per rank", gib(plan.total()), "" if low == high else f"{gib(low)} to {gib(high)}")]
+    if plan.total("cpu") >= MiB:
+        shown.append(("CPU, per node", gib(plan.total("cpu")), ""))
+    if plan.total("nvme"):
+        shown.append(("NVMe, per node", gib(plan.total("nvme")), ""))
+    shown.append(("sequences a step", f"{plan.setup.effective_batch:,}", f"of {plan.length:,} tokens"))
+    kind = {True: "verdict yes", False: "verdict no", None: "verdict"}[plan.fits]
+    out = [f"<h2>{escape(first)}</h2>", paragraphs(served), paragraphs(verdict(plan), kind), figures(shown)]
     for title, group in place_rows(plan):
         total = sum(line.bytes for line in group)
-        scale = max(total, plan.setup.device_memory or 0, 1)
-        out.append(f"<h2>{escape(title)}</h2><table>")
-        for part in group:
-            width = 100 * part.bytes / scale
-            out.append(
-                f"<tr><td>{escape(part.name)}<br><small>{escape(part.formula)} [{escape(part.source)}]</small>"
-                "</td>"
-                f"<td class='n'>{part.bytes:,}</td><td class='n'>{gib(part.bytes)}</td>"
-                f"<td style='width:20em'><div class='bar' style='width:{width:.1f}%'></div></td>"
-                f"<td>{escape(bounds(part))}</td></tr>"
-            )
-        out.append(
-            f"<tr><th>total</th><td class='n'>{total:,}</td><td class='n'>{gib(total)}</td><td colspan=2></tr>"
+        scale = max(total, plan.setup.device_memory or 0)
+        cells = (
+            f"<tr><td>{escape(part.name)}</td><td>{gib(part.bytes)}</td>"
+            f"<td>{escape(bounds(part))}</td><td>{part.bytes:,}</td>"
+            f"<td class=words>{escape(part.formula)}<small>{escape(part.source)}</small></td>"
+            f"<td>{bar([('weights', part.bytes)], scale)}</td></tr>"
+            for part in group
         )
-        out.append("</table>")
-    out.append(f"<p>Peak moment: {escape(plan.moment)}</p><ul>")
-    out += [f"<li>{escape(line)}</li>" for line in tail(plan)]
-    out.append("</ul>")
+        foot = f"<tr><th>total</th><td>{gib(total)}</td><td></td><td>{total:,}</td><td colspan=2></td></tr>"
+        out.append(f"<h2>{escape(title)}</h2>{table(_HEADS, cells, ('formula',), foot)}")
+    out.append(paragraphs([f"Peak moment: {plan.moment}", *tail(plan)]))
     if rows:
-        out.append("<h2>What would help</h2><table><tr><th>trick<th>GPU<th>CPU<th>time<th>fits<th>note</tr>")
-        for t in rows:
-            fits = {True: "yes", False: "no", None: ""}[t.fits]
-            out.append(
-                f"<tr><td>{escape(t.name)}<br><small>{escape(t.flags)}</small></td>"
-                f"<td class='n'>{gib(t.gpu_bytes)}</td>"
-                f"<td class='n'>{gib(t.cpu_bytes)}</td><td class='n'>{t.relative_time:.2f}x</td>"
-                f"<td class='{fits}'>{fits}</td><td>{escape(t.note)}</td></tr>"
-            )
-        out.append("</table>")
-    out.append("</body></html>")
-    return "\n".join(out)
+        out.append(f"<h2>What would help</h2>{_tricks(rows)}")
+    return page(f"{plan.model}: training plan", "".join(out), words, facts_of(plan.setup, plan.model, gpu))
+
+
+def _tricks(rows: tuple[Trick, ...]) -> str:
+    cells = []
+    for t in rows:
+        fits = {True: "yes", False: "no", None: ""}[t.fits]
+        cells.append(
+            f"<tr><td>{escape(t.name)}<small>{escape(t.flags)}</small></td><td>{gib(t.gpu_bytes)}</td>"
+            f"<td>{gib(t.cpu_bytes)}</td><td>{t.relative_time:.2f}x</td>"
+            f"<td class='{fits}'>{fits}</td><td class=words>{escape(t.note)}</td></tr>"
+        )
+    return table(("trick", "GPU", "CPU", "time", "fits", "note"), cells, ("note",))
+
+
+def sweep_page(names: Sequence[str], rows: Sequence[Row], words: Sequence[str], facts: Facts) -> str:
+    """``names``: of the fields that are swept."""
+    cells = []
+    for row in rows:
+        values = ("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values)
+        head = "".join(f"<td class=words>{escape(value)}</td>" for value in values)
+        if row.refused:
+            cells.append(f"<tr>{head}<td colspan=4 class='words no'>{escape(row.refused)}</td></tr>")
+            continue
+        sizes = "".join(f"<td>{gib(size or 0)}</td>" for size in (row.gpu_bytes, row.cpu_bytes, row.nvme_bytes))
+        fits = {True: "yes", False: "no", None: ""}[row.fits]
+        cells.append(f"<tr>{head}{sizes}<td class='{fits}'>{fits}</td></tr>")
+    heads = (*names, "GPU", "CPU", "NVMe", "fits")
+    return page(f"Training, {len(rows):,} settings", table(heads, cells, names), words, facts)

@@ -15,6 +15,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import given
+from tonnage.planner.markup import save
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Deployment, Plan
@@ -66,7 +67,8 @@ def run(argv: list[str]) -> int:
         answer = "none found" if engines is None else str(engines)
         rows.insert(0, (f"GPUs for a 99 % wait of {arguments.wait_target}", answer))
     if arguments.html:
-        _write(Path(arguments.html), page(result, f"{trace.name} on {plan.model.id}", rows))
+        facts = (("trace", trace.name), *plan.facts())
+        save(arguments.html, page(result, f"{trace.name} on {plan.model.id}", rows, arguments.words, facts))
     if arguments.json:
         record = result.to_dict() | {"skipped_lines": trace.skipped, "plan_id": plan.plan_id}
         if arguments.search_gpus:
@@ -197,13 +199,6 @@ def _states(setup: Setup) -> str:
     if can_cache_states(setup.layout):
         return f"; recurrent states are cached at ends of blocks, {setup.layout.block_size:,} tokens"
     return "; off: recurrent states are cached with the blocks of full attention, and there is none"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DeploymentError(f"{path.name}: {error.strerror}", field="--html") from None
 
 
 def _said(quiet: bool) -> Callable[[int, float], None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from html_pages import Document
 
 from tonnage.planner.command import run
 from tonnage.planner.engines.vllm.versions import _CHANGES, _WORDS
@@ -281,13 +283,21 @@ def test_a_start_that_no_longer_succeeds(folder, capsys):
     assert "was supported in vLLM until v0.23.0" in out["stops_with"]["to"]
 
 
-def test_what_people_see(folder, capsys):
+def test_what_people_see(folder, capsys, tmp_path):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     arguments = [model, "--gpu", "h100-80g", "--compare", "0.19.0", "0.20.0", "--max-model-len", "8192"]
     assert run(arguments) == 0
     shown = capsys.readouterr().out
     assert "vllm 0.19.0 -> 0.20.0 on h100-80g" in shown
     assert "0.20.0: " in shown
+    assert run([*arguments, "--html", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == shown
+    text = (tmp_path / "page.html").read_text()
+    page = Document(text)
+    assert (page.facts["engine"], page.facts["device"]) == ("vllm 0.19.0 and 0.20.0", "h100-80g")
+    assert page.command.startswith("tonnage plan ")
+    for cell in re.findall(r"\S+ (?:GiB|KiB|%)", shown):
+        assert cell in text
     assert run([model, "--gpu", "h100-80g", "--compare", "0.20.0", "0.20.1", "--max-model-len", "8192"]) == 0
     assert "No release between changes this plan." in capsys.readouterr().out
     assert run([*arguments, "--csv"]) == 0

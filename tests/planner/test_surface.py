@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from html_pages import Document
 
 import tonnage.planner
+import tonnage.planner.headers.hub
 from tonnage.planner import Deployment, DeploymentError, ModelNotFound, make_plan, plan, plan_to_dict
 from tonnage.planner.command import run
 from tonnage.planner.markup import write_page
@@ -178,7 +184,10 @@ def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
     found = plan("demo", gpu="h100-80g", max_model_len=8192)
     found = replace(found, model=replace(found.model, id="<script>alert(1)</script>&co"), notes=("a <b> note",))
     shown = Page(found._repr_html_())
-    assert set(shown.tags) == {"style", "div", "h2", "p", "table", "tr", "th", "td", "i"}
+    assert set(shown.tags) == {
+        *("style", "div", "h2", "p", "dl", "dt", "dd", "small", "i"),
+        *("table", "thead", "tbody", "tr", "th", "td"),
+    }
     assert "<script>alert(1)</script>&co: LlamaForCausalLM" in shown.said
     assert "Note: a <b> note" in shown.said
     assert f"{found.kv_cache.tokens:,} tokens" in shown.said
@@ -188,4 +197,39 @@ def test_a_plan_in_a_notebook(tmp_path: Path) -> None:
         one.strip().startswith(".tonnage") for one in selectors
     )  # the notebook's own tables stay as they are
     write_page(str(tmp_path / "page.html"), "Memory plan", found.html())
-    assert found._repr_html_().partition("</style>")[2] in (tmp_path / "page.html").read_text()
+    text = (tmp_path / "page.html").read_text()
+    assert text.count(found.html()) == found._repr_html_().count(found.html()) == 1
+    assert Document(text).scripts == 1
+
+
+def test_pages_have_the_colours_of_the_page_that_plans() -> None:
+    style = (ROOT / "planner" / "page" / "data" / "style.css").read_text()
+    ours = plan("demo")._repr_html_()
+    for name in ("paper", "ink", "soft", "line", "field", "accent", "bad", "good", "free"):
+        light, dark = re.findall(rf"--{name}: (#\w+);", style)
+        assert f"--{name}:light-dark({light},{dark})" in ours
+    for name in ("weights", "pool", "activation", "graphs", "framework", "lora", "draft"):
+        (colour,) = re.findall(rf"--{name}: (#\w+);", style)
+        assert f"--{name}:{colour}" in ours
+
+
+def test_a_page_says_what_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tonnage.planner.headers.hub, "_explicit", False)
+    monkeypatch.setenv("HF_TOKEN", "")
+    page = str(tmp_path / "a page.html")
+    flags = ["demo", "--engine-version", "0.32.0", "--max-model-len", "2048", "--html", page]
+    token = ["--hf-token", "hf_secret", "--hf_token=hf_secret"]
+    for asked, facts, rows in (
+        (["--gpu", "h100-80g", "-tp", "3"], ("demo", "vllm 0.32.0", "3 x h100-80g"), 7),
+        (["--gpu", "h100-80g,l4-24g"], ("demo", "vllm 0.32.0", "h100-80g, l4-24g"), 3),
+    ):
+        assert run([*flags, *asked, *token]) == 0
+        text = Path(page).read_text()
+        found = Document(text)
+        words = ["tonnage", "plan", *flags, *asked, "--hf-token", "...", "--hf-token=..."]
+        assert found.command == shlex.join(words)
+        assert "hf_secret" not in text
+        assert tuple(found.facts[name] for name in ("model", "engine", "device")) == facts
+        assert found.facts["made by"] == f"Tonnage {version('tonnage')}"
+        assert found.facts["made at"].startswith(f"{datetime.now(UTC):%Y-%m-}")
+        assert (found.rows, found.scripts) == (rows, 1)

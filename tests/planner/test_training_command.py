@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import yaml
+from html_pages import Document
 
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.training import emit
 from tonnage.planner.training.combinations import MOST_TRIED, combinations
 from tonnage.planner.training.command import run
-from tonnage.planner.training.html import page
+from tonnage.planner.training.html import plan_page
 from tonnage.planner.training.links import parse_speed
 from tonnage.planner.training.search import largest
 from tonnage.planner.training.setup import TrainingSetup
@@ -168,12 +170,20 @@ def test_sweep_from_the_command_line(folder, capsys):
 
 def test_html_is_complete_and_escaped(planner, tmp_path, folder):
     plan = planner.plan(TrainingSetup(device_memory=A100))
-    text = page(replace(plan, model="<script>alert(1)</script>"), tricks(planner, plan.setup))
-    assert "<script" not in text
+    text = plan_page(replace(plan, model="<script>alert(1)</script>"), tricks(planner, plan.setup))
+    assert "&lt;script&gt;alert(1)" in text
+    assert Document(text).scripts == 1  # the page's own
     for line in plan.lines:
         assert f"{line.bytes:,}" in text
     assert run([folder, "--html", str(tmp_path / "plan.html")]) == 0
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+    assert Document((tmp_path / "plan.html").read_text()).facts["device"] == "1 x GPU"
+    asked = [folder, "--gpu", "a100-80g", "--gpus", "8", "--sweep", "micro-batch=1,2", "--html"]
+    assert run([*asked, str(tmp_path / "sweep.html")]) == 0
+    swept = Document((tmp_path / "sweep.html").read_text())
+    assert swept.rows == 3  # and the head's
+    assert swept.facts["device"].startswith("8 x a100-80g of ")
+    assert swept.command == shlex.join(["tonnage", "train", *asked, str(tmp_path / "sweep.html")])
 
 
 def test_deepspeed_json(planner):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from html_pages import Document
 
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Deployment
@@ -33,6 +35,9 @@ def test_a_replay_prints_a_table_json_and_a_page(
     table = capsys.readouterr().out
     assert "40 finished, 0 refused" in table
     assert page.read_text().count("<svg") == 4
+    shown = Document(page.read_text())
+    assert shown.command == shlex.join(["tonnage", "replay", *flags, "--html", str(page)])
+    assert (shown.facts["trace"], shown.facts["device"]) == (Path(TRACE).name, "h100-80g")
     assert main(["replay", *flags, "--json", "--policy", "predictive"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
