@@ -88,7 +88,8 @@ const number = (text) => {
 };
 for (const box of document.querySelectorAll(".scroll")) if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
 for (const head of document.querySelectorAll("thead th")) {
-  if (!head.textContent) continue;
+  const cells = [...head.closest("table").tBodies[0].rows].map((row) => row.cells[head.cellIndex]);
+  if (!head.textContent || !cells.some((cell) => cell?.textContent)) continue;  // a column of bars
   const button = document.createElement("button");
   button.append(...head.childNodes);
   head.append(button);

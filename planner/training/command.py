@@ -183,7 +183,7 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
         from tonnage.planner.markup import save
         from tonnage.planner.training.html import facts_of, sweep_page
 
-        facts = facts_of(setup, planner.model.id, args.gpu)
+        facts = facts_of(setup, planner.model.id, args.gpu, names)
         rows = every = list(rows)
         save(args.html, sweep_page(names, every, args.words, facts))
     if args.json:

@@ -17,12 +17,14 @@ from tonnage.planner.units import MiB, gib
 _HEADS = ("component", "size", "bounds", "bytes", "formula", "share")
 
 
-def facts_of(setup: TrainingSetup, model: str, gpu: str | None) -> Facts:
-    """What a page says that it is about; ``gpu``: as --gpu names it."""
-    memory = "" if setup.device_memory is None else f" of {gib(setup.device_memory)}"
-    count = setup.nodes * setup.gpus
-    engine = stack_of(setup).shown or "a loop in PyTorch"
-    return ("model", model), ("engine", engine), ("device", f"{count:,} x {gpu or 'GPU'}{memory}")
+def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[str] = ()) -> Facts:
+    """What a page says that it is about; ``gpu``: as --gpu names it; ``swept``: fields that differ by row."""
+    many = {"gpus", "nodes"} & {*swept}
+    count = "" if many else f"{setup.nodes * setup.gpus:,} x "
+    known = setup.device_memory is not None and "device_memory" not in swept
+    memory = f" of {gib(setup.device_memory or 0)}" if known else ""
+    engine = "of each row" if "stack" in swept else stack_of(setup).shown or "a loop in PyTorch"
+    return ("model", model), ("engine", engine), ("device", f"{count}{gpu or 'GPU'}{memory}")
 
 
 def plan_page(

@@ -183,6 +183,8 @@ def test_html_is_complete_and_escaped(planner, tmp_path, folder):
     swept = Document((tmp_path / "sweep.html").read_text())
     assert swept.rows == 3  # and the head's
     assert swept.facts["device"].startswith("8 x a100-80g of ")
+    assert run([*asked[:5], "--sweep", "gpus=1,8", "--html", str(tmp_path / "gpus.html")]) == 0
+    assert Document((tmp_path / "gpus.html").read_text()).facts["device"].startswith("a100-80g of ")
     assert swept.command == shlex.join(["tonnage", "train", *asked, str(tmp_path / "sweep.html")])
 
 
