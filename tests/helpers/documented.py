@@ -1,7 +1,7 @@
 """Commands that the documentation shows, run: ``python tests/helpers/documented.py`` writes what they print.
 
 A block that is run begins with ```` ```console ````; each line of it that begins with ``$ `` is a command, the
-lines below are what it prints, standard output first. They run in a folder with the models of the page
+lines below are what it prints, or why it refuses. They run in a folder with the models of the page
 (``Qwen/Qwen3-8B/config.json`` ...), so that a name stands for the config of the hub, ``traces`` and ``logs``;
 ``tonnage`` is this checkout's. ``[...]`` alone on a line: lines left out, nothing else is.
 """
@@ -58,7 +58,7 @@ def output(command: str) -> list[str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         main(words[1:])
-    return (out.getvalue() + err.getvalue()).rstrip("\n").split("\n")
+    return (out.getvalue() or err.getvalue()).rstrip("\n").split("\n")  # err: a refusal; else how far it is
 
 
 def again(page: str) -> str:
