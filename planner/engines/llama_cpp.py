@@ -275,13 +275,13 @@ def check_cache_types(text: str) -> str:
     """``f16`` or ``q8_0/f16`` (K/V), or a type by torch's name; ``auto`` means f16. Raises DeploymentError."""
     if text == "auto":
         return "f16"
-    text = "/".join(_TORCH.get(part, part) for part in text.split("/"))
-    for part in text.split("/"):
-        if part not in CACHE_TYPES:
-            raise DeploymentError(
-                f"{text!r} is not a cache type", field="--kv-cache-dtype",
-                hint="one of " + ", ".join(CACHE_TYPES) + ", or K/V as in q8_0/f16",
-            )  # fmt: skip
+    parts = [_TORCH.get(part, part) for part in text.split("/")]
+    text = "/".join(parts)
+    if len(parts) > 2 or not CACHE_TYPES.keys() >= {*parts}:
+        raise DeploymentError(
+            f"{text!r} is not a cache type", field="--kv-cache-dtype",
+            hint="one of " + ", ".join(CACHE_TYPES) + ", or K/V as in q8_0/f16",
+        )  # fmt: skip
     return text
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import towers
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.vision import Item, Tower, Vision
 from tonnage.planner.records import replace
 
@@ -90,6 +90,8 @@ def square(
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
     side = v["image_size"] // v["patch_size"]
+    if not side:
+        raise ConfigError(f"{v['image_size']} is less than a patch", field="vision_config.image_size")
     extra = 1 if tower == "clip" else 0  # the class token
     return Vision(
         tower, v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
@@ -124,6 +126,20 @@ def pixtral(
 _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
+def _checked(listed: list[Any], least: int) -> list[list[int]]:
+    """Heights and widths in pixels, each ``least`` or more."""
+    for place in listed:
+        if not (
+            isinstance(place, list) and len(place) == 2
+            and all(type(n) is int and least <= n <= LIMITS["width"] for n in place)
+        ):  # fmt: skip
+            raise ConfigError(
+                f"{shown(place)} is not height and width of {least} pixels or more",
+                field="image_grid_pinpoints",
+            )
+    return listed
+
+
 def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     """LLaVA-NeXT's largest picture: the grid of tiles, each of ``size`` pixels a side, with most embeddings,
     one for each patch and end of line, and the whole picture as one tile more (get_num_image_tokens,
@@ -133,9 +149,7 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
         return None
     side = isqrt(vision.image)
     best = (0, 0)
-    for place in listed:
-        if not (isinstance(place, list) and len(place) == 2 and all(type(n) is int and n > 0 for n in place)):
-            raise ConfigError(f"{shown(place)} is not height and width", field="image_grid_pinpoints")
+    for place in _checked(listed, 1):
         rows, columns = place[0] // size, place[1] // size
         if place[0] % size or place[1] % size:
             return None  # tiles that the picture does not fill
@@ -157,9 +171,7 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     ]
     if vision is None or not isinstance(listed, list) or fields.raw("spatial_pool_stride") not in (None, 2):
         return None
-    for place in listed:
-        if not (isinstance(place, list) and len(place) == 2 and all(type(n) is int and n > 0 for n in place)):
-            raise ConfigError(f"{shown(place)} is not height and width", field="image_grid_pinpoints")
+    _checked(listed, size)
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
@@ -188,31 +200,25 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
 
 def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Kimi-VL profiles a picture of 1,024 x 1,024 pixels (MaxImageTokenMeta, models/kimi_vl.py)."""
-    f = Fields(vision)
     limit = _patches(fields.mapping(FILES[0]) or {}, "in_token_limit", 4096)
-    return _moonvit(
-        f.integer("hidden_size", 1152, limit="width"), f.integer("intermediate_size", 4304, limit="width"),
-        f.integer("num_attention_heads", 16, limit="heads"), f.integer("patch_size", 14, limit="width"), width,
-        limit, 1024,
-    )  # fmt: skip
+    return _moonvit(Fields(vision), width, limit, 1024)
 
 
 def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Kimi-K2.5 profiles a picture of 3,000 x 3,000 pixels, or four frames of a video where these have more
     embeddings: they have not where a picture may have more than a frame, whose patches are pooled over time
     (models/kimi_k25.py, processors/kimi_k25_vision_fused.py)."""
-    f = Fields(vision, towers.MOONVIT)
     told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
     told = told if isinstance(told, Mapping) else {}
     limit = _patches(told, "in_patch_limit", 16_384)
-    return _moonvit(
-        f.integer("hidden_size", 1152, limit="width"), f.integer("intermediate_size", 4304, limit="width"),
-        f.integer("num_attention_heads", 16, limit="heads"), f.integer("patch_size", 14, limit="width"), width,
-        limit, 3000,
-    )  # fmt: skip
+    return _moonvit(Fields(vision, towers.MOONVIT), width, limit, 3000)
 
 
-def _moonvit(hidden: int, inner: int, heads: int, patch: int, width: int, limit: int, side: int) -> Vision:
+def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
+    hidden = f.integer("hidden_size", 1152, limit="width")
+    inner = f.integer("intermediate_size", 4304, limit="width")
+    heads = f.integer("num_attention_heads", 16, limit="heads")
+    patch = f.integer("patch_size", 14, limit="width")
     return Vision(
         "moonvit", hidden, inner, hidden // heads, patch, 2, 3 * patch * patch, width, "patches", limit,
         side=side,

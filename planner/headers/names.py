@@ -7,7 +7,7 @@ reads.
 from __future__ import annotations
 
 import re
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from tonnage.planner.errors import ModelNotFound
 from tonnage.planner.headers.hub import endpoint
@@ -46,7 +46,7 @@ def hub_model(name: str) -> HubModel | None:
 
 
 def _of_address(address: str) -> HubModel:
-    parts, ours = urlsplit(address), urlsplit(endpoint())
+    parts, ours = _split(address, "model"), _split(endpoint(), "HF_ENDPOINT")
     path = parts.path
     if parts.hostname == ours.hostname:
         path = path.removeprefix(ours.path)
@@ -69,6 +69,13 @@ def _of_address(address: str) -> HubModel:
     if file not in ("", "config.json"):
         raise ModelNotFound(f"that page of {repo} shows a part of it, {file}", field="model", hint=_HINT)
     return _model(repo, revision)
+
+
+def _split(address: str, field: str) -> SplitResult:
+    try:
+        return urlsplit(address)
+    except ValueError as error:  # a bracket without its pair, or what is no IPv6 address between two
+        raise ModelNotFound(f"{address[:120]!r} is no address: {error}", field=field) from None
 
 
 def _model(repo: str, revision: str) -> HubModel:

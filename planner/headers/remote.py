@@ -11,10 +11,12 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from email.message import Message
 from email.utils import parsedate_to_datetime
-from http.client import HTTPMessage, responses
+from http.client import HTTPException, HTTPMessage, InvalidURL, responses
 from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
@@ -59,6 +61,24 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
         return following
 
 
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Whatever goes wrong between here and the server, as ModelNotFound; HTTPError is an answer and left alone."""
+    try:
+        yield
+    except urllib.error.HTTPError:
+        raise
+    except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, InvalidURL):
+            why = "its address is not valid"
+        elif isinstance(error, HTTPException):  # whose words may be the server's
+            why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
+        else:
+            why = str(getattr(error, "reason", error))[:200]
+        hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
+        raise ModelNotFound(f"cannot be fetched: {why}", field=name, hint=hint) from None
+
+
 class Remote:
     """Files of one model at ``<endpoint>/<repo>/resolve/<revision>/``. Raises ModelNotFound for a token that is
     none."""
@@ -74,7 +94,7 @@ class Remote:
         answer = self._get(name, None)
         if answer is None:
             return None
-        with answer:
+        with answer, _told(name):
             stated = answer.headers.get("Content-Length")
             if stated is not None and stated.isdigit() and int(stated) > limit:
                 raise CheckpointError(f"{int(stated):,} bytes are too many", field=name)
@@ -105,7 +125,7 @@ class Remote:
         answer = self._get(name, f"bytes={start}-{start + count - 1}")
         if answer is None:
             raise CheckpointError("is missing", field=name)
-        with answer:
+        with answer, _told(name):
             if answer.status != 206:
                 raise CheckpointError(
                     "the server does not answer range requests; weights are not read", field=name
@@ -118,13 +138,14 @@ class Remote:
 
     def _get(self, name: str, span: str | None) -> Any:
         """The answer; None where the model has no such file."""
-        request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
-        if self._token is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-        if span is not None:
-            request.add_header("Range", span)
         try:
-            return self._open(request, timeout=_TIMEOUT_SECONDS)
+            with _told(name):
+                request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
+                if self._token is not None:
+                    request.add_unredirected_header("Authorization", f"Bearer {self._token}")
+                if span is not None:
+                    request.add_header("Range", span)
+                return self._open(request, timeout=_TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             with error:
                 # without the header it is a server of files
@@ -132,10 +153,6 @@ class Remote:
                     return None
                 why, hint = self._refused(error.code, error.headers)
             raise ModelNotFound(why, field=name, hint=hint) from None
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
-            raise ModelNotFound(f"cannot be fetched: {str(reason)[:200]}", field=name, hint=hint) from None
 
     def _refused(self, code: int, headers: Message) -> tuple[str, str]:
         """What an answer other than the file means, and what to do. The hub's codes are those that

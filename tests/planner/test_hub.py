@@ -267,6 +267,7 @@ def test_names_and_addresses(name, expected):
         ("https://huggingface.co/org/name/discussions/1", ["org/name", "none of its files"]),
         ("https://huggingface.co/org/name/blob/main/model.gguf", ["org/name", "model.gguf"]),
         ("https://huggingface.co/org/name/tree/..%2F..%2Fx", ["no branch, tag or commit"]),
+        ("https://[", ["'https://['", "Invalid IPv6"]),
         ("org/name@..", ["neither a folder"]),
         ("org/name@v1..v2", ["no branch, tag or commit"]),
         ("hf://nothing", ["neither a folder"]),

@@ -275,6 +275,12 @@ def test_a_packed_v_needs_flash_attention() -> None:
     assert "-fa off" in serve_lines(kept)[-1]
 
 
+@pytest.mark.parametrize("types", ["f16/f16/f16", "f16/", "/"])
+def test_caches_are_of_k_and_v(types) -> None:
+    with pytest.raises(DeploymentError, match="not a cache type"):
+        make_plan(str(demo_gguf()), Deployment(engine="llama.cpp", device="cpu", kv_cache_dtype=types))
+
+
 def test_the_process_on_a_cpu_is_small() -> None:
     """Its prompt cache of 8 GiB is only filled by and by."""
     flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=512)

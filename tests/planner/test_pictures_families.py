@@ -13,6 +13,7 @@ from pictures import GEMMA4_SOUND, QWEN2, THINKERS, needs_torchvision, planned
 
 from tonnage.planner.engines.vllm import encoder
 from tonnage.planner.engines.vllm.multimodal import profiled
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.server.demo.model import ensure_demo
 
@@ -243,3 +244,25 @@ def test_parameters_are_those_of_transformers_modules(name):
         return sum(tensor.numel() for tensor in model.parameters())
 
     assert architecture_of(config).parameters == COUNTS.says(name, config, ask)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"image_grid_pinpoints": [[1, 1]]}, "image_grid_pinpoints"),
+        ({"image_grid_pinpoints": [[384, 10**400]]}, "image_grid_pinpoints"),
+        ({"image_grid_pinpoints": [[384, 768, 1]]}, "image_grid_pinpoints"),
+        ({"vision_config": ONEVISION["vision_config"] | {"image_size": 7}}, "vision_config.image_size"),
+    ],
+)
+def test_sizes_of_no_picture_are_refused_by_name(change, field):
+    with pytest.raises(ConfigError) as caught:
+        architecture_of(ONEVISION | change)
+    assert caught.value.field == field
+
+
+def test_tiles_that_a_picture_does_not_fill_are_a_picture_of_unknown_size():
+    granite = GRANITE | {"image_grid_pinpoints": [[100, 100]]}
+    assert architecture_of(granite).vision is None
+    with pytest.raises(ConfigError):
+        architecture_of(granite | {"image_grid_pinpoints": [[384, 10**400]]})

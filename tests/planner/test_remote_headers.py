@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -151,3 +152,42 @@ def test_an_unknown_name_says_what_to_do(hub):
     hub.server_close()
     with pytest.raises(ModelNotFound, match="cannot be fetched"):
         resolve_model("org/nothing")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:abc", "http://[", "nowhere", "http://a b"])
+def test_an_endpoint_that_is_no_address(monkeypatch, tmp_path, address):
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"cannot be fetched: .*HF_ENDPOINT"):
+        resolve_model("org/name")
+    if address == "http://[":
+        with pytest.raises(ModelNotFound, match="HF_ENDPOINT: .* is no address"):
+            resolve_model("https://huggingface.co/org/name")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"secret\r\n\r\n", "BadStatusLine"),
+        (b"", "closed|reset|RemoteDisconnected"),
+        (b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", "IncompleteRead"),
+    ],
+)
+def test_a_server_that_breaks_off_or_speaks_no_http(monkeypatch, answer, words):
+    def twice(listening):
+        for _ in range(2):
+            found, _ = listening.accept()
+            with found:
+                found.recv(1 << 16)
+                found.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=twice, args=(listening,), daemon=True)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        remote = Remote(HubModel("org/m"))
+        for ask in (lambda: remote.read("config.json", 1 << 20), lambda: remote.header("model.safetensors")):
+            with pytest.raises(ModelNotFound, match=words) as caught:
+                ask()
+            assert "secret" not in str(caught.value)
+        thread.join()
