@@ -63,7 +63,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 @contextmanager
 def _told(name: str) -> Iterator[None]:
-    """Whatever goes wrong between here and the server, as ModelNotFound; HTTPError is an answer and left alone."""
+    """Whatever goes wrong on the way to the server and back, as ModelNotFound; an HTTPError is an answer."""
     try:
         yield
     except urllib.error.HTTPError:

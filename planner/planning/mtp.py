@@ -16,6 +16,7 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture, CacheLayer
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
 from tonnage.planner.records import dataclass, replace
 
@@ -34,7 +35,7 @@ class Own:
     layer without experts. ``heads``: each layer has a head of its own. ``block``: where the decoder layer is
     below it. ``pattern``: a layer is made of parts, each with a mixer of one kind; the norms of ``last`` are in
     the last part. ``plain``: it compresses no tokens. ``streams``: it is given
-    all of the model's residual streams, by matrices of their own.
+    all of the model's residual streams, by matrices of their own; so many where ``hc_mult`` does not say.
     """
 
     count: str = "num_nextn_predict_layers"
@@ -52,7 +53,7 @@ class Own:
     pattern: bool = False
     last: tuple[str, ...] = ()
     plain: bool = False
-    streams: bool = False
+    streams: int = 0
 
 
 _DEEPSEEK = Own()
@@ -85,7 +86,7 @@ _FAMILIES = {
         ),
     ),
     **dict.fromkeys(
-        ("deepseek_v4", "deepseek_ref"), Own(at="mtp.{i}", kind="sliding", plain=True, streams=True)
+        ("deepseek_v4", "deepseek_ref"), Own(at="mtp.{i}", kind="sliding", plain=True, streams=4)
     ),
     "nemotron_h": Own(
         at="mtp.layers.{i}", norms=("enorm", "hnorm"), split=True, pattern=True, last=("final_layernorm",)
@@ -101,7 +102,7 @@ def own_draft(
     ``tokens`` drafted a step; pipeline ``stages``. Raises DeploymentError where the model has no such layers,
     the checkpoint does not hold them, or vLLM would refuse ``tokens``."""
     count = _count(architecture, config)
-    own = _FAMILIES[architecture.model_type]
+    own = _own(architecture, config)
     if tokens > count and tokens % count:
         raise DeploymentError(
             f"{tokens} is no multiple of the {count} draft layers ({own.count})",
@@ -126,9 +127,16 @@ def own_draft(
     )
 
 
-def streams_of(architecture: Architecture) -> int:
+def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
     """Hidden states of a token that the draft is given."""
-    return _STREAMS if _FAMILIES[architecture.model_type].streams else 1
+    return _own(architecture, config).streams or 1
+
+
+def _own(architecture: Architecture, config: Mapping[str, Any]) -> Own:
+    own = _FAMILIES[architecture.model_type]
+    if not own.streams:
+        return own
+    return replace(own, streams=Fields(config).integer("hc_mult", own.streams, limit="width"))
 
 
 def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
@@ -190,7 +198,6 @@ def _layers(architecture: Architecture, own: Own, count: int) -> Iterator[Tensor
         yield from _beside(own, own.outside, hidden, None)
 
 
-_STREAMS = 4  # hc_mult of the published files
 _KINDS = {"attention": "*", "full_attention": "*", "moe": "E", "*": "*", "E": "E"}
 
 
@@ -255,7 +262,7 @@ def _streams(own: Own, at: str, hidden: int, layer: int | None) -> Iterator[Tens
         yield TensorSpec(f"{at}.{name}.weight", (hidden, hidden), "mlp", "Linear", layer)
     for name in own.norms:
         yield TensorSpec(f"{at}.{name}.weight", (hidden,), "norm", "RMSNorm", layer)
-    name, shape = f"{at}.hc_head_fn", (_STREAMS, _STREAMS * hidden)
+    name, shape = f"{at}.hc_head_fn", (own.streams, own.streams * hidden)
     yield TensorSpec(name, shape, "norm", "HyperHead", layer, dtype="float32")
 
 

@@ -53,7 +53,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
             own,
             read_quantization(source.config, flags.quantization),
             flags,
-            follows=streams_of(architecture),
+            follows=streams_of(architecture, source.config),
         )
     from tonnage.planner.planning import eagle
 

@@ -50,8 +50,8 @@ class TextFormatter(logging.Formatter):
 
 
 class _ToStderr(logging.StreamHandler[TextIO]):
-    """What sys.stderr is when a line comes: while a terminal shows that a model loads, whatever keeps both "
-    "apart."""
+    """What sys.stderr is when a line comes: while a terminal shows that a model loads, whatever keeps both
+    apart."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

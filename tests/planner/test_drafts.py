@@ -16,6 +16,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.planning.build import make_plan, plan_source
+from tonnage.planner.planning.mtp import own_draft, streams_of
 from tonnage.planner.plans import Deployment, Plan
 from tonnage.planner.source.resolve import ModelSource
 
@@ -320,3 +321,16 @@ def test_deepseek_v4_drafts_by_a_layer_with_a_window_alone(model):
     each = alone.rank.weights_bytes / layers
     joined = 2 * config["hidden_size"] ** 2  # whole on every rank, in fp8
     assert 0.9 * each < whole.rank.draft_bytes - joined < 1.03 * each
+
+
+def test_deepseek_v4_drafts_by_as_many_streams_as_the_model_has():
+    config = json.loads((CONFIGS / "deepseek-ai__DeepSeek-V4-Flash.json").read_text())
+    architecture = build_architecture(config)
+
+    def streams(config: dict) -> tuple[int, tuple[int, ...]]:
+        draft = own_draft(architecture, config, None, 1, 1)
+        (head,) = (tensor for tensor in draft.tensors if tensor.name.endswith("hc_head_fn"))
+        return streams_of(architecture, config), head.shape
+
+    assert streams(config) == (4, (4, 4 * 4096))
+    assert streams({**config, "hc_mult": 2}) == (2, (2, 2 * 4096))

@@ -147,4 +147,4 @@ def test_what_was_not_seen_is_wider():
         assert since > 1.2 * before
     assert reach(**seen | {"engine": "hf", "engine_version": None})[1] > reach(**seen)[1]
     small = reach(gpu="rtx4080-16g", max_model_len=1024, kv_cache_memory_bytes=GiB, device_memory=8 * GiB)
-    assert min(small) >= 0.3 * GiB
+    assert min(small) >= 0.32002 * GiB  # an RTX 3090's start, report 41 of tests/data/field_reports.jsonl

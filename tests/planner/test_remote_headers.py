@@ -161,7 +161,7 @@ def test_an_endpoint_that_is_no_address(monkeypatch, tmp_path, address):
     with pytest.raises(ModelNotFound, match=r"cannot be fetched: .*HF_ENDPOINT"):
         resolve_model("org/name")
     if address == "http://[":
-        with pytest.raises(ModelNotFound, match="HF_ENDPOINT: .* is no address"):
+        with pytest.raises(ModelNotFound, match=r"HF_ENDPOINT: .* is no address"):
             resolve_model("https://huggingface.co/org/name")
 
 

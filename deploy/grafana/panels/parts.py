@@ -213,8 +213,8 @@ def number(
 
 
 def heat(title: str, text: str, metric: str, width: int = 12) -> heatmap.Panel:
-    """How many fell into each bucket of a histogram in seconds, over time: a second hump hides in no "
-    "percentile."""
+    """How many fell into each bucket of a histogram in seconds, over time: a second hump hides in no
+    percentile."""
     built = (
         heatmap.Panel().title(title).description(text).datasource(SOURCE).unit("short").span(width).height(9)
     )

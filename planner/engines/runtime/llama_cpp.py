@@ -25,7 +25,8 @@ _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB /
 _SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
 _TOKEN, _TOKEN_LOW = 292, 131
 _HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose graphs, or the same, were held against it
-# Of a GPU: the median and both ends of the reports named in context_memory.
+# Of a GPU: the median and the lowest of the reports named in context_memory; above their largest, 749 MiB, by
+# what is assumed for GPUs that no report is of.
 _CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
 _COPIES = 4
 # n_ctx_checkpoints and checkpoint_min_step of common/common.h
