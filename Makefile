@@ -138,7 +138,7 @@ soak: $(VENV)/.demo
 	$(BIN)/python benchmarks/soak.py --operations 10000000
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info cache/machine_code .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Ray Serve pins what the other tests cannot have, and its router interface is alpha: its own environment.

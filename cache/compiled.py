@@ -26,6 +26,7 @@ from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.registry import CPUDispatcher
 
+from tonnage.cache import ahead
 from tonnage.cache.ahead import AheadOrKept, Archive
 
 log = logging.getLogger("tonnage.cache")
@@ -48,7 +49,8 @@ class Compiler:
         # installation finds nothing in this folder.
         digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()
-        for path in (Path(__file__), *sorted(sources.rglob("*.py"))):
+        # ahead.py says what instructions an archive may have.
+        for path in (Path(__file__), Path(ahead.__file__), *sorted(sources.rglob("*.py"))):
             digest.update(text := path.read_bytes())
             content.update(text)
         cache = _cache_folder()

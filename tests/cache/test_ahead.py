@@ -75,6 +75,21 @@ def test_it_is_of_the_same_sources_wherever_they_lie(sources: Path, tmp_path: Pa
     assert "all" not in Compiler(tmp_path / "moved")
 
 
+def test_it_is_of_the_same_sets_of_instructions(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archived(sources)
+    text = Path(ahead.__file__).read_text()
+    fewer = tmp_path / "ahead.py"
+    fewer.write_text(text.replace('"fma", ', ""))
+    assert fewer.read_text() != text
+    kept = Compiler(sources).folder
+    monkeypatch.setattr(ahead, "__file__", str(fewer))
+    changed = Compiler(sources)
+    assert "all" not in changed
+    assert changed.folder != kept
+
+
 @pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
 def test_who_chooses_a_processor_gets_its_code(
     name: str, sources: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,7 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
 def test_kept_machine_code_depends_on_every_module_of_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tonnage.cache import compiled
+    from tonnage.cache import ahead, compiled
     from tonnage.cache.sequences import steps
 
     if not hasattr(steps.leave, "py_func"):  # NUMBA_DISABLE_JIT: there is no machine code
@@ -136,7 +136,7 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
         return
     folder = Path(compiled.__file__).parent
     digest = xxhash.xxh3_64(f"{numba.__version__} {folder.absolute()}".encode())
-    for path in [Path(compiled.__file__), *sorted(folder.rglob("*.py"))]:
+    for path in [Path(compiled.__file__), Path(ahead.__file__), *sorted(folder.rglob("*.py"))]:
         digest.update(path.read_bytes())
     assert compiled.COMPILER.folder is not None
     assert compiled.COMPILER.folder.name == f"compiled-{digest.hexdigest()}"
