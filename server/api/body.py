@@ -143,7 +143,7 @@ def parse_body(
     """
     _check_values(body, most)
     document = _json_object(body)
-    _check_size(document)
+    _check_size(document, fields.table)
     ignored = _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
         if isinstance(document.get(name), dict):
@@ -220,21 +220,22 @@ def _check_encoding(body: bytes | bytearray) -> None:
         ) from None
 
 
-def _check_size(document: dict[str, Any]) -> None:
+def _check_size(document: dict[str, Any], table: FieldTable) -> None:
     """Raises ApiError for more objects and lists, or a larger object, than any request needs: pydantic keeps a
     record of a kilobyte for each wrong one.
 
     A list whose first item is a scalar is not looked through. The models read it with ``fail_fast``, to its
     first wrong item.
     """
-    _check_keys(document, None)
+    _check_keys(document, "the request", None)
     count = 0
     for name, field_value in document.items():
+        param = name if name in table else None  # a key of the client's own is no field
         waiting = [field_value]
         while waiting:
             value = waiting.pop()
             if isinstance(value, dict):
-                _check_keys(value, name[:60])
+                _check_keys(value, name[:60], param)
                 inside: Iterable[Any] = value.values()
             elif isinstance(value, list) and value and isinstance(value[0], (dict, list)):
                 inside = value
@@ -246,16 +247,16 @@ def _check_size(document: dict[str, Any]) -> None:
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,
                     f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists",
-                    param=name[:60],
+                    param=param,
                 )
             waiting += found
 
 
-def _check_keys(value: dict[str, Any], param: str | None) -> None:
+def _check_keys(value: dict[str, Any], where: str, param: str | None) -> None:
     if len(value) > _MAX_KEYS:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            f"{param or 'the request'}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
+            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
             param=param,
         )
 

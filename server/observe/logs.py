@@ -36,6 +36,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+def printable(text: str) -> str:
+    """In one line, and nothing that a terminal obeys."""
+    return text if text.isprintable() else ascii(text)
+
+
 class TextFormatter(logging.Formatter):
     """``time level message key=value ...``"""
 
@@ -45,7 +50,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        more = [f"{name}={value}" for name, value in record.__dict__.items() if name not in _STANDARD]
+        more = [
+            f"{name}={printable(str(value))}"
+            for name, value in record.__dict__.items()
+            if name not in _STANDARD
+        ]
         return " ".join([super().formatMessage(record), *more])
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.observe.logs import printable
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.security.middleware import PUBLIC_PATHS
 
@@ -55,8 +56,8 @@ class RefusalLog:
             return
         self._lines += 1
         fields: dict[str, Any] = {
-            "code": error.code.value, "status": error.status, "param": error.param, "tenant": tenant or None,
-            "endpoint": _shown(path), "request_id": request_id or None,
+            "code": error.code.value, "status": error.status, "param": _field(error), "tenant": tenant or None,
+            "endpoint": printable(path[:_MOST_OF_A_PATH]), "request_id": request_id or None,
         }  # fmt: skip
         log.log(
             logging.INFO if error.status < 500 else logging.WARNING,
@@ -73,7 +74,8 @@ class RefusalLog:
             self._more.clear()
 
 
-def _shown(path: str) -> str:
-    """As sent, cut, and in one line."""
-    cut = path[:_MOST_OF_A_PATH]
-    return cut if cut.isprintable() else ascii(cut)
+def _field(error: ApiError) -> str | None:
+    """Of the body, without what stands inside of it: that, or an unknown field, may be a client's own key."""
+    if error.param is None or error.code is ErrorCode.UNKNOWN_PARAMETER:
+        return None
+    return printable(error.param.partition(".")[0])

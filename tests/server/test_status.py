@@ -32,7 +32,7 @@ from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.observe import refused
+from tonnage.server.observe import logs, refused
 from tonnage.server.observe.status import POOL_STATES, Status, span, status_of
 from tonnage.server.settings import load_settings
 from tonnage.server.watch.client import Client, WatchError
@@ -140,10 +140,15 @@ async def test_refused_requests_are_told_and_never_quoted(
         await server.complete(model="another secret")
         await server.http.get("/memory", headers={"authorization": "Bearer a-third-secret"})
         await server.http.get("/v1/v1/models%0aINFO: a line of my own?text=another-secret")
+        own = "secret\nINFO a line of my own \x1b[31m"
+        await server.complete(**{own: 1})
+        await server.complete(**{own: {str(at): 1 for at in range(10_001)}})
+        await server.complete(stream_options={own: 1})
         server.state.draining_since = 1.0
         assert (await server.http.get("/ready")).status_code == 503  # probes ask again and again
-    never, bad, unknown, stranger, lost = caplog.records[:5]
-    assert [record.getMessage() for record in caplog.records[5:]] == []
+    never, bad, unknown, stranger, lost, *theirs = caplog.records
+    codes = [vars(record)["code"] for record in theirs]
+    assert codes == ["unknown_parameter", "invalid_value", "unknown_parameter"]
     assert lost.getMessage() == "request refused: unknown url"
     assert vars(lost)["endpoint"] == ascii("/v1/v1/models\nINFO: a line of my own")
     assert never.getMessage().startswith("request refused: this model's maximum context length is 2048 tokens")
@@ -154,6 +159,13 @@ async def test_refused_requests_are_told_and_never_quoted(
     assert stranger.getMessage() == "request refused: incorrect API key; send Authorization: Bearer KEY"
     assert vars(stranger)["endpoint"] == "/memory"
     assert not any("secret" in str(vars(line)) for line in caplog.records)
+
+
+def test_a_line_of_text_is_one_line() -> None:
+    record = logging.makeLogRecord({"msg": "request", "param": "a\nINFO b \x1b[31m", "model": "caf\u00e9"})
+    line = logs.TextFormatter().format(record)
+    assert line.isprintable()
+    assert line.endswith(r"request param='a\nINFO b \x1b[31m' model=" + "caf\u00e9")
 
 
 async def test_many_refusals_are_one_line(
