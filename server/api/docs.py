@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from tonnage.server.errors import ApiError, ErrorCode
 
 # Of fastapi-offline (MIT), which ships those of Swagger UI (Apache-2.0) and ReDoc (MIT), a release for theirs.
-_STATIC = files("fastapi_offline") / "static"
+_FILES = "fastapi_offline"
 _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
 _DAY = {"cache-control": "private, max-age=86400"}
 
@@ -34,6 +34,7 @@ _STARTS = {
 
 def docs_router(title: str) -> APIRouter:
     router = APIRouter(include_in_schema=False)
+    static = files(_FILES) / "static"  # not before: a command says first which extra is missing
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'
 
@@ -56,7 +57,7 @@ def docs_router(title: str) -> APIRouter:
             return Response(_STARTS[name], media_type="text/javascript", headers=_DAY)
         if name not in _SHIPPED:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: no file of the documentation")
-        with as_file(_STATIC / name) as path:  # a file already, where packages are folders
+        with as_file(static / name) as path:  # a file already, where packages are folders
             return FileResponse(path, headers=_DAY)
 
     return router

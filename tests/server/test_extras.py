@@ -108,8 +108,13 @@ def test_what_is_missing_is_said_before_a_plan_is_printed(
     assert all(word in said for word in words), said
 
 
-def test_serve_without_an_engine_prints_one_line() -> None:
-    without, arguments, words = NO_ENGINE
+NO_PAGES = (("fastapi_offline",), AUTO, ("/docs needs fastapi_offline", "'tonnage[server]'"))
+
+
+@pytest.mark.parametrize(("without", "arguments", "words"), [NO_ENGINE, NO_PAGES])
+def test_serve_prints_one_line_of_what_is_missing(
+    without: tuple[str, ...], arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     block = f"import sys; sys.modules.update(dict.fromkeys({without!r})); "
     code = block + "from tonnage.server.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *arguments, "--port", "0"]
