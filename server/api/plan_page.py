@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from functools import cache
+import threading
 from pathlib import Path
 from weakref import finalize
 
@@ -23,15 +23,24 @@ class _Written:
     """A folder with the page, removed with this object."""
 
     def __init__(self) -> None:
+        pyodide = present()  # first: where there is none, no folder is made
         place = tempfile.mkdtemp(prefix="tonnage-page-")
         finalize(self, shutil.rmtree, place, ignore_errors=True)
         self.folder = Path(place) / "page"
-        build(self.folder, str(present()))
+        build(self.folder, str(pyodide))
 
 
 def plan_page_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    written = cache(_Written)
+    lock = threading.Lock()
+    made: list[_Written] = []
+
+    def written() -> _Written:
+        """One, however many ask for it first."""
+        with lock:
+            if not made:
+                made.append(_Written())
+            return made[0]
 
     @router.get("/plan")
     async def slash() -> Response:
@@ -41,9 +50,10 @@ def plan_page_router() -> APIRouter:
     def file(name: str) -> Response:  # of a thread: the first asked writes 15 MB
         try:
             folder = written().folder
-        except PageError as error:
+        except PageError:  # it names the server's folders and a command's flags
             raise ApiError(
-                ErrorCode.UNKNOWN_URL, f"unknown URL: this server has no page that plans: {error}"
+                ErrorCode.UNKNOWN_URL,
+                "unknown URL: this server has no page that plans; tonnage page fetches it once",
             ) from None
         path = folder / (name or "index.html")
         if path not in set(folder.rglob("*")) or path.is_dir():

@@ -25,7 +25,9 @@ from watched import vllm
 from tonnage.planner import bars
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.page import pyodide
+from tonnage.planner.page.build import build
 from tonnage.server import state as server_state
+from tonnage.server.api import plan_page
 from tonnage.server.app import create_app
 from tonnage.server.commands.status import run
 from tonnage.server.engines.fake import FakeEngine
@@ -264,16 +266,30 @@ async def test_the_page_that_plans_is_at_plan_where_pyodide_is(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+    places = tmp_path / "places"
+    places.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(places))
     assert (await server.http.get("/plan")).headers["location"] == "plan/"
     answer = await server.http.get("/plan/")
     assert answer.status_code == 404
-    assert "tonnage page fetches it once" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert "tonnage page fetches it once" in said
+    assert list(places.iterdir()) == []
     made = tmp_path / f"pyodide-{pyodide.VERSION}"
     made.mkdir()
     digest = hashlib.sha256(b"as if").hexdigest()  # its bytes are not what this test is about
     monkeypatch.setattr(pyodide, "FILES", dict.fromkeys(pyodide.FILES, digest))
     for name in pyodide.FILES:
+        (made / name).write_bytes(b"no")
+    broken = (await server.http.get("/plan/")).json()["error"]["message"]
+    assert broken == said  # without the server's folders
+    for name in pyodide.FILES:
         (made / name).write_bytes(b"as if")
+    built = []
+    monkeypatch.setattr(plan_page, "build", lambda *given: (built.append(given), build(*given)))
+    first = await asyncio.gather(*(server.http.get("/plan/page.js") for _ in range(4)))
+    assert [answer.status_code for answer in first] == [200] * 4
+    assert len(built) == len(list(places.iterdir())) == 1
     kinds = {
         "": "text/html",
         "page.js": "text/javascript",
