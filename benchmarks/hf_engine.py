@@ -65,8 +65,8 @@ async def measured(
 
 
 def run_tonnage(folder: str, ids: list[list[int]], tokens: int, threads: int) -> Result:
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
     from tonnage.server.engines.hf import HFEngine
     from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
@@ -185,8 +185,8 @@ def steps(folder: str, ids: list[list[int]], tokens: int, threads: int) -> dict[
     """Milliseconds of a decode step (median, least) and CPU time, scheduler and sampling included."""
     from multiprocessing import Pipe
 
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
     from tonnage.server.engines.hf.child import EngineLoop
     from tonnage.server.engines.request import GenerationRequest, SamplingParams
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.request import GenerationRequest, SamplingParams

@@ -123,8 +123,8 @@ def over_http(url: str, scrapes: int) -> dict[str, float]:
 
 def in_process() -> dict[str, Any]:
     """CPU time of a page with TENANTS tenants, and its size."""
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
     from tonnage.server.engines.fake import FakeEngine
     from tonnage.server.observe.metrics import Metrics
     from tonnage.server.security.tenants import Tenant

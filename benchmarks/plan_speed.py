@@ -69,8 +69,8 @@ def measure(commands: dict[str, list[str]], runs: int) -> dict[str, dict[str, fl
 
 def sweep_speed(folder: str) -> dict[str, float]:
     """CPU seconds of a sweep of 10,000 combinations or more."""
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.devices.catalogue import catalogue
-    from tonnage.planner.plans import Deployment
     from tonnage.planner.source.resolve import resolve_model
     from tonnage.planner.sweep.grid import Grid, sweep
 

@@ -141,8 +141,8 @@ async def fake() -> dict[str, Any]:
     """The real app on a real socket around the fake engine; the client is another process."""
     import uvicorn
 
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
     from tonnage.server.app import create_app
     from tonnage.server.commands.serve import accepting, listen
     from tonnage.server.demo.model import ensure_demo

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tonnage.planner.api import plan as plan
+    from tonnage.planner.deployment import Deployment as Deployment
     from tonnage.planner.errors import CheckpointError as CheckpointError
     from tonnage.planner.errors import ConfigError as ConfigError
     from tonnage.planner.errors import DeploymentError as DeploymentError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tonnage.planner.errors import UnsupportedArchitecture as UnsupportedArchitecture
     from tonnage.planner.output.json import plan_to_dict as plan_to_dict
     from tonnage.planner.planning.build import make_plan as make_plan
-    from tonnage.planner.plans import Deployment as Deployment
     from tonnage.planner.plans import KVCachePlan as KVCachePlan
     from tonnage.planner.plans import ModelInfo as ModelInfo
     from tonnage.planner.plans import Plan as Plan
@@ -36,7 +36,7 @@ else:  # a module's __getattr__ would let a type checker accept any name
         "ModelNotFound": "errors",
         "TonnageError": "errors",
         "UnsupportedArchitecture": "errors",
-        "Deployment": "plans",
+        "Deployment": "deployment",
         "KVCachePlan": "plans",
         "ModelInfo": "plans",
         "Plan": "plans",

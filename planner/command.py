@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.units import gib, parse_count
 
 FITS, DOES_NOT_FIT = 0, 1

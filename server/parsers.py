@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 
 from tonnage.planner.arguments import Parser
 from tonnage.planner.command import COLUMNS
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.flags import add_flags, add_groups, flags_of
 from tonnage.planner.headers.hub import add_token_flag
-from tonnage.planner.plans import Deployment
 from tonnage.server.options import LOADING, PLANNED, Options
 
 _MODEL = "demo, a folder with config.json, a .gguf file, or of the hub org/name or org/name@revision"

@@ -1,7 +1,8 @@
 """Settings: one model for flags, ``TONNAGE_*`` environment variables, a TOML file and code.
 
-Field names are vLLM's flags where vLLM has one. They are declared in :class:`tonnage.planner.plans.Deployment`
-(what the plan is made of) and :class:`tonnage.server.options.Options`.
+Field names are vLLM's flags where vLLM has one. They are declared in
+:class:`tonnage.planner.deployment.Deployment` (what the plan is made of)
+and :class:`tonnage.server.options.Options`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
 from tonnage.planner.flags import Flag, flags_of
 from tonnage.planner.planning.deployment import deployment_of
-from tonnage.planner.plans import Deployment
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
 

@@ -20,10 +20,10 @@ _SPECS = {
 
 
 def score(inputs: Inputs) -> Section | None:
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.plans import Deployment
     from tonnage.planner.source.resolve import ModelSource
 
     if inputs.configs is None:

@@ -52,11 +52,11 @@ def score(inputs: Inputs) -> Section | None:
 def _buffer(row: dict[str, Any], config: dict[str, Any]) -> tuple[float, bool, str] | None:
     """(error, whether the interval has it, in words) of the compute buffer of the only device with weights;
     None: several, or not printed."""
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.engines.registry import engine_of
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.deployment import complete
-    from tonnage.planner.plans import Deployment
 
     seen = row["observed"]
     weights = {name: float(size) for name, size in seen.get("model_buffers_mib") or ()}

@@ -215,7 +215,7 @@ def _version(report: dict[str, Any]) -> str | None:
 
 
 def _flags(report: dict[str, Any], memory: int, gpu: str | None) -> Any:
-    from tonnage.planner.plans import Deployment
+    from tonnage.planner.deployment import Deployment
 
     return Deployment(
         engine="vllm",

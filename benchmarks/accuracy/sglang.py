@@ -32,11 +32,11 @@ def score(inputs: Inputs) -> Section | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> bool:
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.engines.sglang import token_bytes
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
     from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.plans import Deployment
     from tonnage.planner.source.resolve import ModelSource
 
     seen, ranks = row["observed"], row["tensor_parallel"] or 1

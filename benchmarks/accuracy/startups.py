@@ -17,7 +17,8 @@ from accuracy.reports import GIB
 
 if TYPE_CHECKING:
     from accuracy.runtime_fit import Row
-    from tonnage.planner.plans import Deployment, Plan
+    from tonnage.planner.deployment import Deployment
+    from tonnage.planner.plans import Plan
     from tonnage.planner.source.resolve import ModelSource
 
 NAME = "startups"
@@ -47,7 +48,7 @@ class Start:
 
 def load(inputs: Inputs) -> tuple[list[Start], list[str]]:
     """(starts, what was left out and why)."""
-    from tonnage.planner.plans import Deployment
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.source.resolve import ModelSource
 
     assert inputs.startups is not None

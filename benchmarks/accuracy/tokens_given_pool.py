@@ -46,9 +46,9 @@ def _unusable(row: dict[str, Any]) -> str | None:
 
 
 def _row(section: Section, name: str, row: dict[str, Any], config: dict[str, Any]) -> None:
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.planning.build import plan_source
-    from tonnage.planner.plans import Deployment
     from tonnage.planner.source.resolve import ModelSource
 
     seen = row["observed"]

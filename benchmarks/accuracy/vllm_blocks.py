@@ -19,8 +19,8 @@ class Planned:
     """One config under vLLM's rules on a CPU, version by version."""
 
     def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+        from tonnage.planner.deployment import Deployment
         from tonnage.planner.planning.build import Sizer
-        from tonnage.planner.plans import Deployment
         from tonnage.planner.source.resolve import ModelSource
 
         self._source = ModelSource(name, name, config, "folder")

@@ -4,6 +4,6 @@ base: what is asked of an engine (``Engine``), with the answers of one that has 
 engine by its name; hf, sglang, llama_cpp, vllm/: the engines. Shared between them: pool and grouping (blocks),
 tokens (pools of single tokens), tensors (padded vocabulary, rotary tables), heads, ranks, encoder, serve_line.
 
-A new engine is a file here with its ``ENGINE`` and a name in ``tonnage.planner.plans.EngineName``; a new
+A new engine is a file here with its ``ENGINE`` and a name in ``tonnage.planner.deployment.EngineName``; a new
 version of vLLM is a row in vllm/versions.py.
 """

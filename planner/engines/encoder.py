@@ -9,12 +9,13 @@ v1/core/kv_cache_utils.py). Chunked prefill and prefix caching are off
 
 from __future__ import annotations
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.layout import KVLayout
-from tonnage.planner.plans import Deployment, Term
+from tonnage.planner.plans import Term
 from tonnage.planner.records import replace
 
 NOTE = (

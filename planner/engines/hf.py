@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.grouping import LayerPages, group_pages
 from tonnage.planner.engines.pool import Demand, PoolSpec
@@ -17,7 +18,7 @@ from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.records import replace
 from tonnage.planner.units import ceil_div
 

@@ -15,6 +15,7 @@ import shlex
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import NUMBER, LogFigures, compiled, number, read_figures, squeezed
 from tonnage.planner.engines.pool import PoolSpec, expanded_heads, token_pool
@@ -26,7 +27,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Plan, Resolved
+from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 

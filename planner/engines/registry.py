@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import get_args
 
+from tonnage.planner.deployment import EngineName
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.errors import DeploymentError, did_you_mean
-from tonnage.planner.plans import EngineName
 
 ENGINES: tuple[str, ...] = get_args(EngineName)
 

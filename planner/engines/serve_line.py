@@ -6,8 +6,9 @@ import os
 import shlex
 from collections.abc import Iterable
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 
 # of those that are printed where they are not left at their defaults, what both have
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size")

@@ -12,6 +12,7 @@ import re
 import shlex
 from typing import ClassVar
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines import sglang_states as states
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import (
@@ -33,7 +34,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment, Failure, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 

@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.fitlog.calibrate import keep
 from tonnage.planner.fitlog.compare import ASKED, FITTED, Comparison, Row, compare
 from tonnage.planner.fitlog.read import read_log
 from tonnage.planner.flags import add_flags
 from tonnage.planner.headers.hub import add_token_flag
-from tonnage.planner.plans import Deployment
 from tonnage.planner.units import gib
 
 OK = 0

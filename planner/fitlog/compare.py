@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import engine_of
@@ -16,7 +17,6 @@ from tonnage.planner.flags import flags_of, given
 from tonnage.planner.planning.build import Size, Sizer
 from tonnage.planner.planning.calibration import shape_of
 from tonnage.planner.planning.stages import Stage
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model

@@ -11,12 +11,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.prices import cost_of
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import releases
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import flag_formats
 from tonnage.planner.training.setup import TrainingSetup
 

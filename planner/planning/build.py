@@ -10,6 +10,7 @@ try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan m
 except ImportError:
     from hashlib import sha256
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import Support, support
@@ -32,16 +33,7 @@ from tonnage.planner.planning.terms import (
     quantized_terms,
 )
 from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import (
-    Deployment,
-    Drafting,
-    Failure,
-    KVCachePlan,
-    ModelInfo,
-    Plan,
-    RankPlan,
-    Resolved,
-)
+from tonnage.planner.plans import Drafting, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import asdict, dataclass, replace

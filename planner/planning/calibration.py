@@ -19,12 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
 from tonnage.planner.engines.version import parse_version
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.plans import Resolved
 from tonnage.planner.records import replace
 
 FORMAT = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from tonnage.planner.deployment import Deployment, default_engine
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.registry import engine_of
@@ -12,7 +13,7 @@ from tonnage.planner.engines.version import Version, installed_version, parse_ve
 from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.flags import check_values, flags_of
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.plans import Deployment, Resolved, default_engine
+from tonnage.planner.plans import Resolved
 from tonnage.planner.records import replace
 
 

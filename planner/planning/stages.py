@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
@@ -9,7 +10,7 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.planning.weights import HeldWeights, hold_weights
-from tonnage.planner.plans import Deployment, RankPlan, Resolved, Term
+from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import RequestCapacity
 from tonnage.planner.model.dtypes import DTYPE_BYTES, KV_SCALE_BYTES
-from tonnage.planner.plans import Deployment, Plan, RankPlan, Resolved, Term
+from tonnage.planner.plans import Plan, RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
-from tonnage.planner.plans import Deployment, Term, WeightFormat
+from tonnage.planner.plans import Term, WeightFormat
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass, replace
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import dataclass, replace
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.prices import read_prices
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
@@ -17,7 +18,6 @@ from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.requests import parse_request
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids

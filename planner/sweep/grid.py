@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import Gpu
 from tonnage.planner.devices.prices import Cost, cost_of
 from tonnage.planner.engines.base import Engine
@@ -26,7 +27,7 @@ from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.stages import rank_architecture
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import hold_weights
-from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import (
     check_quantization,
     flag_formats,

@@ -11,12 +11,13 @@ import json
 import sys
 from typing import Any
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.build import Sizer, plan_source
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import gib

@@ -7,10 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from tonnage.planner.arguments import Parser, refused
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean
 from tonnage.planner.flags import add_flags, add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
-from tonnage.planner.plans import Deployment
 from tonnage.planner.training.setup import TrainingSetup
 
 if TYPE_CHECKING:

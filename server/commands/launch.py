@@ -12,13 +12,14 @@ from typing import Any, TextIO
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.bars import SHADES, shades
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.terms import quantization_notes
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import given
 from tonnage.planner.markup import save
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.units import parse_count
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.parsers import replay as parser

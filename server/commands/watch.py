@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import given
-from tonnage.planner.plans import Deployment
 from tonnage.server.commands.remote import client_of, seconds
 from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import watch as parser

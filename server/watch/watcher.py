@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tonnage.cache.admission import AdmissionRequest, reserved_blocks
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment
 from tonnage.server.engines.stats import PoolStats
 from tonnage.server.observe.metrics.headroom import Headroom, Trend, headroom
 from tonnage.server.observe.metrics.usage import RequestMix

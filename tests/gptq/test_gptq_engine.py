@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
+from tonnage.planner.deployment import Deployment  # noqa: E402
 from tonnage.planner.planning.build import make_plan  # noqa: E402
-from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.server.demo.model import ensure_demo  # noqa: E402
 from tonnage.server.engines.hf.child import EngineLoop  # noqa: E402
 from tonnage.server.engines.request import GenerationRequest, SamplingParams  # noqa: E402

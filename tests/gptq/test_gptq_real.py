@@ -18,10 +18,10 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "3")  # one per layer of a block;
 gptqmodel = pytest.importorskip("gptqmodel", reason="its own environment: make test-gptq")
 torch = pytest.importorskip("torch")
 
+from tonnage.planner.deployment import Deployment  # noqa: E402
 from tonnage.planner.families.registry import build_architecture  # noqa: E402
 from tonnage.planner.planning.build import make_plan  # noqa: E402
 from tonnage.planner.planning.checkpoint import checkpoint_size  # noqa: E402
-from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.planner.quantization.read import read_quantization  # noqa: E402
 from tonnage.planner.source.resolve import resolve_model  # noqa: E402
 from tonnage.server.demo.model import ensure_demo  # noqa: E402

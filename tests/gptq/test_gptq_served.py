@@ -19,8 +19,8 @@ import pytest
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "3")  # one per layer of a block; the default is one per core
 gptqmodel = pytest.importorskip("gptqmodel", reason="its own environment: make test-gptq")
 
+from tonnage.planner.deployment import Deployment  # noqa: E402
 from tonnage.planner.planning.build import make_plan  # noqa: E402
-from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.server.demo.model import ensure_demo  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.child import EngineLoop
 from tonnage.server.engines.hf.scheduler import Scheduler

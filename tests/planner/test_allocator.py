@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm.allocator import unsplit_bytes
 from tonnage.planner.planning.build import plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB, MiB
 

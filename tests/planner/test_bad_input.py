@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import (
     CheckpointError,
     ConfigError,
@@ -16,7 +17,6 @@ from tonnage.planner.errors import (
     UnsupportedArchitecture,
 )
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 FLAGS = Deployment(device_memory=1 << 34)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tonnage.planner import command as plan
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm.engine import VLLM
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.training import command as train
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 

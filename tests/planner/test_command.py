@@ -14,10 +14,10 @@ import pytest
 from terminal import Terminal
 
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 from tonnage.planner.units import gib, parse_count, parse_size
 

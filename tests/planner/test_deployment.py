@@ -10,11 +10,11 @@ import pytest
 from tonnage.planner import plan
 from tonnage.planner.api import plan_or_advise
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices import host
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"

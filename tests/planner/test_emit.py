@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 import yaml
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.output.emit import FORMS, SCRATCH_BYTES, emit, memory_limit_bytes, shared_memory_bytes
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 

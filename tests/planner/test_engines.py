@@ -13,11 +13,11 @@ import pytest
 
 import tonnage.planner.engines.registry as registry
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import _CHANGES, NEWEST, Rules, rules
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 PLANNER = Path(registry.__file__).parents[1]
 

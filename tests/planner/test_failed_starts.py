@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm import starts
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30

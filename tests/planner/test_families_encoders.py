@@ -15,11 +15,11 @@ import torch
 import transformers
 from oracle import Oracle
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 _SPEC = importlib.util.spec_from_file_location("single_changes", Path(__file__).with_name("single_changes.py"))
 single_changes = importlib.util.module_from_spec(_SPEC)

@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 SHAPE = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,

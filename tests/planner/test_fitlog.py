@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.planner.fitlog.command import refit_terms, run
 from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.fitlog.read import parse_log, read_log
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 
 DATA = Path(__file__).parent.parent / "data"

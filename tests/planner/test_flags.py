@@ -7,12 +7,12 @@ import json
 import pytest
 
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.fitlog.read import parse_log
 from tonnage.planner.flags import Flag, flags_of
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.training.command import run as train
 from tonnage.planner.training.setup import ADAPTERS, TrainingSetup, check_setup
 from tonnage.planner.training.sweep import parse_axis

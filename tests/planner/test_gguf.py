@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import CheckpointError, TonnageError, UnsupportedArchitecture
 from tonnage.planner.headers.ggml_types import GGML_TYPES
 from tonnage.planner.headers.gguf import GGUFArray, read_gguf
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 
 def test_the_type_table_is_the_gguf_packages():

@@ -11,12 +11,12 @@ from statistics import median
 import pytest
 
 import tonnage.planner.devices.catalogue as gpus
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import NOMINAL_RESERVE, capability_of, catalogue, find_gpu
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.devices.prices import Cost, cost_of, price_lists, read_prices
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 ENTRIES = json.loads((Path(gpus.__file__).parent / "catalogue.json").read_text())["gpus"]
 NEEDED = [

@@ -16,13 +16,13 @@ from hub_server import NO_ACCESS, TOKEN, hub_server
 from huggingface_hub import constants
 
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import CheckpointError, ModelNotFound, TonnageError
 from tonnage.planner.headers import hub as access
 from tonnage.planner.headers import remote
 from tonnage.planner.headers.names import HubModel, hub_model
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import resolve_model
 
 _VARIABLES = (

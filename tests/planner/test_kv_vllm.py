@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 
 BLOCK, HEADS, SIZE, POOL = 32, 2, 64, 1 << 30

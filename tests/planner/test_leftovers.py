@@ -16,10 +16,10 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture, families, known_model_types
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 
 _SPEC = importlib.util.spec_from_file_location("single_changes", Path(__file__).with_name("single_changes.py"))
 single_changes = importlib.util.module_from_spec(_SPEC)

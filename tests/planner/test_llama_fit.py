@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import MiB

@@ -15,12 +15,12 @@ import torch
 import transformers
 from benchmark_modules import module
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.meta import meta_architecture
 from tonnage.planner.families.registry import architecture_of, build_architecture
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.weights import sum_weights
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.scheme import Quantization
 
 REFUSAL = UnsupportedArchitecture("not reached", field="model_type")

@@ -13,6 +13,7 @@ import pytest
 from oracle import Oracle, vllm_says
 from pictures import GEMMA4_SOUND, QWEN2, THINKERS, needs_torchvision, planned
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.parallel import Parallel, rank_architecture
 from tonnage.planner.engines.vllm import encoder
 from tonnage.planner.engines.vllm.multimodal import profiled
@@ -22,7 +23,6 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.vision import Vision
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import complete, deployment_of
-from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 
 GIB = 1 << 30

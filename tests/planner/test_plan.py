@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.grammars import GRAMMAR_LIMIT_BYTES
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import plain_lines
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, check_components
+from tonnage.planner.plans import check_components
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import ConfigError, TonnageError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.folder import modules_in
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.checkpoint import checkpoint_size
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.formats.bitsandbytes import FOUR_BITS, INT8
 from tonnage.planner.quantization.formats.compressed_tensors import PACKED
 from tonnage.planner.quantization.formats.fp8 import FP8

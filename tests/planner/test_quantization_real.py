@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.checkpoint import checkpoint_size
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import quantized_to, read_quantization
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.demo.model import ensure_demo

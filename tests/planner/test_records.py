@@ -13,7 +13,8 @@ import pytest
 
 import tonnage.planner
 from tonnage.planner import records
-from tonnage.planner.plans import Deployment, RankPlan
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.plans import RankPlan
 
 # the same class in both spellings
 SOURCE = """

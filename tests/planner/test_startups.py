@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.runtime.gpu import coefficients
 from tonnage.planner.engines.vllm import activation, framework, graphs
 from tonnage.planner.planning.build import Sizer, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB, MiB

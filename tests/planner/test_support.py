@@ -14,6 +14,7 @@ from oracle import Oracle, vllm_says
 
 from tonnage.planner.api import plan
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import of_cache, of_weights, on_device, table
@@ -22,7 +23,6 @@ from tonnage.planner.errors import NotSupported
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import complete
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.read import flag_formats, quantized_to
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model

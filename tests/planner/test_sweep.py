@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tonnage.planner.command import run
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.planning.advice import advise, serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.grid import Grid, cheapest, sweep
 

@@ -89,8 +89,8 @@ def answers(tmp_path_factory):
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
 def test_blocks_tokens_and_concurrency(case, answers):
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
 
     root, found = answers
     theirs = found[case]

@@ -12,10 +12,10 @@ import pytest
 from cut_configs import cut
 from oracle import Oracle, vllm_says
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.model.capacity import hold, most_at_once
 from tonnage.planner.planning.build import Sizer
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model
 

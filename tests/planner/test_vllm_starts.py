@@ -73,8 +73,8 @@ def started(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_start_has_the_planned_pool(name, started):
+    from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
-    from tonnage.planner.plans import Deployment
 
     found, root = started
     theirs = found[name]

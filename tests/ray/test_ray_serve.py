@@ -20,9 +20,9 @@ ray = pytest.importorskip("ray", reason="Ray has its own environment: make test-
 
 from ray import serve  # noqa: E402
 
+from tonnage.planner.deployment import Deployment  # noqa: E402
 from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError  # noqa: E402
 from tonnage.planner.planning.build import make_plan  # noqa: E402
-from tonnage.planner.plans import Deployment  # noqa: E402
 from tonnage.server.ray.app import ClusterOptions, build, placement, replicas_wanted  # noqa: E402
 from tonnage.server.ray.router import MAX_QUEUE_LEAD, PrefixMemory, chain, order  # noqa: E402
 

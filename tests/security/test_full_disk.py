@@ -17,8 +17,8 @@ import pytest
 from serving import PATIENCE
 
 from tonnage.cache.compiled import Compiler
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import demo_folder
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import DemoModelError, ensure_demo

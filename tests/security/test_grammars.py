@@ -24,8 +24,8 @@ import torch
 from hostile_grammars import CHAIN, HOSTILE
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines import stillness
 from tonnage.server.engines.errors import EngineDead

@@ -14,6 +14,7 @@ import mutated_models
 import pytest
 
 from tonnage.planner.api import plan_or_advise
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, TonnageError
 from tonnage.planner.headers import safetensors
@@ -23,7 +24,6 @@ from tonnage.planner.model import fields
 from tonnage.planner.model.fields import LIMITS, MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.planning import stages
 from tonnage.planner.planning.build import make_plan, plan_source
-from tonnage.planner.plans import Deployment
 from tonnage.planner.source.resolve import ModelSource
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"

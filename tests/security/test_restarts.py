@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import GenerationRequest, SamplingParams

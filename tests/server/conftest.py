@@ -24,8 +24,9 @@ from fastapi import FastAPI
 from openai.types.shared import ErrorObject
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine

@@ -14,9 +14,9 @@ import pytest
 
 from tonnage.planner.api import plan
 from tonnage.planner.arguments import Parser
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, nearest
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment
 from tonnage.server.cli import COMMANDS, main, parser_of
 from tonnage.server.options import Options
 from tonnage.server.security.keys import load_keys

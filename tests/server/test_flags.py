@@ -14,13 +14,14 @@ import pytest
 from pydantic import BaseModel
 
 from tonnage.planner.api import plan
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.fitlog.compare import deployment_of
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.server.cli import COMMANDS, main
 from tonnage.server.commands import replay, replicas

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from serving import PATIENCE
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import CheckpointError, DeploymentError, UnsupportedArchitecture
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf import HFEngine
 from tonnage.server.engines.hf.model.loading import require_computed

@@ -17,10 +17,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tonnage.cache.admission import Limits
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.runtime.hf import FLASHINFER_WORKSPACE_BYTES
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.commands import doctor
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention import cuda

@@ -19,8 +19,9 @@ import pytest_asyncio
 from oracle import Oracle
 from serving import PATIENCE
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import GGUF_SHA256, ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull

@@ -15,10 +15,11 @@ import torch
 from serving import PATIENCE
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.quantization.read import quantized_to
 from tonnage.planner.source.resolve import cache_folder, resolve_model
 from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import self_check

@@ -12,9 +12,10 @@ import numpy as np
 import psutil
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DoesNotFit
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.hf import HFEngine, engine

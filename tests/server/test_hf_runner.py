@@ -16,10 +16,11 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import families
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.grammars.library import GrammarError

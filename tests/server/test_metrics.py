@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.results import EVICTION_CAUSES
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, check_components
+from tonnage.planner.plans import check_components
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory

@@ -23,8 +23,9 @@ from tonnage.cache.replay.simulator import Setup, Simulator
 from tonnage.cache.replay.step_time import StepTime
 from tonnage.cache.replay.trace import Trace, read_trace
 from tonnage.cache.scheduler import Decisions, Scheduler
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.hf import scheduler as hf

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from html_pages import Document
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.cli import main
 from tonnage.server.commands.replay import _plan, _step_time, parser
 

@@ -14,9 +14,10 @@ from endpoints import cached_tokens
 from serving import PATIENCE, serving
 from vllm.distributed import kv_events as vllm_events
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.scheduler import Scheduler

@@ -16,8 +16,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from math import log2
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of, shares_memory
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
@@ -22,7 +23,7 @@ from tonnage.planner.engines.vllm.multimodal import drops_towers
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.plans import Resolved
 from tonnage.planner.records import dataclass
 from tonnage.planner.units import GiB, MiB, ceil_div
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
-from tonnage.planner.plans import Deployment
 from tonnage.planner.units import ceil_div
 
 _FLAG = "--kv-cache-dtype"

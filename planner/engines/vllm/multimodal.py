@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
 from tonnage.planner.errors import DeploymentError, EngineRefusal
@@ -21,7 +22,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import shown
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.model.vision import Vision
-from tonnage.planner.plans import Deployment, Resolved
+from tonnage.planner.plans import Resolved
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.units import ceil_div
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from math import prod
 from typing import Literal
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.plans import Deployment
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
 

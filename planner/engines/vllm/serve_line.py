@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.serve_line import (
     RANKS,
     SHARED,
@@ -14,7 +15,7 @@ from tonnage.planner.engines.serve_line import (
     tonnage_serve,
 )
 from tonnage.planner.flags import flags_of
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB
 
 

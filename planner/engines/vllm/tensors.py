@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
 from tonnage.planner.engines.version import parse_version
 from tonnage.planner.engines.vllm.multimodal import is_lost, lost_towers
@@ -9,7 +10,6 @@ from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import replace
 
 # Positions of pictures and videos may run ahead of the tokens: MRotaryEmbedding's table is four times as long

@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.plans import Deployment
 from tonnage.planner.units import GiB
 
 # What vLLM makes of 16-bit weights while it loads them, by its own name -> ours (planner, quantizes_to).

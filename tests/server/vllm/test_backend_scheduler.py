@@ -12,8 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_steps import BLOCK, World, config, request, scheduler
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.arguments import scheduling_arguments
 from tonnage.server.engines.vllm.grammars import Bounded

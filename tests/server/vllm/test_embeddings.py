@@ -19,9 +19,9 @@ from openai.types import CreateEmbeddingResponse
 from serving import PATIENCE, serving
 from transformers import AutoModel, AutoTokenizer
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.settings import Settings

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.units import GiB
 from tonnage.server.engines.stats import MeasuredMemory
 from tonnage.server.engines.vllm import figures

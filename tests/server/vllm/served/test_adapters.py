@@ -11,9 +11,9 @@ import openai
 import pytest
 from vllm_demo import ADAPTED, MAX_TOKENS, POOL, RANK, SLOTS, Bare, make_adapter
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.settings import Settings

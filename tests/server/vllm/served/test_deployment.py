@@ -15,10 +15,10 @@ from vllm.config import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.emit import emit
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.planner.records import asdict
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.vllm.deployment import asked_of

@@ -19,9 +19,10 @@ import pytest
 from serving import PATIENCE, listens
 from vllm_demo import LENGTH, MAX_TOKENS, POOL, PROMPTS, SEQUENCES, Bare
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment, Plan
+from tonnage.planner.plans import Plan
 from tonnage.server.engines.vllm.arguments import engine_arguments
 from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.watch.client import Client

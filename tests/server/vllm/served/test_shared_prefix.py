@@ -15,9 +15,9 @@ from vllm.distributed import kv_events as vllm_events
 from vllm_demo import SYSTEM
 from vllm_steps import BLOCK, World, config, request, scheduler
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Deployment
 from tonnage.server.commands.launch import make_engine
 from tonnage.server.engines.sharing import whole_blocks
 from tonnage.server.engines.vllm.arguments import BACKEND

@@ -1,0 +1,207 @@
+"""How a model is to be served: the flags, declared here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from tonnage.planner.flags import flag
+from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.records import dataclass
+from tonnage.planner.units import GiB, MiB
+
+EngineName = Literal["hf", "vllm", "sglang", "llama.cpp"]
+
+_DEVICE, _MODEL = "engine and device", "model"
+_CACHE, _EXTRAS = "KV cache and batch", "parallelism and extras"
+_MAX_RANKS = 4096
+
+# Short flags are those of vllm/engine/arg_utils.py, 0.32.
+# int4 is what vLLM and compressed-tensors call INT4 W4A16; the other words are ours with an underscore.
+_ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
+_FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
+_KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """How the model is to be served; field names are vLLM's flags, sizes are bytes. None means: as the engine
+    chooses. Options, settings and checks are made from these lines (:mod:`tonnage.planner.flags`)."""
+
+    engine: EngineName = flag(
+        "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
+        # whether there is such an engine is the registry's to say (planner/engines/registry.py)
+        metavar="|".join(get_args(EngineName)), spellings=_ENGINES,
+    )  # fmt: skip
+    engine_version: str | None = flag(
+        None, "rules of this version, for example 0.11.0 (default: the installed one, else the newest known)",
+        group=_DEVICE, metavar="V",
+    )  # fmt: skip
+    device: str = flag(
+        "cpu", "device the engine runs on (default: cpu, or the GPU's)", group=_DEVICE, choices=("cpu", "cuda")
+    )
+    gpu: str | None = flag(
+        None, "a GPU of the catalogue, or ask this machine", group=_DEVICE, metavar="NAME|cpu|auto"
+    )
+    device_memory: int | None = flag(
+        None, "memory of the device, for example 79.18GiB (default: the device's own)", group=_DEVICE,
+        unit="bytes",
+    )  # fmt: skip
+    device_memory_used: int = flag(
+        0, "memory of each device that others hold already, for example 10GiB (default: none)", group=_DEVICE,
+        unit="bytes", least=0, engine="vllm",
+    )  # fmt: skip
+    num_gpus: int | None = flag(
+        None, "GPUs of the machine (default: as many as there are ranks)", group=_DEVICE, most=_MAX_RANKS,
+        engine="vllm",
+    )  # fmt: skip
+    gpu_memory_utilization: float | None = flag(
+        None, "share of the device's memory to use (default: the engine's own: 0.9, vllm from 0.20 on 0.92)",
+        group=_DEVICE, unit="share",
+    )  # fmt: skip
+    calibration: str | None = flag(
+        None, "what tonnage fit-log --calibrate kept of starts on this GPU", group=_DEVICE, metavar="FILE"
+    )
+    dtype: str = flag(
+        "auto", "what the model is loaded in", group=_MODEL, choices=("auto", *DTYPE_BYTES), metavar="DTYPE"
+    )
+    quantization: str | None = flag(
+        None,
+        "fp8, int8, int4, nf4, gptq, awq ... (default: the checkpoint's)",
+        group=_MODEL,
+        metavar="METHOD",
+        short="-q",
+        spellings=_FORMATS,
+    )
+    kv_cache_dtype: str = flag(
+        "auto", "KV cache: float32, float16, bfloat16, fp8, fp8_per_token_head ... (default: the model's)",
+        group=_CACHE, metavar="DTYPE", spellings=_KV_TYPES,
+    )  # fmt: skip
+    mamba_ssm_cache_dtype: str = flag(
+        "auto", "recurrent states: float32, float16 or bfloat16 (default: the model's)", group=_CACHE,
+        choices=("auto", *DTYPE_BYTES), metavar="DTYPE", engine="vllm",
+    )  # fmt: skip
+    mamba_cache_mode: str = flag(
+        "auto", "states kept for prefixes: all or align (default: the version's; without effect from 0.33 on)",
+        group=_CACHE, choices=("auto", "none", "align", "all"), metavar="MODE", engine="vllm",
+    )  # fmt: skip
+    runner: str = flag(
+        "auto", "pooling: embeddings of a model that could generate, by vllm (default: what the model is for)",
+        group=_MODEL, choices=("auto", "generate", "pooling"),
+    )  # fmt: skip
+    max_model_len: int | None = flag(
+        None, "longest prompt and completion together, in tokens (default: the model's own)", group=_MODEL
+    )
+    max_num_seqs: int | None = flag(None, "most sequences running at once", group=_CACHE)
+    max_num_batched_tokens: int | None = flag(None, "most tokens of one step", group=_CACHE)
+    block_size: int | None = flag(
+        None, "tokens per KV block (default: the engine's own: 16, vllm on cpu 128, sglang 1)", group=_CACHE,
+        most=8192,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = flag(
+        None, "size of the KV pool, for example 512MiB (default: what is left)", group=_CACHE, unit="bytes"
+    )
+    enable_prefix_caching: bool | None = flag(
+        None, "share blocks of equal prefixes (default: on, where the engine has it on)", group=_CACHE
+    )
+    num_gpu_blocks_override: int | None = flag(
+        None, "blocks of the pool, whatever the memory", group=_CACHE, engine="vllm"
+    )
+    limit_mm_per_prompt: str = flag(
+        "{}", """most pictures of a prompt, for example '{"image": 2, "video": 0}' (default: any number)""",
+        group=_CACHE, metavar="JSON", engine="vllm",
+    )  # fmt: skip
+    mm_processor_kwargs: str = flag(
+        "{}", """sizes of pictures, for example '{"max_pixels": 1003520}' (default: the processor's own)""",
+        group=_CACHE, metavar="JSON", engine="vllm",
+    )  # fmt: skip
+    language_model_only: bool = flag(False, "no pictures: towers are not loaded", group=_MODEL, engine="vllm")
+    skip_mm_profiling: bool = flag(
+        False, "the profile run encodes no pictures: what they take is not reserved", group=_CACHE,
+        engine="vllm",
+    )  # fmt: skip
+    disable_chunked_mm_input: bool = flag(
+        False, "a picture is not cut into several steps", group=_CACHE, engine="vllm"
+    )
+    mm_encoder_tp_mode: str = flag(
+        "weights", "ranks divide the tower, or the pictures", group=_EXTRAS, choices=("weights", "data"),
+        engine="vllm",
+    )  # fmt: skip
+    tensor_parallel_size: int = flag(
+        1, "GPUs a layer is divided over", group=_EXTRAS, most=_MAX_RANKS, short="-tp"
+    )
+    pipeline_parallel_size: int = flag(
+        1, "GPUs the layers are divided over", group=_EXTRAS, most=_MAX_RANKS, short="-pp"
+    )
+    data_parallel_size: int = flag(1, "replicas", group=_EXTRAS, most=_MAX_RANKS, short="-dp")
+    enable_expert_parallel: bool = flag(False, "whole experts per GPU", group=_EXTRAS, short="-ep")
+    decode_context_parallel_size: int = flag(
+        1,
+        "ranks that divide a sequence's KV cache",
+        group=_EXTRAS,
+        most=_MAX_RANKS,
+        engine="vllm",
+        short="-dcp",
+    )
+    enforce_eager: bool = flag(False, "no CUDA graphs", group=_DEVICE)
+    cpu_offload_bytes: int = flag(
+        0, "GiB of weights per GPU kept in the host's memory (default: none)", group=_EXTRAS, unit="GiB",
+        least=0, option="--cpu-offload-gb",
+    )  # fmt: skip
+    load_format: str = flag(
+        "auto", "how the weights' files are read", group=_MODEL,
+        choices=("auto", "safetensors", "pt", "dummy"), engine="vllm",
+    )  # fmt: skip
+    safetensors_load_strategy: str = flag(
+        "lazy", "what of a file is in memory while it is read", group=_MODEL,
+        choices=("lazy", "eager", "prefetch"), engine="vllm",
+    )  # fmt: skip
+    mm_processor_cache_bytes: int = flag(
+        4 * GiB, "GiB of the host's memory for processed pictures and sound (default: 4)", group=_EXTRAS,
+        unit="GiB", least=0, option="--mm-processor-cache-gb", engine="vllm",
+    )  # fmt: skip
+    kv_offloading_bytes: int = flag(
+        0, "GiB of the host's memory that keep blocks of all GPUs (default: none)", group=_EXTRAS, unit="GiB",
+        least=0, option="--kv-offloading-size", engine="vllm",
+    )  # fmt: skip
+    enable_sleep_mode: bool = flag(
+        False, "may sleep, its weights in the host's memory", group=_EXTRAS, engine="vllm"
+    )
+    flash_attn: str = flag(
+        "auto", "scores of attention in pieces, or those of a step whole in memory", group=_CACHE,
+        choices=("auto", "on", "off"), engine="llama.cpp",
+    )  # fmt: skip
+    kv_unified: bool = flag(
+        False, "all sequences share one context of --max-model-len tokens", group=_CACHE, engine="llama.cpp"
+    )
+    cache_ram_bytes: int = flag(
+        8192 * MiB, "MiB of the host's memory that keep prompts (default: 8192)", group=_EXTRAS, unit="MiB",
+        least=0, option="--cache-ram", engine="llama.cpp",
+    )  # fmt: skip
+    enable_lora: bool = flag(False, "hold LoRA slots", group=_EXTRAS)
+    max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
+    # beyond vLLM's largest rank nothing is known to be served
+    max_lora_rank: int = flag(
+        16, "rank of each LoRA slot (vllm: 1, 8, 16, 32 ... 512)", group=_EXTRAS, most=512, needs="enable_lora"
+    )
+    speculative_model: str | None = flag(
+        None, "draft model, or mtp for the checkpoint's own layers", group=_EXTRAS, metavar="M"
+    )
+    num_speculative_tokens: int = flag(
+        0, "tokens drafted a step (default: 1 with a draft)", group=_EXTRAS, least=0, most=64,
+        needs="speculative_model",
+    )  # fmt: skip
+    mem_fraction_static: float | None = flag(
+        None, "share for weights and pool", group=_DEVICE, unit="share", engine="sglang"
+    )
+    # server_args.py: sliding tokens for each one of the full pool
+    swa_full_tokens_ratio: float = flag(
+        0.8, "sliding tokens for each full one", group=_DEVICE, unit="share", engine="sglang"
+    )
+    mamba_full_memory_ratio: float = flag(
+        0.9, "bytes of states for each byte of tokens", group=_DEVICE, unit="share", engine="sglang"
+    )
+
+
+def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:
+    """Whose rules are meant where nothing says so: vLLM's with a GPU or a version, else the hf engine's."""
+    return "vllm" if gpu not in (None, "cpu") or engine_version is not None else "hf"
