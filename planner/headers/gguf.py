@@ -13,6 +13,7 @@ from typing import Any
 
 from tonnage.planner.errors import CheckpointError
 from tonnage.planner.headers.ggml_types import GGML_TYPES
+from tonnage.planner.headers.partial import size_of
 from tonnage.planner.headers.safetensors import MAX_TENSORS
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
@@ -134,14 +135,14 @@ def read_gguf(path: Path) -> GGUFHeader:
     where = path.name
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(_Cursor(data, where))
+            return _read(_Cursor(data, where), size_of(path, len(data)))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
     except ValueError:  # mmap of an empty file
         raise CheckpointError("is empty", field=where) from None
 
 
-def _read(cursor: _Cursor) -> GGUFHeader:
+def _read(cursor: _Cursor, size: int) -> GGUFHeader:
     if cursor.data[:4] != b"GGUF":
         raise CheckpointError("does not begin with GGUF", field=cursor.where)
     cursor.skip(4)
@@ -162,7 +163,7 @@ def _read(cursor: _Cursor) -> GGUFHeader:
         raise cursor.fail(f"general.alignment {alignment!r} is not a multiple of 8")
     infos = [_tensor_info(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.at // alignment) * alignment
-    _check_spans(infos, len(cursor.data) - start, cursor.where)
+    _check_spans(infos, size - start, cursor.where)
     return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, alignment)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.partial import size_of
 from tonnage.planner.model.dtypes import SAFETENSORS_BITS
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.units import ceil_div
@@ -34,7 +35,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
     try:
         if not path.is_file():  # a pipe would be waited for
             raise CheckpointError("is not a regular file", field=where)
-        size = path.stat().st_size
+        size = size_of(path, path.stat().st_size)
         with path.open("rb") as file:
             prefix = file.read(8)
             if len(prefix) < 8:

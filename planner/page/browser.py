@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 
-from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.prices import cost_of
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import releases
 from tonnage.planner.flags import flags_of
+from tonnage.planner.headers import partial
 from tonnage.planner.quantization.read import flag_formats
 from tonnage.planner.training.setup import TrainingSetup
 
 _COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
-_KV_CACHE_DTYPES = ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc")
+# Of each engine's --kv-cache-dtype those that a list of a few should have; the flag takes them all.
+_KV_CACHE_DTYPES = {
+    "vllm": ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc"),
+    "sglang": ("fp8_e5m2", "fp8_e4m3"),
+    "llama.cpp": ("f16", "q8_0", "q4_0"),
+    "hf": ("bfloat16", "float16", "float32"),
+}
 _TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "attention", "strategy")
 
 
@@ -34,7 +39,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
 
 
 def choices() -> str:
-    """JSON: what each list of the page offers, from the planner's own tables."""
+    """JSON: what each list of the page offers."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -48,10 +53,13 @@ def choices() -> str:
             "kv_cache_dtype": _KV_CACHE_DTYPES,
             "dtype": ["bfloat16", "float16", "float32"],
             "training": training,
-            "flags": {name: flag.help for name, flag in flags_of(Deployment).items()},
-            "folder": os.getcwd(),
         }
     )
+
+
+def begins(path: str, size: int) -> None:
+    """``path``, just written, is the beginning of a file of ``size`` bytes: a header is all that is read."""
+    partial.begins(Path(path), size)
 
 
 def costs(gpus: int) -> str:

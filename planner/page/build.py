@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import zipfile
@@ -12,36 +13,36 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 
 _DATA = Path(__file__).parent / "data"
 _ASSETS = ("index.html", "page.js", "style.css", "worker.js")
+_FIELD = "--build"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same planner gives the same bytes
 
 
 def build(folder: Path, pyodide: str | None = None) -> None:
-    """Write the page into ``folder``, which is made, or holds an older page. Raises PageError; what is there
-    already is not touched unless all could be written."""
+    """Write the page into ``folder``, which is made, or holds an older page. Raises PageError, before
+    anything there is touched where it can be known."""
     source = pyodide_folder(pyodide)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "planner.zip").is_file():
-        raise PageError(f"{folder} has other files in it", field="--build", hint="give a new or empty folder")
     try:
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "planner.zip").is_file():
+            raise PageError(f"{folder} has other files in it", field=_FIELD, hint="give a new or empty folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-            made = Path(place) / "page"
-            made.mkdir()
-            _write(made, source)
-            if folder.exists():
-                shutil.rmtree(folder)
-            made.rename(folder)
+            made = Path(place)
+            _write(made)
+            (made / "pyodide").mkdir()
+            for name in FILES:
+                shutil.copyfile(source / name, made / "pyodide" / name)
+            (folder / "pyodide").mkdir(parents=True, exist_ok=True)
+            for path in [path for path in made.rglob("*") if path.is_file()]:  # what else is there stays
+                os.replace(path, folder / path.relative_to(made))
     except OSError as error:
-        raise PageError(f"cannot be written: {error.strerror}", field="--build", hint=str(folder)) from None
+        raise PageError(f"cannot be written: {error.strerror}", field=_FIELD, hint=str(folder)) from None
 
 
-def _write(made: Path, pyodide: Path) -> None:
+def _write(made: Path) -> None:
     for name in _ASSETS:
         shutil.copyfile(_DATA / name, made / name)
     _zip(made / "planner.zip", planner_files())
     _zip(made / "models.zip", model_files())
-    (made / "pyodide").mkdir()
-    for name in FILES:
-        shutil.copyfile(pyodide / name, made / "pyodide" / name)
 
 
 def planner_files() -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -46,14 +47,22 @@ class _Handler(SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    """Listens on IPv4 and IPv6 alike."""
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        self.address_family, *_ = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        super().__init__(address, handler)
+
+
 def server(folder: Path, host: str, port: int) -> ThreadingHTTPServer:
-    """Serves the files of ``folder``; not started. Raises DeploymentError where the address is taken."""
+    """Serves the files of ``folder``; not started. Raises DeploymentError where it cannot listen."""
     try:
-        return ThreadingHTTPServer((host, port), partial(_Handler, directory=str(folder)))
+        return _Server((host, port), partial(_Handler, directory=str(folder)))
     except (OSError, OverflowError) as error:
         words = getattr(error, "strerror", None) or str(error)
         raise DeploymentError(
-            f"{host}:{port}: {words}", field="--port", hint="--port 0 takes a free one"
+            f"cannot listen on {host} port {port}: {words}", field="--port", hint="--port 0 takes a free one"
         ) from None
 
 

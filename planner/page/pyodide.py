@@ -96,4 +96,6 @@ def fetch(folder: Path) -> None:
             for name in FILES:
                 if (member := archive.extractfile(f"package/{name}")) is not None:
                     (made / name).write_bytes(member.read())
-        checked(made).rename(folder)
+        checked(made)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        made.rename(folder)

@@ -40,6 +40,9 @@ def models() -> Iterator[None]:
         for name, content in model_files().items():
             (Path(place) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(place) / name).write_bytes(content)
+        unknown = Path(place) / "new/Jais-9"
+        unknown.mkdir(parents=True)
+        (unknown / "config.json").write_text('{"model_type": "jais9", "architectures": ["Jais9ForCausalLM"]}')
         shutil.copytree(ROOT / "tests/data/traces", Path(place) / "traces")
         shutil.copytree(ROOT / "tests/data/startup_logs", Path(place) / "logs")
         os.chdir(place)

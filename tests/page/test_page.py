@@ -16,6 +16,8 @@ from browsing import Sight
 from tonnage.planner.page.browser import choices
 from tonnage.planner.page.build import model_files
 
+INDEX = "model.safetensors.index.json"
+OPEN = {"access-control-allow-origin": "*"}
 COMMAND = "import sys; from tonnage.server.cli import main; sys.exit(main())"
 NAMES = sorted(name.removesuffix("/config.json") for name in model_files())
 GPUS = ("h100-80g", "a100-40g", "l40s-48g", "t4-16g", "b200-180g", "mi300x-192g")
@@ -77,10 +79,13 @@ def test_own_configs_components_and_kept_plans(sight: Sight) -> None:
     sight.open().settle()
     sight.page.click("button.kv_pool")
     assert "kv_cache.bytes_per_block" in sight.page.inner_text("#terms")
+    sight.picture("terms")
     sight.page.click("#keep")
     sight.page.select_option("#flag-gpu", "l40s-48g")
     sight.wait("() => document.querySelectorAll('#beside th[scope=row]').length > 3")
     assert "beside=" in sight.page.url
+    sight.page.locator("#beside").scroll_into_view_if_needed()
+    sight.picture("beside")
     sight.page.click("summary")
     config = json.loads(model_files()["Qwen/Qwen3-4B/config.json"])
     sight.page.fill("#paste", json.dumps(config))
@@ -90,9 +95,83 @@ def test_own_configs_components_and_kept_plans(sight: Sight) -> None:
     sight.page.locator("#paste").blur()
     sight.wait("() => document.getElementById('status').className === 'no'")
     assert "nobody" in sight.page.inner_text("#status")
+    sight.picture("refused")
     sight.page.set_input_files("#file", {"name": "config.json", "mimeType": "application/json",
                                          "buffer": json.dumps(config).encode()})  # fmt: skip
     sight.wait("() => document.getElementById('status').className === ''")
+    total = json.dumps({"metadata": {"total_size": 2}, "weight_map": {}}).encode()  # of other weights
+    index = {"name": INDEX, "mimeType": "application/json", "buffer": total}
+    sight.page.set_input_files("#file", index)
+    sight.wait("() => document.getElementById('status').className === 'no'")
+    assert "An index names files" in sight.page.inner_text("#status")
+    both = [{"name": name, "mimeType": "", "buffer": content} for name, content in (
+        ("config.json", json.dumps(config).encode()), ("tokenizer_config.json", b"{}"), (INDEX, total),
+    )]  # fmt: skip
+    sight.page.set_input_files("#file", both)  # a folder: what is planned is its config.json
+    sight.wait("() => document.getElementById('status').className === ''")
+    assert sight.page.input_value("#model") == "own/model"
+    gguf = {"name": "a.gguf", "mimeType": "", "buffer": b"GGUF" + bytes(20)}
+    sight.page.set_input_files("#file", gguf)
+    sight.wait("() => document.getElementById('status').textContent.includes('a.gguf')")
+
+
+def test_a_config_of_the_hub(sight: Sight) -> None:
+    """Asked for by a button alone; of the files it looks for only the config is there."""
+    asked = []
+
+    def hub(route: Any) -> None:
+        asked.append(route.request.url)
+        name = route.request.url.rpartition("/")[2]
+        if name == "config.json" and "gated" not in route.request.url:
+            route.fulfill(body=model_files()["Qwen/Qwen3-4B/config.json"], headers=OPEN)
+        else:
+            route.fulfill(status=401 if name == "config.json" else 404, headers=OPEN)
+
+    sight.page.route("https://huggingface.co/**", hub)
+    sight.open()
+    for name, words in (("someone/Own-4B@v2", ""), ("someone/gated", "401")):
+        sight.page.fill("#model", name)
+        sight.page.locator("#model").blur()
+        sight.page.click("#hub")
+        if words:
+            sight.wait("() => document.getElementById('status').className === 'no'")
+            assert words in sight.page.inner_text("#status")
+        else:
+            sight.wait(f"() => window.tonnage.out.includes('\"{name}\"')")
+    assert all(url.startswith("https://huggingface.co/someone/") for url in asked)
+    assert "https://huggingface.co/someone/Own-4B/resolve/v2/config.json" in asked
+    sight.page.goto(
+        sight.url + "?model=someone/Own-4B"
+    )  # a link: not there, and not asked for unless one says so
+    sight.wait("() => document.getElementById('status').className === 'no'")
+    assert sight.page.is_visible("#hub")
+    sight.said = [words for words in sight.said if "the server responded" not in words]  # the browser's words
+
+
+def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
+    """The page loads from its host alone, and plans without any host once it is there."""
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    sight = Sight(page, site).open().settle()
+    context.set_offline(True)
+    page.select_option("#flag-gpu", "l40s-48g")
+    sight.wait("() => JSON.parse(window.tonnage.out).deployment.gpu === 'l40s-48g'")
+    assert len(asked) > 5
+    assert all(url.startswith((site, "data:", "blob:")) for url in asked)
+    assert not sight.said
+    context.close()
+
+
+def test_what_is_copied_is_a_command_and_no_more(sight: Sight) -> None:
+    sight.open(
+        "?model=Qwen/Qwen3-VL-8B-Instruct&gpu=h100-80g&limit-mm-per-prompt=%7B%22image%22:2%7D&hf-token=$(id)"
+    ).settle()
+    line = sight.page.inner_text("#line code")
+    assert "'{\"image\":2}'" in line
+    assert "$(id)" not in sight.page.content()
+    assert "hf-token" not in line
 
 
 def test_how_long_it_takes(browser: Any, site: str, capsys: pytest.CaptureFixture[str]) -> None:

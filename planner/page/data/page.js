@@ -42,7 +42,7 @@ function planControls(all) {
       ["engine", "Engine", "list", all.engines],
       ["engine-version", "Version", "text", all.versions[state.engine] ?? []],
       ["quantization", "Weights", "list", ["", ...all.quantization]],
-      ["kv-cache-dtype", "KV cache", "list", ["", ...all.kv_cache_dtype]],
+      ["kv-cache-dtype", "KV cache", "list", ["", ...(all.kv_cache_dtype[state.engine] ?? [])]],
       ["dtype", "Dtype", "list", ["", ...all.dtype]],
     ]],
   ];
@@ -82,9 +82,14 @@ let all, command = "plan", state = {}, kept = [];
 function readAddress() {
   const query = new URLSearchParams(location.search);
   command = query.get("do") === "train" ? "train" : "plan";
-  kept = query.getAll("beside").slice(0, KEPT);
+  kept = query.getAll("beside").slice(0, KEPT).map((one) => {
+    const flags = new URLSearchParams(one);
+    flags.delete("hf-token");
+    return String(flags);
+  });
   query.delete("do");
   query.delete("beside");
+  query.delete("hf-token"); // no place for one, and a page fetches nothing by itself
   state = query.size ? Object.fromEntries(query) : { ...FIRST[command] };
 }
 
@@ -100,6 +105,9 @@ function argv(of = state) {
   const given = Object.entries(flags).filter(([, value]) => value !== "");
   return [model, ...given.flatMap(([name, value]) => [`--${name}`, value])];
 }
+
+// as a shell takes it
+const quoted = (words) => words.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`)).join(" ");
 
 // -- the form -------------------------------------------------------------------------------------------------
 
@@ -160,6 +168,7 @@ function control([name, label, kind, values, first]) {
 
 // rules are a version's: the command says which, or it would answer for the one installed where it is run
 function newest(engine) {
+  if (!all.kv_cache_dtype[engine]?.includes(state["kv-cache-dtype"])) delete state["kv-cache-dtype"];
   state.engine = engine;
   state["engine-version"] = all.versions[engine]?.[0] ?? "";
   drawForm();
@@ -170,6 +179,7 @@ function drawForm() {
   byId("controls").replaceChildren(...groups.map(([legend, controls]) =>
     make("fieldset", {}, make("legend", { textContent: legend }), ...controls.flatMap(control))));
   byId("model").value = state.model ?? "";
+  byId("hub").hidden = !unknown(state.model ?? "");
   for (const name of ["plan", "train"]) byId(`tab-${name}`).setAttribute("aria-pressed", String(command === name));
 }
 
@@ -373,7 +383,7 @@ function drawTraining(plan, code) {
     ...(plan.reasons ?? []).map((text) => make("p", { className: "no", textContent: String(text) })),
     table(["what", "where", "bytes", ""], rows, "Memory of one rank"),
     make("h2", { textContent: "Command" }),
-    make("pre", { textContent: `tonnage train ${argv().join(" ")}` }),
+    make("pre", { textContent: `tonnage train ${quoted(argv())}` }),
   ];
 }
 
@@ -386,7 +396,7 @@ async function serveLine(current) {
     make("button", { type: "button", className: "noprint", textContent: "Copy",
       onclick: () => navigator.clipboard?.writeText(found.out.trim()) }),
   ] : [];
-  place.replaceChildren(...serve, make("p", {}, make("code", { textContent: `tonnage plan ${argv().join(" ")}` })));
+  place.replaceChildren(...serve, make("p", {}, make("code", { textContent: `tonnage plan ${quoted(argv())}` })));
 }
 
 function keep() {
@@ -415,12 +425,14 @@ async function beside(current) {
     row("tokens", (plan) => grouped(plan.kv_cache.tokens)),
     row("sequences", (plan) => plan.kv_cache.max_concurrency.toFixed(2)),
   ];
-  const heads = ["", ...states.map((one, at) => (at ? argv(one).join(" ") : "this one"))];
+  const heads = ["", ...states.map((one, at) => (at ? quoted(argv(one)) : "this one"))];
   const drop = kept.map((_, at) => make("button", { type: "button", className: "noprint",
     textContent: `Take away the ${["first", "second", "third"][at]} kept plan`,
     onclick: () => { kept.splice(at, 1); changed(); } }));
   place.replaceChildren(make("h2", { textContent: "Side by side" }), table(heads, rows, "Plans side by side"), ...drop);
 }
+
+const refusal = (plan) => (plan.refused ? "refused" : plan.unsupported?.length ? "does not run" : "does not fit");
 
 async function otherGpus(current) {
   const place = byId("gpus");
@@ -436,7 +448,7 @@ async function otherGpus(current) {
     const name = make("td", {}, make("button", { type: "button", className: "term", textContent: gpu.name,
       onclick: () => { state.gpu = gpu.name; drawForm(); changed(); } }));
     rows.push(plan.refused || !plan.fits
-      ? [name, valued(gib(gpu.memory_bytes), gpu.memory_bytes), valued(plan.refused ? "refused" : "does not fit", -1), valued("", -1), valued(...price)]
+      ? [name, valued(gib(gpu.memory_bytes), gpu.memory_bytes), valued(refusal(plan), -1), valued("", -1), valued(...price)]
       : [name, valued(gib(gpu.memory_bytes), gpu.memory_bytes), valued(grouped(plan.kv_cache.tokens), plan.kv_cache.tokens),
         valued(plan.kv_cache.max_concurrency.toFixed(2), plan.kv_cache.max_concurrency), valued(...price)]);
   }
@@ -446,20 +458,33 @@ async function otherGpus(current) {
 
 // -- models of one's own --------------------------------------------------------------------------------------
 
-const HEADER = 64 * 1024 * 1024; // of a GGUF file: its header, which is all that is read
+const HEADER = 128 * 1024 * 1024; // of a GGUF file; planner/headers/gguf.py reads 100 MB at most
+const INDEX = "model.safetensors.index.json";
+
+// what is read of a file: JSON whole, of a checkpoint its header
+async function beginning(file) {
+  const bytes = async (to) => new Uint8Array(await file.slice(0, to).arrayBuffer());
+  if (!file.name.endsWith(".safetensors")) return bytes(HEADER);
+  const length = new DataView((await bytes(8)).buffer).getBigUint64(0, true);
+  return bytes(Math.min(8 + Number(length), HEADER));
+}
 
 async function ownFiles(files) {
-  const folder = "own/model";
-  let model = folder;
-  for (const file of files) {
-    if (file.size > HEADER && !file.name.endsWith(".gguf")) continue;
-    const content = new Uint8Array(await file.slice(0, HEADER).arrayBuffer());
-    await tell("put", { path: `${folder}/${file.name}`, content });
-    if (file.name.endsWith(".gguf") || (file.name.endsWith(".json") && !["config.json", "model.safetensors.index.json"].includes(file.name))) {
-      model = `${folder}/${file.name}`;
-    }
+  const folder = "own/model", names = [...files].map(({ name }) => name);
+  const weights = names.filter((name) => name.endsWith(".gguf") || name.endsWith(".safetensors"));
+  const gguf = names.find((name) => name.endsWith(".gguf")), config = names.includes("config.json");
+  const only = names.filter((name) => name.endsWith(".json"));
+  if (names.includes(INDEX) && !weights.length && !config) {
+    return fail("An index names files and has no shapes: drop config.json, or the .safetensors files with it (of which the headers are read).");
   }
-  choose(model);
+  let first = config || Boolean(gguf) || only.length === names.length;
+  for (const file of files) {
+    const kept = file.name.endsWith(".json") || weights.includes(file.name);
+    if (!kept || (file.name === INDEX && !weights.length)) continue;
+    await tell("put", { path: `${folder}/${file.name}`, content: await beginning(file), size: file.size, first });
+    first = false;
+  }
+  choose(gguf ? `${folder}/${gguf}` : config || !only.length ? folder : `${folder}/${only[0]}`);
 }
 
 function choose(model) {
@@ -471,33 +496,45 @@ function choose(model) {
 async function fromHub() {
   const model = byId("model").value.trim();
   const [name, revision = "main"] = model.split("@");
+  byId("status").className = "";
   byId("status").textContent = `Asking the hub for ${name}`;
-  for (const file of ["config.json", "model.safetensors.index.json", "preprocessor_config.json"]) {
+  let first = true;
+  for (const file of ["config.json", "preprocessor_config.json"]) {
     const response = await fetch(`https://huggingface.co/${name}/resolve/${revision}/${file}`).catch(() => null);
     if (response?.ok) {
-      await tell("put", { path: `${name}/${file}`, content: new Uint8Array(await response.arrayBuffer()) });
+      const content = new Uint8Array(await response.arrayBuffer());
+      await tell("put", { path: `${model}/${file}`, content, size: content.length, first });
+      first = false;
     } else if (file === "config.json") {
       return fail(response ? `The hub answers ${response.status} for ${name}: a gated model's config.json can be pasted below.`
         : "The hub cannot be reached: paste config.json below.");
     }
   }
-  choose(name);
+  fetched.add(model);
+  byId("hub").hidden = true;
+  choose(model);
+}
+
+const fetched = new Set();
+
+// whether the hub would have to be asked: by the button alone
+function unknown(name) {
+  return name.includes("/") && !all.models.includes(name) && !name.startsWith("own/") && !fetched.has(name);
 }
 
 function listen() {
   const model = byId("model");
   model.onchange = () => {
     const name = model.value.trim();
-    const unknown = name.includes("/") && !all.models.includes(name) && !name.startsWith("own/");
-    byId("hub").hidden = !unknown;
-    if (!unknown) choose(name);
+    byId("hub").hidden = !unknown(name);
+    if (!unknown(name)) choose(name);
   };
   byId("hub").onclick = fromHub;
   byId("form").onsubmit = (event) => event.preventDefault();
   byId("paste").onchange = async () => {
     const text = byId("paste").value.trim();
     if (!text) return;
-    await tell("put", { path: "own/model/config.json", content: new TextEncoder().encode(text) });
+    await tell("put", { path: "own/model/config.json", content: new TextEncoder().encode(text), first: true });
     choose("own/model");
   };
   byId("file").onchange = () => ownFiles(byId("file").files);

@@ -36,11 +36,18 @@ const KINDS = {
     return { code, out, err };
   },
   costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
-  // a file of a model; its folder is made
-  put: ({ path, content }) => {
+  // a file of a model; its folder is made, and emptied where it is the first of another model
+  put: ({ path, content, first, size }) => {
     const full = `${HOME}/${path}`;
-    python.FS.mkdirTree(full.slice(0, full.lastIndexOf("/")));
+    const folder = full.slice(0, full.lastIndexOf("/"));
+    python.FS.mkdirTree(folder);
+    if (first) {
+      for (const name of python.FS.readdir(folder)) {
+        if (name !== "." && name !== "..") python.FS.unlink(`${folder}/${name}`);
+      }
+    }
     python.FS.writeFile(full, content);
+    if (size > content.length) browser.begins(full, size);
   },
 };
 

@@ -1,0 +1,89 @@
+"""``tonnage page --build``: what it writes, leaves alone and refuses; checkpoints that only begin here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import urllib.request
+import zipfile
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tonnage.planner.errors import CheckpointError, DeploymentError
+from tonnage.planner.headers import partial
+from tonnage.planner.headers.safetensors import read_header
+from tonnage.planner.page import browser, pyodide
+from tonnage.planner.page.build import build
+from tonnage.planner.page.command import run, server
+from tonnage.planner.page.pyodide import PageError
+
+
+@pytest.fixture
+def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder that passes for Pyodide."""
+    folder = tmp_path / "runtime"
+    folder.mkdir()
+    monkeypatch.setattr(pyodide, "FILES", dict.fromkeys(pyodide.FILES, hashlib.sha256(b"as if").hexdigest()))
+    for name in pyodide.FILES:
+        (folder / name).write_bytes(b"as if")
+    return str(folder)
+
+
+def test_what_else_is_in_the_folder_stays(tmp_path: Any, runtime: str) -> None:
+    site = tmp_path / "site"
+    for _ in range(2):
+        build(site, runtime)
+        assert (site / "pyodide" / "pyodide.mjs").is_file()
+        with zipfile.ZipFile(site / "planner.zip") as archive:
+            names = archive.namelist()
+        assert "tonnage/planner/command.py" in names
+        assert "tonnage/planner/devices/catalogue.json" in names
+        assert not [name for name in names if "page/data" in name or ".." in name]
+        (site / "CNAME").write_text("plans.example")
+    assert (site / "CNAME").read_text() == "plans.example"
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("site", "runtime")]
+
+
+def test_other_folders_and_files_are_refused(tmp_path: Any, runtime: str, capsys: Any) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years")
+    assert run(["--build", str(other), "--pyodide", runtime]) == 2
+    assert "has other files in it" in capsys.readouterr().err
+    assert [path.name for path in other.iterdir()] == ["thesis.tex"]
+    assert run(["--build", str(other / "thesis.tex"), "--pyodide", runtime]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    (tmp_path / "runtime" / "pyodide.mjs").write_text("another")
+    with pytest.raises(PageError, match="is not of Pyodide"):
+        build(tmp_path / "site", runtime)
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_listens(tmp_path: Any, host: str) -> None:
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    (tmp_path / "index.html").write_text("page")
+    with server(tmp_path, host, 0) as serving:
+        Thread(target=serving.handle_request, daemon=True).start()
+        shown = f"[{host}]" if ":" in host else host
+        with urllib.request.urlopen(f"http://{shown}:{serving.server_address[1]}/") as answer:
+            assert answer.read() == b"page"
+        with pytest.raises(DeploymentError, match="cannot listen"):
+            server(tmp_path, host, int(serving.server_address[1]))
+
+
+def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="truncated"):
+        read_header(file)
+    browser.begins(str(file), 8 + len(header) + 4000)
+    try:
+        assert read_header(file)[0].nbytes == 4000
+    finally:
+        partial._WHOLE.clear()
