@@ -206,7 +206,7 @@ class Plan:
         if self.kv_cache.law is None:
             raise UnsupportedArchitecture(self.kv_cache.no_law, field="--request")
         check_lengths(prompt_tokens, output_tokens, self.deployment.max_model_len or 0)
-        limit = self.deployment.max_num_seqs or 1
+        limit = 1 if self.deployment.max_num_seqs is None else self.deployment.max_num_seqs
         return hold(self.kv_cache.law, prompt_tokens, output_tokens, self.usable_bounds, limit)
 
     @property

@@ -145,9 +145,14 @@ def build_stages(
     )  # the draft is on the last stage (v1/worker/gpu/model_runner.py)
     each = [before] * (len(held) - 1) + [added]
     return [
-        Stage(_rank(weights, runtime, chosen, more), weights, runtime, size, more.draft_high)
+        stage_of(weights, runtime, chosen, more, size)
         for (weights, runtime), size, more in zip(held, sizes, each, strict=True)
     ]
+
+
+def stage_of(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added, block_bytes: int) -> Stage:
+    """A stage whose ranks hold these, without a pool."""
+    return Stage(_rank(weights, runtime, chosen, added), weights, runtime, block_bytes, added.draft_high)
 
 
 def _runtime(part: Architecture, chosen: Resolved) -> Runtime:

@@ -144,7 +144,7 @@ def _print_all(
         )
     if rows:
         print_rows(rows, lengths, sys.stdout)
-    for why, count in Counter(row.refused or row.unsupported for row in rows).items():
+    for why, count in Counter(row.refused or row.unsupported or row.stops for row in rows).items():
         if not why:
             continue
         print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")

@@ -24,9 +24,9 @@ from tonnage.planner.model.capacity import at_most, check_lengths, hold
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.planning.build import auto_dtype, stored_format, with_draft
 from tonnage.planner.planning.deployment import complete
-from tonnage.planner.planning.stages import rank_architecture
+from tonnage.planner.planning.stages import Added, Stage, rank_architecture, stage_of
 from tonnage.planner.planning.terms import lora_bytes
-from tonnage.planner.planning.weights import hold_weights
+from tonnage.planner.planning.weights import HeldWeights, hold_weights
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import (
     check_quantization,
@@ -43,7 +43,8 @@ from tonnage.planner.source.resolve import ModelSource
 class SweepRow:
     """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None where no list has a price
     (``price_source`` says which has). ``refused``: why there is no plan (the other figures are 0 then);
-    ``unsupported``: why the engine does not run it on that GPU, or not by itself, whatever the memory.
+    ``unsupported``: why the engine does not run it on that GPU, or not by itself, whatever the memory;
+    ``stops``: why its start fails although the memory would do, and what would start.
 
     ``sequences``: of max_model_len tokens, or of the first of the lengths asked for, that run at once, at most
     --max-num-seqs; ``least_sequences``: where the engine takes the most memory it may. ``requests``: of each of
@@ -73,6 +74,7 @@ class SweepRow:
     least_sequences: float = 0.0
     requests: tuple[int, ...] = ()
     price_source: str = ""
+    stops: str = ""
 
     @property
     def usd_per_sequence(self) -> float | None:
@@ -145,8 +147,8 @@ def sweep(
     engine, dtype = engine_of(deployment.engine), auto_dtype(source)
     stored = stored_kv_dtype(source.config)
 
-    def weights(key: _WeightsKey) -> tuple[int, int]:
-        """Bytes of the weights on the device, and of LoRA slots and draft."""
+    def weights(key: _WeightsKey) -> tuple[HeldWeights, Added]:
+        """Weights on the device, and bytes of LoRA slots and draft."""
         scheme, ranks, device, kind, kernel = key
         asked = None if scheme == "as is" else scheme
         flags = replace(
@@ -155,8 +157,8 @@ def sweep(
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
         held = hold_weights(part_of(ranks), quantization, flags)
-        _, draft, *_ = with_draft(source, architecture, flags)
-        return held.bytes, lora_bytes(architecture, flags) + draft
+        _, draft, draft_high, *_ = with_draft(source, architecture, flags)
+        return held, Added(lora_bytes(architecture, flags), draft, draft_high)
 
     def resolve(key: tuple[str, str, int]) -> Resolved:
         name, kv_dtype, ranks = key
@@ -223,7 +225,8 @@ def sweep(
                         steps_of.setdefault(step, chosen)
                         terms = runtime_of(step)
                         asked = [(law_of(key), *length) for length in lengths]
-                        row = _row(found, engine, gpu, chosen, layout, held, terms, price, asked)
+                        stage = stage_of(held[0], terms, chosen, held[1], layout.layout.bytes_per_block)
+                        row = _row(found, engine, architecture, chosen, layout, stage, price, asked)
                         kind = (gpu.name, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)
                         run_as.setdefault(kind, chosen)
                         if not (runs := support_of(kind)).runs:
@@ -235,43 +238,46 @@ def sweep(
 
 
 def _row(
-    row: SweepRow, engine: Engine, gpu: Gpu, chosen: Resolved, pool: PoolSpec, loaded: tuple[int, int],
-    runtime: Runtime, price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
+    row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec, stage: Stage,
+    price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
 ) -> SweepRow:  # fmt: skip
-    """``row`` with its figures. ``asked``: lengths of requests, each with what one takes."""
-    size, (weights, added) = pool.layout.bytes_per_block, loaded
-    exact, terms = weights + added, runtime.total
-    blocks = engine.num_blocks(chosen, pool, size, exact + terms, weights)
-    low, high = runtime.bounds
-    ends = engine.block_bounds(
-        chosen, pool, size, (exact + low, exact + high), (weights, weights), runtime.framework.high
-    )
+    """``row`` with its figures, as Sizer has them of one plan. ``stage``: what a rank holds beside the pool;
+    ``asked``: lengths of requests, each with what one takes."""
+    size, weights = stage.block_bytes, stage.loaded_bounds
+    pool = engine.settle_pool(architecture, chosen, pool, weights[0])
+    blocks = engine.num_blocks(chosen, pool, size, stage.rank.used_bytes, weights[0])
+    ends = engine.block_bounds(chosen, pool, size, stage.used_bounds, weights, stage.runtime.framework.high)
     held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *ends))
-    taken, limit = exact + terms + blocks * size, chosen.max_num_seqs
+    rank = stage.with_blocks(blocks, pool.apart).rank
+    failure = engine.foresee(architecture, chosen, rank, pool, held)
+    limit = engine.most_running(chosen, pool, held)
+    stops = "" if failure is None else failure.why
     usable = held.usable_blocks, least.usable_blocks, most.usable_blocks
     for _, prompt, output in asked:
         check_lengths(prompt, output, chosen.max_model_len)
     requests = [hold(law, prompt, output, usable, limit) for law, prompt, output in asked]
     counts = [(at_most(found.at_once, limit), at_most(found.bounds[0], limit)) for found in requests]
     counts.append((at_most(held.max_concurrency, limit), at_most(least.max_concurrency, limit)))
+    enough = rank.used_bytes <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks
     return replace(
         row,
-        fits=taken <= chosen.limit and held.blocks_per_sequence <= held.usable_blocks,
-        weights_bytes=weights,
-        kv_pool_bytes=blocks * size,
-        runtime_bytes=terms,
-        free_bytes=gpu.memory_bytes - taken,
-        total_bytes=gpu.memory_bytes,
+        fits=enough and not stops,
+        weights_bytes=rank.weights_bytes,
+        kv_pool_bytes=rank.kv_pool_bytes,
+        runtime_bytes=stage.runtime.total,
+        free_bytes=rank.free_bytes,
+        total_bytes=rank.total_bytes,
         tokens=held.tokens,
         max_concurrency=held.max_concurrency,
         usd_per_hour=None if price is None else price.usd,
         price_source="" if price is None else price.source,
-        added_bytes=added,
+        added_bytes=rank.lora_bytes + rank.draft_bytes,
         least_concurrency=least.max_concurrency,
         max_num_seqs=limit,
         sequences=counts[0][0],
         least_sequences=counts[0][1],
         requests=tuple(found.running for found in requests),
+        stops=stops,
     )
 
 

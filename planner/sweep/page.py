@@ -26,8 +26,8 @@ def write_sweep_page(
         head = f"<td>{escape(row.model)}</td>" if many else ""
         head += f"<td class=left>{escape(device_cell(row))}</td><td class=left>{escape(row.quantization)}</td>"
         head += f"<td class=left>{escape(row.kv_cache_dtype)}</td>"
-        if row.refused or (row.unsupported and not row.fits):
-            why = escape(row.refused or row.unsupported)
+        if row.refused or ((row.unsupported or row.stops) and not row.fits):
+            why = escape(row.refused or row.unsupported or row.stops)
             body.append(f"<tr>{head}<td colspan=6 class='words no'>{why}</td></tr>")
             continue
         parts = (

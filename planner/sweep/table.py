@@ -58,7 +58,7 @@ def device_cell(row: SweepRow) -> str:
 def _pool(row: SweepRow) -> str:
     if row.fits:
         return _gib(row.kv_pool_bytes)
-    return "refused" if row.refused else "no run" if row.unsupported else "no fit"
+    return "refused" if row.refused else "no run" if row.unsupported or row.stops else "no fit"
 
 
 def _gib(size: int) -> str:

@@ -89,6 +89,50 @@ def test_a_row_is_the_plan_for_formats_and_kernels_of_a_gpu(name, tmp_path):
         assert (row.kv_pool_bytes, row.tokens) == (plan.rank.kv_pool_bytes, plan.kv_cache.tokens)
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("Qwen__Qwen3.5-27B", Deployment(engine="sglang", max_model_len=32768)),
+        ("Qwen__Qwen3-0.6B", Deployment(engine="sglang", max_model_len=4096)),
+        ("Qwen__Qwen3.5-27B", Deployment(engine="sglang", max_model_len=4096, mamba_full_memory_ratio=0.01)),
+        ("Qwen__Qwen3.5-27B", Deployment(engine="vllm", max_model_len=2048, max_num_seqs=4000,
+                                         max_num_batched_tokens=8192)),
+    ],
+    ids=["SGLang's states", "SGLang's limit", "SGLang without slots", "vLLM without blocks for states"],
+)  # fmt: skip
+def test_a_row_is_the_plan_of_what_an_engine_settles_late(name, flags, tmp_path):
+    """Slots of states, the most that run, and starts that fail, all known once the pool has its size."""
+    shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
+    source, asked = resolve_model(str(tmp_path)), (1000, 200)
+    gpus = (find_gpu("h100-80g"), find_gpu("b200"))
+    for row in sweep(source, flags, Grid(gpus, ("as is",), ("auto",), (1, 2)), [asked]):
+        plan = plan_source(source, replace(flags, gpu=row.gpu, tensor_parallel_size=row.gpus))
+        rank = plan.rank
+        assert (row.fits, row.tokens, row.max_num_seqs) == (
+            plan.fits, plan.kv_cache.tokens, plan.deployment.max_num_seqs
+        )  # fmt: skip
+        assert (row.kv_pool_bytes, row.free_bytes) == (rank.kv_pool_bytes, rank.free_bytes)
+        assert row.max_concurrency == plan.kv_cache.max_concurrency
+        found = plan.hold(*asked)
+        assert row.requests == (found.running,)
+        assert row.least_sequences == min(found.bounds[0], found.limit)
+        least, _ = plan.intervals.get("max_concurrency", (plan.kv_cache.max_concurrency, 0))
+        assert round(row.least_concurrency, 4) == round(least, 4)
+        assert not row.stops or row.stops in plan.reasons
+        assert bool(row.stops) == (plan.stops_with is not None and plan.reasons[-1] == row.stops)
+
+
+def test_a_table_says_why_a_start_fails(tmp_path, capsys):
+    shutil.copy(CONFIGS / "Qwen__Qwen3.5-27B.json", tmp_path / "config.json")
+    page = tmp_path / "page.html"
+    flags = ["--max-num-seqs", "4000", "--max-model-len", "2048", "--max-num-batched-tokens", "8192"]
+    assert run([str(tmp_path), *flags, "--gpu", "h100-80g,a100-80g", "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("no run") == 2
+    assert "so would --enforce-eager" in out
+    assert "so would --enforce-eager" in page.read_text()
+
+
 def test_what_cannot_be_divided_is_refused_in_its_row(llama):
     (row,) = sweep(resolve_model(llama), FLAGS, Grid((find_gpu("h100"),), ("as is",), ("auto",), (3,)))
     assert not row.fits
