@@ -152,8 +152,14 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
         if about and getattr(args, name) and (name != "request" or many):
             refuse(name, f"is about one plan, {about} about many", "leave one out")
     for name in ("sort", "top", "price"):
-        if not about and getattr(args, name):
+        if getattr(args, name) is None:
+            continue
+        if not about:
             refuse(name, "is for a table of many plans", "give several models or values, or --sweep")
+        if many == "compare":
+            refuse(name, "is for a table of many plans, --compare about one", "leave one out")
+    if args.sort is not None and many == "target_concurrency":
+        refuse("sort", "is for a table, --target-concurrency prints the cheapest first", "leave one out")
 
 
 def run(argv: list[str]) -> int:

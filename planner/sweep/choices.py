@@ -54,13 +54,14 @@ def read_choices(args: argparse.Namespace) -> Choices:
         tuple(_parts(caches, "kv_cache_dtype")),
     )
     if found.gpus:
-        args.gpu, count = found.gpus[0]
         ranks = args.tensor_parallel_size
-        if count is not None and ranks is not None and ranks != count:
-            raise DeploymentError(
-                f"{count} x {args.gpu} contradicts --tensor-parallel-size {ranks}",
-                field="--gpu", hint="give one",
-            )  # fmt: skip
+        for name, count in found.gpus:
+            if count is not None and ranks is not None and ranks != count:
+                raise DeploymentError(
+                    f"{count} x {name} contradicts --tensor-parallel-size {ranks}",
+                    field="--gpu", hint="give one",
+                )  # fmt: skip
+        args.gpu, count = found.gpus[0]
         if count is not None and not found.several:
             args.tensor_parallel_size = count
     if found.quantizations:

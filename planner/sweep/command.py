@@ -22,7 +22,7 @@ from tonnage.planner.records import asdict, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, SweepRow, cheapest, default_grid, sweep
-from tonnage.planner.sweep.order import ordered
+from tonnage.planner.sweep.order import check_sort, ordered
 from tonnage.planner.sweep.table import price_lines, print_rows
 from tonnage.planner.units import parse_count
 
@@ -37,6 +37,9 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     here = not many and not choices.gpus
     deployment = _settled(choices, deployment, wanted, args.engine is not None or here)
     prices = read_prices(args.price or ())
+    top = None if args.top is None else parse_count(args.top, "--top")
+    if args.sort is not None:
+        check_sort(args.sort)
     lengths = [parse_request(text) for text in args.request or ()]
     combined = _grids(choices, deployment, wanted, args.sweep)
     rows: list[SweepRow] = []
@@ -54,10 +57,9 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     left_out = [row for row in rows if many and row.unsupported]
     rows = [row for row in rows if not many or not row.unsupported]
     found = len(rows)
-    by = args.sort or ("price-per-sequence" if many else None)
+    by = "price-per-sequence" if args.sort is None and many else args.sort
     rows = ordered(rows, by) if wanted is None else cheapest(rows, wanted)
-    if args.top is not None:
-        rows = rows[: parse_count(args.top, "--top")]
+    rows = rows[:top]
     if args.html:
         from tonnage.planner.sweep.page import write_sweep_page
 
@@ -74,7 +76,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
         if wanted is not None:
             _print_offers(sources[0], deployment, rows, wanted, prices)
         else:
-            shown = rows[:_TOP] if many and args.top is None else rows
+            shown = rows[:_TOP] if many and top is None else rows
             if here:
                 print("For this machine's CPU, as no GPU was named: --gpu h100-80g,l40s is for these two")
             _print_all(shown, found, by, lengths, prices)
@@ -149,7 +151,8 @@ def _print_all(
             continue
         print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
     if len(rows) < found:
-        print(f"... the first {len(rows):,} of {found:,} by {by} (--sort, --top; --json lists all)")
+        order = "" if by is None else f" by {by}"
+        print(f"... the first {len(rows):,} of {found:,}{order} (--sort, --top; --json lists all)")
     for line in price_lines(rows, prices):
         print(line)
 

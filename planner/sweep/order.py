@@ -20,12 +20,15 @@ SORTS: dict[str, Callable[[SweepRow], float]] = {
 }
 
 
-def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
-    """What fits first, by one of SORTS (None: as it is), then what does not, then what is refused. Raises
-    DeploymentError."""
-    if by is not None and by not in SORTS:
+def check_sort(by: str) -> None:
+    """Raise DeploymentError for what is not one of SORTS."""
+    if by not in SORTS:
         why = f"{by[:40]!r} is not one of {', '.join(SORTS)}"
         raise DeploymentError(why, field="--sort", hint=did_you_mean(by, SORTS))
+
+
+def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
+    """What fits first, by one of SORTS (None: as it is), then what does not, then what is refused."""
 
     def key(row: SweepRow) -> tuple[int, float, float]:
         figure = SORTS[by](row) if by and row.fits else 0.0

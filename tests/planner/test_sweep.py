@@ -345,6 +345,11 @@ def test_a_table_for_a_file(models, tmp_path, capsys):
     assert page.read_text().count("class=bar") == 5
 
 
+def test_the_first_of_a_table_without_an_order(llama, capsys):
+    assert run([llama, "--gpu", "h100-80g,l40s,a100-80g", "--max-model-len", "8192", "--top", "2"]) == 0
+    assert "... the first 2 of 3 (--sort, --top; --json lists all)" in capsys.readouterr().out.splitlines()
+
+
 def test_prices_of_the_users_own_and_none(llama, capsys):
     flags = [llama, "--gpu", "h100-80g,gaudi3", "--max-model-len", "8192"]
     assert run([*flags, "--price", "h100=2.10", "--json"]) == 0
@@ -394,6 +399,11 @@ def test_several_of_a_gpu_for_one_plan(llama, capsys):
         (["--gpu", "h100,l40s", "--device-memory", "80GiB"], "--device-memory"),
         (["--gpu", "h100", "--price", "h100=2"], "--price"),
         (["--gpu", "h100,l40s", "--top", "0"], "--top"),
+        (["--gpu", "h100,2xa100", "--tensor-parallel-size", "4"], "--gpu"),
+        (["--gpu", "h100", "--compare", "0.19.0", "0.33.0", "--sort", "nope"], "--sort"),
+        (["--gpu", "h100", "--compare", "0.19.0", "0.33.0", "--top", "x"], "--top"),
+        (["--gpu", "h100", "--compare", "0.19.0", "0.33.0", "--price", "bogus"], "--price"),
+        (["--target-concurrency", "8", "--sort", "price"], "--sort"),
     ],
 )
 def test_what_a_table_cannot_say_is_refused(llama, capsys, flags, field):
