@@ -30,6 +30,7 @@ help:
 	@echo "make test-vllm-versions  what runs inside a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
 	@echo "make docs       the documentation as a site (build/docs/site), its links checked"
+	@echo "make pyodide    Pyodide into this checkout: images and wheels made of it have /plan and need no npm"
 	@echo "make page-check  tonnage page in a real browser; make pictures-page keeps what it looks like in docs/page"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
@@ -210,6 +211,12 @@ docs: .venv-docs/.ready
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip --disable-pip-version-check install -e '.[docs]'
 	touch $@
+
+# Into planner/page/data, with which wheels and images ship it (deploy/Dockerfile); npm fetches it.
+.PHONY: pyodide
+pyodide: $(VENV)/.demo
+	rm -rf planner/page/data/pyodide
+	$(BIN)/python -c 'from tonnage.planner.page import pyodide; pyodide.fetch(pyodide.SHIPPED)'
 
 # The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print.
 .PHONY: page-check pictures-page

@@ -22,7 +22,7 @@ FILES = {
     "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
     "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
 }
-_SHIPPED = Path(__file__).parent / "data" / "pyodide"  # in wheels and images that were built with it
+SHIPPED = Path(__file__).parent / "data" / "pyodide"  # in wheels and images built after make pyodide
 
 
 class PageError(TonnageError):
@@ -45,7 +45,7 @@ def pyodide_folder(given: str | None = None) -> Path:
 
 def present() -> Path:
     """The folder shipped or cached; nothing is fetched. Raises PageError where there is none."""
-    for folder in (_SHIPPED, _cached()):
+    for folder in (SHIPPED, _cached()):
         if folder.is_dir():
             return checked(folder)
     raise PageError(f"Pyodide {VERSION} is not here", field="--pyodide", hint="tonnage page fetches it once")
