@@ -58,9 +58,8 @@ def run(argv: list[str]) -> int:
     import shtab  # --help needs none of it
 
     script = shtab.complete(offering(tree(), shtab.FILE), arguments.shell)
-    if (
-        arguments.shell == "fish"
-    ):  # shtab 1.13 takes -tp for the letters t and p; -o is an old-style long option
+    if arguments.shell == "fish":
+        # shtab 1.13 takes -tp for the letters t and p; -o is an old-style long option
         script = re.sub(r" -s (\w\w+)", r" -o \1", script)
     print(script)
     return OK

@@ -53,9 +53,8 @@ def require(extra: str, what: str, hint: str | None = None) -> None:
 
 def require_serving(backend: str) -> None:
     """What serves and what is served: the API's pages and the engine of ``--backend``; ``auto``: any."""
-    if not _installed(
-        "fastapi_offline"
-    ):  # all else of the extra is beside a vLLM, where `watch` does without it
+    # All else of the extra is beside a vLLM, where `watch` does without it.
+    if not _installed("fastapi_offline"):
         raise ExtraMissing(
             "/docs needs fastapi_offline, not installed here", hint="pip install 'tonnage[server]'"
         )

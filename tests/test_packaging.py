@@ -69,7 +69,7 @@ def test_what_vllm_looks_for_is_in_the_wheel(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin of a clean environment with the wheel and no dependency: planning needs none but rich."""
+    """bin of a clean environment with the wheel and no dependency: planning needs none."""
     return environment(tmp_path_factory.mktemp("environment"), wheel)
 
 
