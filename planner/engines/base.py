@@ -341,7 +341,8 @@ class Engine(ABC):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """What may stop a start that fits. ``beside``: bytes it takes outside what the plan may take."""
+        """What may stop a start that fits, or what its command cannot say. ``beside``: bytes it takes outside
+        what the plan may take."""
         return ()
 
     # -- words

@@ -9,10 +9,10 @@ the logs in tests/data/field_reports.jsonl.
 from __future__ import annotations
 
 import re
-import shlex
 from typing import ClassVar
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines import sglang_serve
 from tonnage.planner.engines import sglang_states as states
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import (
@@ -26,7 +26,6 @@ from tonnage.planner.engines.log import (
 )
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.runtime.gpu import has_towers
-from tonnage.planner.engines.serve_line import model_and_revision
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -295,25 +294,14 @@ class SGLang(Engine):
             note="states have slots of their own; where they let prefixes hit is not known",
         )
 
-    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
-        flags = plan.deployment
-        line = ["python", "-m", "sglang.launch_server", "--model-path", *model_and_revision(plan.model.id),
-                "--context-length", str(flags.max_model_len), "--tp-size",
-                str(flags.tensor_parallel_size)]  # fmt: skip
-        if plan.kv_cache.layout.block_size > 1:
-            line += ["--page-size", str(plan.kv_cache.layout.block_size)]
-        if flags.speculative_model is not None:
-            line += self._draft_line(flags, any("EAGLE3" in note for note in plan.notes))
-        return (shlex.join(line),)
+    def start_notes(
+        self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
+    ) -> tuple[str, ...]:
+        slots = any(layer.kind == "state" for layer in architecture.cache_layers)
+        return sglang_serve.notes(chosen.flags, slots)
 
-    def _draft_line(self, flags: Deployment, eagle3: bool) -> list[str]:
-        steps = flags.num_speculative_tokens
-        found = ["--speculative-num-steps", str(steps), "--speculative-eagle-topk", "1",
-                 "--speculative-num-draft-tokens", str(steps + 1)]  # fmt: skip
-        if flags.speculative_model == "mtp":
-            return ["--speculative-algorithm", "NEXTN", *found]
-        path = ["--speculative-draft-model-path", str(flags.speculative_model)]
-        return ["--speculative-algorithm", "EAGLE3" if eagle3 else "EAGLE", *path, *found]
+    def serve_lines(self, plan: Plan) -> tuple[str, ...]:
+        return (sglang_serve.serve_line(plan),)
 
     def unlike_logged(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         if quantization in (None, flags.quantization):

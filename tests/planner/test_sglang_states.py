@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,3 +183,82 @@ def test_running_requests_of_plain_models(folder):
     ):  # fmt: skip
         plan = make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
         assert plan.deployment.max_num_seqs == running
+
+
+# names of arg_groups/fields of 0.5.23, and what they are here
+_OWN = {
+    "--context-length": "max_model_len", "--dtype": "dtype", "--tp-size": "tensor_parallel_size",
+    "--pp-size": "pipeline_parallel_size", "--dp-size": "data_parallel_size",
+    "--mem-fraction-static": "mem_fraction_static", "--max-running-requests": "max_num_seqs",
+    "--chunked-prefill-size": "max_num_batched_tokens", "--page-size": "block_size",
+    "--kv-cache-dtype": "kv_cache_dtype", "--swa-full-tokens-ratio": "swa_full_tokens_ratio",
+    "--mamba-full-memory-ratio": "mamba_full_memory_ratio", "--max-loras-per-batch": "max_loras",
+    "--max-lora-rank": "max_lora_rank",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("meta-llama__Meta-Llama-3.1-8B", {}),
+        ("meta-llama__Meta-Llama-3.1-8B",
+         {"kv_cache_dtype": "fp8_e4m3", "mem_fraction_static": 0.7, "max_num_seqs": 48,
+          "max_num_batched_tokens": 4096, "pipeline_parallel_size": 2, "tensor_parallel_size": 2,
+          "data_parallel_size": 2, "block_size": 64}),
+        ("google__gemma-3-27b-it", {"swa_full_tokens_ratio": 0.5, "dtype": "float16"}),
+        ("Qwen__Qwen3.5-27B", {"mamba_full_memory_ratio": 0.5}),
+        ("meta-llama__Meta-Llama-3.1-8B", {"enable_lora": True, "max_loras": 4, "max_lora_rank": 32}),
+    ],
+)  # fmt: skip
+def test_the_serve_line_is_the_plan(name, flags, folder):
+    """SGLang's own line, read back as our flags, is the same plan."""
+    base = {"engine": "sglang", "gpu": "h100-80g", "engine_version": "0.5.23"}
+    plan = make_plan(folder(name), Deployment(**base, max_model_len=8192, **flags))
+    words = shlex.split(ENGINE.serve_lines(plan)[0])[5:]
+    back = {}
+    while words:
+        option = words.pop(0)
+        if option == "--enable-lora":
+            back["enable_lora"] = True
+        elif option == "--lora-target-modules":
+            assert words.pop(0) == "all"
+        else:
+            field, text = _OWN[option], words.pop(0)
+            default = getattr(plan.deployment, field)
+            back[field] = text if isinstance(default, str) else type(default)(text)
+    again = make_plan(folder(name), Deployment(**base, **back))
+    assert (again.kv_cache, again.rank) == (plan.kv_cache, plan.rank)
+    assert again.deployment.max_num_batched_tokens == plan.deployment.max_num_batched_tokens
+
+
+def test_switches_of_the_serve_line(folder):
+    asked = {"engine": "sglang", "gpu": "h100-80g", "max_model_len": 8192, "enforce_eager": True}
+    name = "meta-llama__Meta-Llama-3.1-8B"
+    flags = Deployment(
+        **asked, enable_prefix_caching=False, cpu_offload_bytes=4 << 30, kv_cache_dtype="fp8",
+        engine_version="0.5.23",
+    )  # fmt: skip
+    (line,) = ENGINE.serve_lines(make_plan(folder(name), flags))
+    for part in (
+        "--disable-radix-cache", "--kv-cache-dtype fp8_e4m3", "--cpu-offload-gb 4",
+        "--cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+    ):  # fmt: skip
+        assert part in line
+    (line,) = ENGINE.serve_lines(make_plan(folder(name), Deployment(**asked, engine_version="0.5.9")))
+    assert line.endswith("--disable-cuda-graph")
+    (line,) = ENGINE.serve_lines(make_plan(folder("Qwen__Qwen3-30B-A3B"), Deployment(
+        **asked, tensor_parallel_size=2, enable_expert_parallel=True
+    )))  # fmt: skip
+    assert "--tp-size 2 --ep-size 2" in line
+
+
+def test_what_the_serve_line_cannot_say_is_a_note(folder):
+    flags = Deployment(
+        engine="sglang", gpu="h100-80g", max_model_len=8192, kv_cache_memory_bytes=8 << 30, dtype="bfloat16",
+        kv_cache_dtype="float16", gpu_memory_utilization=0.5, cpu_offload_bytes=3 << 29,
+    )  # fmt: skip
+    plan = make_plan(folder("meta-llama__Meta-Llama-3.1-8B"), flags)
+    assert f"--max-total-tokens {plan.kv_cache.tokens}" in ENGINE.serve_lines(plan)[0]
+    untold = ("--kv-cache-memory-bytes", "--kv-cache-dtype float16", "--gpu-memory-utilization", "whole GiB")
+    for word in untold:
+        assert any(word in note for note in plan.notes)
