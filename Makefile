@@ -199,11 +199,12 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
 	touch $@
 
-# Zensical wants its configuration beside the pages.
+# Zensical wants its configuration beside the pages, mkdocstrings a folder of each package's name.
 .PHONY: docs
 docs: .venv-docs/.ready
-	rm -rf build/docs && mkdir -p build/docs
+	rm -rf build/docs && mkdir -p build/docs/python/tonnage
 	cp -r docs .ci/mkdocs.yml build/docs
+	cp -r planner planner/_tonnage/__init__.py build/docs/python/tonnage
 	.venv-docs/bin/zensical build --strict -f build/docs/mkdocs.yml
 	@echo "written: build/docs/site/index.html"
 
