@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from tonnage.server.api.generation import Generator
@@ -19,13 +20,18 @@ from tonnage.server.observe.status import status_of
 from tonnage.server.state import ServerState
 
 
+def _sees_all(request: Request) -> bool:
+    """Whether who asks may know how much of all tenants runs and waits; anybody, where there are no keys."""
+    return bool(request.scope.get("tonnage.sees_all", True))
+
+
 def operations_router(state: ServerState, metrics: Metrics, generator: Generator) -> APIRouter:
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
         """The server at a glance, for a browser."""
-        status = status_of(memory_report(state, metrics.room()))
+        status = status_of(memory_report(state, metrics.room(), _sees_all(request)))
         return HTMLResponse(status_page(status), headers=PAGE_HEADERS)
 
     @router.get("/version")
@@ -67,10 +73,10 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         return Response()
 
     @router.get("/memory")
-    async def memory() -> dict[str, Any]:
+    async def memory(request: Request) -> dict[str, Any]:
         """The plan, what was measured, the difference, the pool by state, what is left to reserve, who runs and
         waits, since when the server is ready and how long it would take to drain."""
-        return memory_report(state, metrics.room())
+        return memory_report(state, metrics.room(), _sees_all(request))
 
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

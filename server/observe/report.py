@@ -51,15 +51,15 @@ def rank_components(rank: RankPlan) -> dict[str, int]:
     return {**rank.components, "free": rank.free_bytes}
 
 
-def memory_report(state: ServerState, room: Room) -> dict[str, Any]:
+def memory_report(state: ServerState, room: Room, counts: bool = True) -> dict[str, Any]:
     """JSON of /memory. Bytes are integers; null: not measured (yet), or not known. ``time`` and ``since`` (the
-    begin of ``state``) are seconds since the epoch."""
+    begin of ``state``) are seconds since the epoch. Without ``counts`` the requests of all are null."""
     plan, stats = state.plan, state.engine.stats()
     memory = stats.memory
     planned, measured = planned_components(plan), measured_components(plan, memory)
     process = memory.process_peak
     name, since = state.phase(stats)
-    return {
+    report: dict[str, Any] = {
         "model": state.model_name,
         "version": version("tonnage"),
         "time": round(time.time(), 3),
@@ -87,6 +87,10 @@ def memory_report(state: ServerState, room: Room) -> dict[str, Any]:
         "requests": _requests(state, stats),
         "drain_seconds": _rounded(room.drain_seconds),
     }
+    if not counts:
+        report |= {"requests": None, "drain_seconds": None}
+        report["headroom"]["requests"] = None
+    return report
 
 
 def _pool(plan: Plan, pool: PoolStats) -> dict[str, Any]:

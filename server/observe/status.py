@@ -130,13 +130,15 @@ def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:
 
 def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str, str]]:
     requests, headroom, plan = report["requests"], report["headroom"], report["plan"]
-    running, waiting = requests["running"], requests["waiting"]
     facts = []
     if pool:
         states = ", ".join(f"{count:,} {state}" for state, count in pool.items())
         size = plan["kv_cache"]["usable_blocks"] * report["pool"]["bytes_per_block"]
         blocks = f"{sum(pool.values()):,} blocks of {report['pool']['block_size_tokens']} tokens"
         facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
+    if requests is None:  # those of all tenants, which are not for this key
+        return facts
+    running, waiting = requests["running"], requests["waiting"]
     limit = plan["deployment"]["max_num_seqs"]
     text = f"{running:,} of at most {limit:,}" if limit else f"{running:,}"
     facts.append(("running", _longest(text, running, requests["longest_running_seconds"])))

@@ -66,7 +66,8 @@ class Authentication:
     asked for it. Nowhere else, since it sends that again by itself, whoever made it ask. ``on_refused`` hears
     of each refusal.
 
-    Where there are several keys, the metrics are for those marked ``metrics = true`` in the key file.
+    Where there are several keys, the metrics are for those marked ``metrics = true`` in the key file;
+    ``tonnage.sees_all`` in the scope says whether this one may see them.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Authentication:
                 return
             await self._refuse(error, scope, _ASK_A_PERSON if asks else None)(scope, receive, send)
             return
-        if scope["path"] in METRICS_PATHS and len(self._keys) > 1 and not tenant.metrics:
+        sees_all = tenant.metrics or len(self._keys) == 1
+        if scope["path"] in METRICS_PATHS and not sees_all:
             error = ApiError(
                 ErrorCode.PERMISSION_DENIED,
                 f"{scope['path']} shows the counts of all tenants: it takes a key of metrics = true",
@@ -108,6 +110,7 @@ class Authentication:
             await self._refuse(error, scope)(scope, receive, send)
             return
         scope["tonnage.tenant"] = tenant
+        scope["tonnage.sees_all"] = sees_all or "/metrics" in self._public
         await self._app(scope, receive, send)
 
     def _refuse(self, error: ApiError, scope: Scope, extra: dict[str, str] | None = None) -> Response:

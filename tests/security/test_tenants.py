@@ -156,6 +156,17 @@ async def test_metrics_of_all_tenants_want_a_key_for_them(run_server, small_plan
         for page in ("/metrics", "/metrics/vllm"):
             error = checked(await server.http.get(page, headers=bearer(ALICE)))
             assert (error.code, "metrics = true" in error.message) == ("permission_denied", True)
+        for key in (ALICE, WATCH):
+            report = (await server.http.get("/memory", headers=bearer(key))).json()
+            told = report["requests"], report["drain_seconds"], report["headroom"]["requests"]
+            assert [part is None for part in told] == [key == ALICE] * 3
+            page = (await server.http.get("/", headers=bearer(key))).text
+            assert ("KV pool" in page, "<dt>drain" in page, "<dt>waiting" in page) == (
+                True,
+                *[key == WATCH] * 2,
+            )
+        for path in ("/", "/memory", "/plan/", "/docs", "/openapi.json"):
+            assert (await server.http.get(path)).status_code == 401, path
         assert (await server.http.get("/metrics", headers=bearer(WATCH))).status_code == 200
         assert (await server.http.get("/v1/models", headers=bearer(ALICE))).status_code == 200
     async with run_server(FakeEngine(small_plan()), api_key=(ALICE, BOB)) as server:
