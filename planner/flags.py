@@ -112,6 +112,8 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
+            if self.secret and not value:  # a variable that was not set: none would leave the door open
+                raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
                 raise DeploymentError(f"{text[:40]!r} is not true or false", field=field)

@@ -41,7 +41,7 @@ _KINDS: Mapping[str, Any] = {
 _PREFIX = "TONNAGE_"
 # Variables that other parts read: the caches, the scheduler inside a plain vLLM (scheduler/options.py of its
 # engine), its workers (figures.py), the tests.
-_OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES")
+_OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
 # What Kubernetes gives every container for a Service named tonnage or tonnage-anything
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 

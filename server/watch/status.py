@@ -43,7 +43,7 @@ def look(client: Client) -> Seen:
         )
     try:
         return Seen(client.url, report, status_of(report))
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         raise WatchError(
             f"{client.url}/memory is not as this release writes it: {type(error).__name__} {error}",
             hint="use the tonnage of the server",
@@ -58,7 +58,8 @@ def plain(seen: Seen) -> str:
     status = seen.status
     width = max(len(name) for name, _ in status.facts)
     facts = [f"{name:<{width}}  {text}" for name, text in status.facts]
-    return "\n".join([*_head(seen), "", *facts, "", *aligned(status.memory)])
+    lines = [*_head(seen), "", *facts, "", *aligned(status.memory)]
+    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
 
 
 def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:

@@ -259,3 +259,11 @@ def test_a_key_is_not_printed() -> None:
     with pytest.raises(DeploymentError) as caught:
         load_settings(model="demo", api_key=123456789)
     assert "123456789" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["", ",", " , "])
+def test_a_key_that_is_empty_leaves_no_door_open(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that somebody meant to set."""
+    monkeypatch.setenv("TONNAGE_API_KEY", given)
+    with pytest.raises(DeploymentError, match="is empty"):
+        load_settings(model="demo")

@@ -419,3 +419,17 @@ def test_the_bar_adds_up() -> None:
 )  # fmt: skip
 def test_spans(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "odd", [{"memory": []}, {"since": 1e300}, {"drain_seconds": 1e400}, {"requests": 3}, {"state": "a\x1b[2Jb"}]
+)
+def test_an_odd_answer_is_one_line(report: str, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps(json.loads(report) | odd)
+    client = Client("http://localhost:1")
+    monkeypatch.setattr(client, "get", lambda _: httpx.Response(200, text=answer))
+    try:
+        shown = plain(look(client))
+    except WatchError as error:
+        shown = str(error)
+    assert "\x1b" not in shown
