@@ -18,6 +18,8 @@ from tonnage.server.requests.accounts import Ticket
 access = logging.getLogger("tonnage.access")
 
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime"}
+# What vLLM in this process gives every record (its logger.py, 0.32).
+_STANDARD |= {"vllm_process_name"}
 
 
 class JsonFormatter(logging.Formatter):

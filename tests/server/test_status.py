@@ -165,6 +165,7 @@ async def test_refused_requests_are_told_and_never_quoted(
 
 def test_a_line_of_text_is_one_line() -> None:
     record = logging.makeLogRecord({"msg": "request", "param": "a\nINFO b \x1b[31m", "model": "caf\u00e9"})
+    record.vllm_process_name = "MainProcess"  # as where vLLM is in the process
     line = logs.TextFormatter().format(record)
     assert line.isprintable()
     assert line.endswith(r"request param='a\nINFO b \x1b[31m' model=" + "caf\u00e9")
