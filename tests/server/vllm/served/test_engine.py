@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -304,15 +306,24 @@ async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
     family = [process for process in psutil.process_iter() if is_child_of(process, server)]
     (victim,) = [process for process in family if name in " ".join(process.cmdline())]
     api = next(parent for parent in victim.parents() if listens(parent, server))
-    files = api.num_fds()
+    files = open_files(api)
     said = await streams_until_killed(server, victim, 20, how)
     assert all(told in message for message in said), said
     assert not victim.is_running()
     deadline = time.monotonic() + PATIENCE
-    while api.num_fds() > files:  # of the clients that were there
-        assert time.monotonic() < deadline, (files, api.num_fds())
+    while len(open_files(api)) > len(files):  # of the clients that were there
+        assert time.monotonic() < deadline, sorted(set(open_files(api)) ^ set(files))
         await asyncio.sleep(0.1)
     assert not [child for child in api.children() if child.status() == psutil.STATUS_ZOMBIE]
+
+
+def open_files(process: psutil.Process) -> list[str]:
+    """What each file descriptor is."""
+    found = []
+    for file in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(f"{file.name} {file.readlink()}")
+    return found
 
 
 def is_child_of(process: psutil.Process, server: str) -> bool:
