@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
+from panels.figures import waiting
 from panels.parts import (
     ACTIVE,
     NO_TRAFFIC,
     ONE,
-    QUEUE,
     frame,
     heat,
     lines,
@@ -34,14 +34,7 @@ def admission() -> dashboard.Dashboard:
             steps=ACTIVE,
             mappings=(reads(_0=("none", "text")),),
         ),
-        number(
-            "Waiting",
-            'tonnage_engine_requests{state="waiting"}: requests in the queue; autoscaling watches it.',
-            "short",
-            f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
-            steps=QUEUE,
-            mappings=(reads(_0=("nobody", "green")),),
-        ),
+        waiting(),
         number(
             "In flight",
             "tonnage_requests_in_flight: received and without an outcome.",
@@ -78,8 +71,7 @@ def admission() -> dashboard.Dashboard:
             "Admission decisions",
             "tonnage_admission_decisions_total per second, by outcome and reason: admit, wait (it fits, but "
             "not now) and never (it cannot fit at all; retrying is useless). Many never: callers ask for "
-            "more "
-            "than max_model_len or the pool; many wait for blocks: add memory or replicas.",
+            "more than max_model_len or the pool; many wait for blocks: add memory or replicas.",
             "reqps",
             query(
                 f"sum by (outcome, reason) ({rate('tonnage_admission_decisions_total')})",
@@ -113,15 +105,13 @@ def admission() -> dashboard.Dashboard:
         heat(
             "Time in the queue, all requests",
             "tonnage_queue_wait_seconds: how many requests were admitted within which time. A band at the "
-            "bottom is the "
-            "good case; one far above it are those that waited for room.",
+            "bottom is the good case; one far above it are those that waited for room.",
             "tonnage_queue_wait_seconds",
         ),
         lines(
             "KV blocks that were missing",
-            "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had "
-            "to be "
-            "for the requests that waited or never fit.",
+            "tonnage_admission_refused_blocks_total per second: how much larger the pool would have had to "
+            "be for the requests that waited or never fit.",
             "short",
             query(
                 f"sum by (outcome, reason) ({rate('tonnage_admission_refused_blocks_total')})",
@@ -139,9 +129,8 @@ def admission() -> dashboard.Dashboard:
         stacked(
             lines(
                 "KV memory asked for by tenant",
-                "tonnage_tenant_asked_bytes: what the unfinished requests of each tenant may come to "
-                "hold. One "
-                "tenant that fills the pool: give its key a quota.",
+                "tonnage_tenant_asked_bytes: what the unfinished requests of each tenant may come to hold. "
+                "One tenant that fills the pool: give its key a quota.",
                 "bytes",
                 query(f"sum by (tenant) (tonnage_tenant_asked_bytes{{{ONE}}})", "{{tenant}}"),
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
+from panels.figures import waiting
 from panels.parts import (
     DRIFT,
     IN_USE,
     LEGEND,
     ONE,
-    QUEUE,
     ROOM,
     frame,
     instances,
@@ -50,19 +50,11 @@ def fleet() -> dashboard.Dashboard:
             steps=ROOM,
             mappings=(reads(_0=("none", "red")),),
         ),
-        number(
-            "Waiting",
-            'tonnage_engine_requests{state="waiting"} added up.',
-            "short",
-            f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
-            steps=QUEUE,
-            mappings=(reads(_0=("nobody", "green")),),
-        ),
+        waiting(),
         number(
             "Different plans",
             "Different plans at work (tonnage_plan_info, revision 0); more than one in a fleet of equals "
-            "means "
-            "that settings or versions differ.",
+            "means that settings or versions differ.",
             "short",
             f'count(count by (plan_id) (tonnage_plan_info{{{ONE}, revision="0"}}))',
             steps=((None, "green"), (2, "orange")),
@@ -107,8 +99,7 @@ def fleet() -> dashboard.Dashboard:
         lines(
             "Plan drift by server",
             "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
-            "weights and pool "
-            "in either direction, the process above it. From 3 % on an alert fires.",
+            "weights and pool in either direction, the process above it. From 3 % on an alert fires.",
             "percentunit",
             query(f"max by (model, instance) ({DRIFT})"),
         ),

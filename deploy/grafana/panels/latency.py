@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard, timeseries
 
+from panels.figures import ready
 from panels.parts import (
     ACTIVE,
     FIRST_TOKEN_LIMIT,
@@ -18,7 +19,6 @@ from panels.parts import (
     quantile,
     query,
     rate,
-    reads,
 )
 
 _SHARES = ((0.5, "median"), (0.95, "95 %"), (0.99, "99 %"))
@@ -84,28 +84,19 @@ def latency() -> dashboard.Dashboard:
             steps=ACTIVE,
             mappings=NO_TRAFFIC,
         ),
-        number(
-            "Can it serve",
-            "tonnage_engine_ready of the worst server: no while it loads or is dead.",
-            "short",
-            f"min(tonnage_engine_ready{{{ONE}}})",
-            steps=((None, "red"), (1, "green")),
-            mappings=(reads(_0=("no", "red"), _1=("yes", "green")),),
-        ),
+        ready(),
         _latency(
             "Time to first token",
             "tonnage_time_to_first_token_seconds, and the limit of its alert "
             "(tonnage:first_token_limit_seconds). Rises with the queue: see Admission and queue; without "
-            "one, "
-            "prompts are long: lower max_num_batched_tokens does not help, a faster device does.",
+            "one, prompts are long: lower max_num_batched_tokens does not help, a faster device does.",
             "tonnage_time_to_first_token_seconds",
             FIRST_TOKEN_LIMIT,
         ),
         _latency(
             "Time between tokens",
             "tonnage_inter_token_latency_seconds, and the limit of its alert (tonnage:token_limit_seconds). "
-            "Rises with the "
-            "batch: lower max_num_seqs for faster streams.",
+            "Rises with the batch: lower max_num_seqs for faster streams.",
             "tonnage_inter_token_latency_seconds",
             TOKEN_LIMIT,
         ),
@@ -145,8 +136,8 @@ def latency() -> dashboard.Dashboard:
         ),
         lines(
             "Tokens a second and sequence",
-            "tonnage_generation_tokens_total over running tonnage_engine_requests: the pace of one stream "
-            "as the engine sees it.",
+            "tonnage_generation_tokens_total over running tonnage_engine_requests: the pace of one stream as "
+            "the engine sees it.",
             "short",
             query(
                 f"sum by (instance) ({rate('tonnage_generation_tokens_total')}) / clamp_min(sum by "

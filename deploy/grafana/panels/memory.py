@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
+from panels.figures import drift, room
 from panels.parts import (
     DASHED,
-    DRIFT,
-    DRIFT_STEPS,
     FOREVER_SECONDS,
     IN_USE,
     LEGEND,
     ONE,
-    ROOM,
     frame,
     from_on,
     lines,
@@ -36,16 +34,7 @@ def memory() -> dashboard.Dashboard:
         "memory",
         "Memory",
         "What was planned, what is really held, and what still fits.",
-        number(
-            "Room for more requests",
-            "tonnage_headroom_requests: more requests of the present mix that fit now. At 0 new ones "
-            "wait: add "
-            "a replica, or lower max_tokens of the callers.",
-            "short",
-            f"min(tonnage_headroom_requests{{{ONE}}})",
-            steps=ROOM,
-            mappings=(reads(_0=("none", "red")),),
-        ),
+        room(),
         number(
             "Largest prompt that fits now",
             "tonnage_headroom_prompt_tokens: the largest prompt that would be admitted now with the default "
@@ -57,8 +46,8 @@ def memory() -> dashboard.Dashboard:
         ),
         number(
             "Full in",
-            "tonnage_time_to_full_seconds at the growth of the last two minutes. "
-            "Under ten minutes an alert fires: scale out before requests wait.",
+            "tonnage_time_to_full_seconds at the growth of the last two minutes. Under ten minutes an alert "
+            "fires: scale out before requests wait.",
             "s",
             f"min(tonnage_time_to_full_seconds{{{ONE}}})",
             steps=_SOON,
@@ -67,23 +56,13 @@ def memory() -> dashboard.Dashboard:
         number(
             "A stop would take",
             "tonnage_drain_seconds: until the requests in flight are through, at the rate of the last ones. "
-            "Give a stop at least this long "
-            "(terminationGracePeriodSeconds).",
+            "Give a stop at least this long (terminationGracePeriodSeconds).",
             "s",
             f"max(tonnage_drain_seconds{{{ONE}}})",
             steps=_STOP,
             mappings=(reads(_0=("nothing runs", "green")), from_on(FOREVER_SECONDS, "not known yet", "text")),
         ),
-        number(
-            "Plan drift",
-            "tonnage_memory_measured_to_planned_ratio: weights and pool off their plan in either "
-            "direction, or "
-            "the process above it. Above 3 % the plan is wrong for this build: run tonnage verify.",
-            "percentunit",
-            f"max({DRIFT})",
-            steps=DRIFT_STEPS,
-            mappings=(reads(_0=("none", "green")),),
-        ),
+        drift(),
         number(
             "KV pool in use",
             "tonnage_pool_usage_ratio of the fullest server: blocks in use over usable ones, cached prefixes "
@@ -96,9 +75,8 @@ def memory() -> dashboard.Dashboard:
         lines(
             "Plan against reality",
             "tonnage_memory_planned_bytes (dashed; revision 0, computed before anything was loaded) and "
-            "tonnage_memory_measured_bytes by component; tonnage_process_memory_peak_bytes against the "
-            "sum of the plan. "
-            "Lines of one component that part are a plan that is wrong: run tonnage verify.",
+            "tonnage_memory_measured_bytes by component; tonnage_process_memory_peak_bytes against the sum "
+            "of the plan. Lines of one component that part are a plan that is wrong: run tonnage verify.",
             "bytes",
             query(planned, "{{component}} planned"),
             query(measured, "{{component}}"),
@@ -121,10 +99,8 @@ def memory() -> dashboard.Dashboard:
         lines(
             "Reserved and not yet used",
             "tonnage_pool_promised_unused_blocks beside the used tonnage_pool_blocks: what max_tokens "
-            "reserves and answers "
-            "do not use. Far above the used blocks: callers ask for more max_tokens than they need, or "
-            "choose "
-            "--admission-mode predictive.",
+            "reserves and answers do not use. Far above the used blocks: callers ask for more max_tokens "
+            "than they need, or choose --admission-mode predictive.",
             "short",
             query(f'tonnage_pool_blocks{{{ONE}, state="used"}}', "used"),
             query(f"tonnage_pool_promised_unused_blocks{{{ONE}}}", "reserved, not yet held"),
@@ -148,8 +124,7 @@ def memory() -> dashboard.Dashboard:
         lines(
             "Full in, a stop would take: within the hour",
             "tonnage_time_to_full_seconds and tonnage_drain_seconds; no line: not within the next hour, or "
-            "not known. "
-            "Full before the stop would be through: requests will wait.",
+            "not known. Full before the stop would be through: requests will wait.",
             "s",
             query(f"tonnage_time_to_full_seconds{{{ONE}}} < {_HOUR}", f"full in {LEGEND}"),
             query(f"tonnage_drain_seconds{{{ONE}}} < {_HOUR}", f"stop {LEGEND}"),

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
+from panels.figures import drift, ready, room, waiting
 from panels.parts import (
     DASHED,
-    DRIFT,
-    DRIFT_STEPS,
     ERROR_LIMIT,
     FIRST_TOKEN_LIMIT,
     LEGEND,
     NO_TRAFFIC,
     ONE,
-    QUEUE,
-    ROOM,
     alert_line,
     frame,
     heat,
@@ -46,17 +43,7 @@ def overview() -> dashboard.Dashboard:
         "overview",
         "Overview",
         "Is it well, what is full, who waits, does the plan hold.",
-        number(
-            "Can it serve",
-            "tonnage_engine_ready of the worst server: no while one loads or is dead; GET /ready there says "
-            "why.",
-            "short",
-            f"min(tonnage_engine_ready{{{ONE}}})",
-            steps=((None, "red"), (1, "green")),
-            mappings=(reads(_0=("no", "red"), _1=("yes", "green")),),
-            width=3,
-            more=_FLEET,
-        ),
+        ready(3, _FLEET),
         number(
             "Alerts",
             "ALERTS of ours that fire now; each has a runbook, in Alertmanager and in prometheus/rules.",
@@ -70,34 +57,15 @@ def overview() -> dashboard.Dashboard:
         number(
             "KV pool taken",
             "1 - tonnage_headroom_blocks / tonnage_pool_usable_blocks of the fullest server: reserved to "
-            "requests that "
-            "run, whether they hold it yet or not. At 100 % new requests wait.",
+            "requests that run, whether they hold it yet or not. At 100 % new requests wait.",
             "percentunit",
             f"max({_RESERVED})",
             steps=((None, "green"), (0.9, "orange"), (1, "red")),
             width=3,
             more=_MEMORY,
         ),
-        number(
-            "Room for more requests",
-            "tonnage_headroom_requests of the fullest server: more requests like those so far that fit now.",
-            "short",
-            f"min(tonnage_headroom_requests{{{ONE}}})",
-            steps=ROOM,
-            mappings=(reads(_0=("none", "red")),),
-            width=3,
-            more=_MEMORY,
-        ),
-        number(
-            "Waiting",
-            'tonnage_engine_requests{state="waiting"}: requests in the queues.',
-            "short",
-            f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})',
-            steps=QUEUE,
-            mappings=(reads(_0=("nobody", "green")),),
-            width=3,
-            more=_ADMISSION,
-        ),
+        room(3, _MEMORY),
+        waiting(3, _ADMISSION),
         number(
             "First token, of its limit",
             "99th percentile of tonnage_time_to_first_token_seconds over tonnage:first_token_limit_seconds "
@@ -122,25 +90,12 @@ def overview() -> dashboard.Dashboard:
         )
         .no_value("no traffic")
         .decimals(1),
-        number(
-            "Plan drift",
-            "How far measured memory is off its plan at worst (tonnage_memory_measured_to_planned_ratio): "
-            "weights and "
-            "pool in either direction, the process above it. From 3 % on an alert fires: run tonnage verify.",
-            "percentunit",
-            f"max({DRIFT})",
-            steps=DRIFT_STEPS,
-            mappings=(reads(_0=("none", "green")),),
-            width=3,
-            more=_MEMORY,
-        ),
+        drift(3, _MEMORY),
         lines(
             "What is full: KV pool by server",
             "1 - tonnage_headroom_blocks / tonnage_pool_usable_blocks (taken: reserved to requests that run) "
-            "and "
-            "tonnage_pool_usage_ratio (held). Taken near 100 %: new requests wait; add a replica. Held far "
-            "below taken: "
-            "callers ask for more max_tokens than they use.",
+            "and tonnage_pool_usage_ratio (held). Taken near 100 %: new requests wait; add a replica. Held "
+            "far below taken: callers ask for more max_tokens than they use.",
             "percentunit",
             query(_RESERVED, f"taken {LEGEND}"),
             query(f"tonnage_pool_usage_ratio{{{ONE}}}", f"held {LEGEND}"),
@@ -151,8 +106,7 @@ def overview() -> dashboard.Dashboard:
         lines(
             "Who waits: requests in flight by tenant",
             'tonnage_tenant_requests_in_flight, and tonnage_engine_requests{state="waiting"} of all. One '
-            "tenant that "
-            "fills the queue: give its key a quota.",
+            "tenant that fills the queue: give its key a quota.",
             "short",
             query(f"sum by (tenant) (tonnage_tenant_requests_in_flight{{{ONE}}})", "{{tenant}}"),
             query(f'sum(tonnage_engine_requests{{{ONE}, state="waiting"}})', "waiting, all"),
@@ -160,8 +114,7 @@ def overview() -> dashboard.Dashboard:
         instances(
             "Plan against reality, by component",
             "tonnage_memory_measured_to_planned_ratio of the worst server: 100 % is a plan that came true. "
-            "The process "
-            "may stay below: not every server sees its largest batch.",
+            "The process may stay below: not every server sees its largest batch.",
             "percentunit",
             f'max by (component) (tonnage_memory_measured_to_planned_ratio{{{ONE}, component=~"{_EXACT}"}})',
             "{{component}}",
@@ -171,15 +124,14 @@ def overview() -> dashboard.Dashboard:
         heat(
             "Time to first token",
             "tonnage_time_to_first_token_seconds: how many requests got their first token within which time. "
-            "A second "
-            "band far above the first: some wait for room; see Admission and queue.",
+            "A second band far above the first: some wait for room; see Admission and queue.",
             "tonnage_time_to_first_token_seconds",
         ).links([_LATENCY]),
         alert_line(
             lines(
                 "First token, 99 % within",
-                "99th percentile of tonnage_time_to_first_token_seconds by server, and the limit of its alert "
-                "(tonnage:first_token_limit_seconds).",
+                "99th percentile of tonnage_time_to_first_token_seconds by server, and the limit of its "
+                "alert (tonnage:first_token_limit_seconds).",
                 "s",
                 query(quantile(0.99, "tonnage_time_to_first_token_seconds")),
                 query(FIRST_TOKEN_LIMIT, "alert limit"),
@@ -191,8 +143,8 @@ def overview() -> dashboard.Dashboard:
             lines(
                 "Errors",
                 'tonnage_requests_total{outcome="error"} over all of tonnage_requests_total by server, and '
-                "the limit of the "
-                "alert (tonnage:error_limit_ratio). The log of that server names each failed request.",
+                "the limit of the alert (tonnage:error_limit_ratio). The log of that server names each "
+                "failed request.",
                 "percentunit",
                 query(_errors("model, instance")),
                 query(ERROR_LIMIT, "alert limit"),

@@ -67,8 +67,9 @@ def prefix_cache() -> dashboard.Dashboard:
         stacked(
             lines(
                 "Prompt tokens: computed and from the cache",
-                "tonnage_prefix_hit_tokens_total by source, and the rest of tonnage_prefix_query_tokens_total. "
-                "salt: blocks that only requests with the same salt read; shared: blocks for everybody.",
+                "tonnage_prefix_hit_tokens_total by source, and the rest of "
+                "tonnage_prefix_query_tokens_total. salt: blocks that only requests with the same salt read; "
+                "shared: blocks for everybody.",
                 "short",
                 query(f"sum by (source) ({rate('tonnage_prefix_hit_tokens_total')})", "cached: {{source}}"),
                 query(
@@ -80,8 +81,8 @@ def prefix_cache() -> dashboard.Dashboard:
         ),
         lines(
             "Evictions",
-            "tonnage_evictions_total per second by cause: prefill, decode, copy_on_write or reset. Many, and a "
-            "falling share of hits: the pool is too small to keep prefixes; a larger one, or fewer "
+            "tonnage_evictions_total per second by cause: prefill, decode, copy_on_write or reset. Many, and "
+            "a falling share of hits: the pool is too small to keep prefixes; a larger one, or fewer "
             "conversations per replica.",
             "short",
             query(f"sum by (cause, instance) ({rate('tonnage_evictions_total')})", "{{cause}} {{instance}}"),
