@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from queries import filled
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
@@ -56,3 +57,48 @@ def test_alertmanager() -> None:
     command = ["amtool", "check-config", DEPLOY / "alertmanager" / "alertmanager.yml"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# First tokens within half a second, two errors in a hundred requests.
+TRAFFIC = {
+    "tonnage_time_to_first_token_seconds_bucket": {'le="0.5"': "0+5x60", 'le="+Inf"': "0+5x60"},
+    "tonnage_requests_total": {'outcome="stop"': "0+98x60", 'outcome="error"': "0+2x60"},
+}
+SHARES = {
+    "First token, of its limit": ("first_token_limit_seconds", 0.495),
+    "Errors, of their limit": ("error_limit_ratio", 0.02),
+}
+
+
+@pytest.mark.parametrize("title", SHARES)
+@pytest.mark.parametrize("limits", [(2,), (2, 1), ()], ids=["one limit", "two", "none"])
+@pytest.mark.parametrize("servers", [1, 2, 0])
+def test_a_share_of_a_limit_is_of_the_strictest(
+    title: str, limits: tuple[int, ...], servers: int, dashboards: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """As the alerts take it. No limit is NaN, which the panel tells apart from no traffic, which is nothing."""
+    (panel,) = (found for found in dashboards["overview.json"]["panels"] if found["title"] == title)
+    (target,) = panel["targets"]
+    name, figure = SHARES[title]
+    series = [
+        {"series": f'{metric}{{job="tonnage", model="m", instance="{server}", {labels}}}', "values": values}
+        for metric, kinds in TRAFFIC.items()
+        for labels, values in kinds.items()
+        for server in range(servers)
+    ]
+    series += [
+        {"series": f'tonnage:{name}{{region="{at}"}}', "values": f"{limit}x60"}
+        for at, limit in enumerate(limits)
+    ]
+    asked = filled(target["expr"])
+    number = [{"labels": "{}", "value": 1}] if limits and servers else []
+    expected = {
+        f"count({asked})": [{"labels": "{}", "value": 1}] if servers else [],
+        f"count({asked} >= 0)": number,
+        f"count(abs({asked} - {figure / min(limits, default=1)}) < 1e-6)": number,
+    }
+    cases = [{"expr": one, "eval_time": "60s", "exp_samples": samples} for one, samples in expected.items()]
+    (tmp_path / "shares.yml").write_text(
+        yaml.safe_dump({"tests": [{"interval": "1s", "input_series": series, "promql_expr_test": cases}]})
+    )
+    promtool("test", "rules", "shares.yml", cwd=tmp_path)

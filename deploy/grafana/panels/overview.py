@@ -10,13 +10,13 @@ from panels.parts import (
     ERROR_LIMIT,
     FIRST_TOKEN_LIMIT,
     LEGEND,
-    NO_TRAFFIC,
     ONE,
     alert_line,
     frame,
     heat,
     instances,
     lines,
+    nothing,
     number,
     quantile,
     query,
@@ -29,6 +29,7 @@ _MEMORY, _ADMISSION = to("memory", "Memory"), to("admission", "Admission and que
 _LATENCY, _FLEET = to("latency", "Latency and throughput"), to("fleet", "Fleet")
 _EXACT = "weights|kv_pool|process"
 _LIMIT = ((None, "green"), (0.8, "orange"), (1, "red"))
+_NO_LIMIT = nothing("no limit loaded")
 _RESERVED = f"1 - tonnage_headroom_blocks{{{ONE}}} / tonnage_pool_usable_blocks{{{ONE}}}"
 
 
@@ -71,20 +72,23 @@ def overview() -> dashboard.Dashboard:
             "99th percentile of tonnage_time_to_first_token_seconds over tonnage:first_token_limit_seconds "
             "(prometheus/rules/thresholds.yml): above 1 an alert fires.",
             "short",
-            f"max({quantile(0.99, 'tonnage_time_to_first_token_seconds')}) / scalar({FIRST_TOKEN_LIMIT})",
+            # without traffic a quantile is NaN: left out, so that NaN is what no limit gives
+            f"max({quantile(0.99, 'tonnage_time_to_first_token_seconds')} >= 0) / scalar({FIRST_TOKEN_LIMIT})",
             steps=_LIMIT,
-            mappings=NO_TRAFFIC,
+            mappings=(reads(_0=("none", "green")), _NO_LIMIT),
             width=3,
             more=_LATENCY,
-        ).decimals(1),
+        )
+        .no_value("no traffic")
+        .decimals(1),
         number(
             "Errors, of their limit",
             'tonnage_requests_total{outcome="error"} over all of tonnage_requests_total, as a share of '
-            "tonnage:error_limit_ratio: above 1 an alert fires.",
+            "tonnage:error_limit_ratio (prometheus/rules/thresholds.yml): above 1 an alert fires.",
             "short",
             f"max({_errors('model, instance')}) / scalar({ERROR_LIMIT})",
             steps=_LIMIT,
-            mappings=(reads(_0=("none", "green")),),
+            mappings=(reads(_0=("none", "green")), _NO_LIMIT),
             width=3,
             more=_ADMISSION,
         )
