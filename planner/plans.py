@@ -64,7 +64,7 @@ class ModelInfo:
     architecture: str
     parameters: int
     attention: str  # MHA | GQA | MQA
-    via: Literal["adapter", "headers", "gguf", "meta"]
+    via: Literal["adapter", "headers", "index", "gguf", "meta"]
     max_model_len: int  # what the model itself allows
     vocab_size: int
     dtype: str

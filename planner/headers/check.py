@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
-from tonnage.planner.errors import CheckpointError
+from tonnage.planner.errors import CheckpointError, printable
 from tonnage.planner.families.registry import family_of
+from tonnage.planner.headers.index import CheckpointIndex
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import SAFETENSORS_NAMES
 from tonnage.planner.model.tensor import TOWER_ROLES, HeaderTensor, TensorSpec
@@ -16,10 +17,23 @@ from tonnage.planner.quantization.scheme import Quantization
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
 
 
+def check_index(architecture: Architecture, index: CheckpointIndex, quantization: Quantization) -> None:
+    """Raise CheckpointError for the first tensor of the config's that the index does not name."""
+    check_tensors(architecture, _named(index), quantization, shapes=False)
+
+
+def _named(index: CheckpointIndex) -> tuple[HeaderTensor, ...]:
+    return tuple(HeaderTensor(name, "", (), 0) for name in index.files)
+
+
 def check_tensors(
-    architecture: Architecture, tensors: tuple[HeaderTensor, ...], quantization: Quantization
+    architecture: Architecture,
+    tensors: tuple[HeaderTensor, ...],
+    quantization: Quantization,
+    shapes: bool = True,
 ) -> None:
-    """Raise CheckpointError for the first tensor that is missing or has another shape than the config gives.
+    """Raise CheckpointError for the first tensor that is missing or, where ``shapes`` are known, has another
+    than the config gives.
 
     Weights the checkpoint stores quantized must be there; their packed shapes are not compared. Routed experts
     are stored one by one: all of them must be there, with the elements of the fused tensor. Towers and the
@@ -49,7 +63,7 @@ def check_tensors(
         )
         tensor = tensor or spelled.get(spelling(name))
         if tensor is None and spec.role == "expert":
-            _check_experts(spec, experts.get(spelling(spec.module)), packed)
+            _check_experts(spec, experts.get(spelling(spec.module)), packed or not shapes)
             continue
         if tensor is None and (not strict or spec.role in (*TOWER_ROLES, "encoder", "router")):
             continue
@@ -59,7 +73,7 @@ def check_tensors(
                 field="safetensors",
                 hint="config.json and the weights do not belong together",
             )
-        if not packed and tensor.shape != spec.shape and spec.role not in TOWER_ROLES:
+        if shapes and not packed and tensor.shape != spec.shape and spec.role not in TOWER_ROLES:
             raise CheckpointError(
                 f"{spec.name} is {list(tensor.shape)} in the checkpoint but {list(spec.shape)} by config.json",
                 field="safetensors",
@@ -120,6 +134,40 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
         for spec in architecture.tensors
         if spec.tied_to is not None and _find(found, spec.name) and _find(found, spec.tied_to)
     )
+
+
+def copies_by_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
+    """:func:`stored_tied_copies` of an index alone."""
+    return stored_tied_copies(architecture, _named(index))
+
+
+def strangers(architecture: Architecture, index: CheckpointIndex) -> list[str]:
+    """What the index names beside the config's modules, with how many tensors each has, the most first; numbers
+    of several are stars. None of a family whose files use other names."""
+    if family_of(architecture.model_type).files.renamed:
+        return []
+    owners: set[str] = set()
+    known: set[str] = set()
+    for spec in architecture.tensors:
+        pieces = spelling(spec.name).split(".")
+        owners.add(".".join(pieces[:-1]))
+        known.update(".".join(pieces[:k]) for k in range(1, len(pieces)))
+    found: dict[str, list[str]] = {}
+    for name in index.files:
+        pieces = spelling(name).split(".")
+        for k in range(1, len(pieces) + 1):
+            at = ".".join(pieces[:k])
+            if at in owners:
+                break
+            if at not in known:
+                group = ".".join("*" if piece.isdigit() else piece for piece in pieces[:k])
+                found.setdefault(group, []).append(at)
+                break
+    most_first = sorted(found.items(), key=lambda item: -len(item[1]))
+    return [
+        f"{printable(group if len(set(below)) > 1 else below[0])} ({len(below):,})"
+        for group, below in most_first
+    ]
 
 
 def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:

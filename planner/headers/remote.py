@@ -7,7 +7,6 @@ on to where it redirects, and no text of a server's answer goes into an error: i
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 import urllib.request
@@ -22,20 +21,22 @@ from urllib.parse import quote, urlsplit
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.headers.hub import endpoint, token
-from tonnage.planner.headers.names import HubModel
-from tonnage.planner.headers.safetensors import (
-    MAX_HEADER_BYTES,
+from tonnage.planner.headers.index import (
+    INDEX,
     MAX_INDEX_BYTES,
+    Checkpoint,
     merge_shards,
-    parse_header,
-    shard_names,
+    parse_index,
+    shards_of,
 )
+from tonnage.planner.headers.names import HubModel
+from tonnage.planner.headers.safetensors import MAX_HEADER_BYTES, parse_header
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
 _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
-_MAX_SHARDS = 64  # two requests each; larger models are planned from config.json alone
+_MAX_SHARDS = 64  # two requests each; larger models are planned from config.json and the index
 _THREADS = 8
 # where huggingface.co, and a mirror of it, send requests for large files (LFS and Xet storage)
 _HUB_STORAGE = (".huggingface.co", ".hf.co")
@@ -223,24 +224,20 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
     return config
 
 
-def fetch_tensors(remote: Remote) -> tuple[HeaderTensor, ...] | None:
-    """Headers of ``model.safetensors`` or of all shards; None when there is neither or too many shards."""
-    index = remote.read("model.safetensors.index.json", MAX_INDEX_BYTES)
-    if index is None:
+def fetch_checkpoint(remote: Remote) -> Checkpoint:
+    """Headers of ``model.safetensors`` or of all shards; the index alone where those are too many."""
+    text = remote.read(INDEX, MAX_INDEX_BYTES)
+    if text is None:
         try:
-            return remote.header("model.safetensors")
+            return Checkpoint(remote.header("model.safetensors"))
         except CheckpointError as error:
             if error.message == "is missing":
-                return None
+                return Checkpoint()
             raise
-    try:
-        content = json.loads(index)
-    except (ValueError, RecursionError):
-        raise CheckpointError("is not JSON", field="model.safetensors.index.json") from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    shards = shard_names(weight_map, "model.safetensors.index.json")
+    index = parse_index(text)
+    shards = shards_of(index)
     if len(shards) > _MAX_SHARDS:
-        return None
+        return Checkpoint(index=index)
     with ThreadPoolExecutor(_THREADS) as pool:
         headers = list(pool.map(remote.header, shards))
-    return merge_shards(dict(zip(shards, headers, strict=True)), weight_map, "model.safetensors.index.json")
+    return Checkpoint(merge_shards(dict(zip(shards, headers, strict=True)), index))

@@ -21,11 +21,7 @@ from tonnage.planner.units import ceil_div
 # and a header as long as that half a minute. The whole of DeepSeek-V3 in one file (58 layers of 256 experts,
 # three matrices, weight and scale: 90,000 tensors) would take 11 MB; a list of empty lists this long 410 MiB.
 MAX_HEADER_BYTES = 16_000_000
-# One file, and all shards of a model: Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three
-# tensors each) has 207,000 in 62 shards. A tensor's line in an index takes 120 bytes.
-MAX_TENSORS, MAX_TENSORS_OF_MODEL = 131_072, 524_288
-MAX_INDEX_BYTES = 64_000_000
-_MAX_SHARDS = 10_000
+MAX_TENSORS = 131_072
 _MAX_DIMENSIONS = 64  # TensorIterator's limit (torch 2.13); a longer shape is no tensor but an attack
 
 
@@ -112,68 +108,3 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
 
 def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-
-
-def read_folder(folder: Path) -> tuple[HeaderTensor, ...] | None:
-    """Headers of ``model.safetensors`` or of all shards of its index; None when the folder has neither.
-
-    Raises CheckpointError when a shard is missing or index and shards disagree.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return read_header(single)
-    if not index.exists():
-        return None
-    where = index.name
-    try:
-        if not index.is_file():  # a pipe would be waited for, a device never ends
-            raise CheckpointError("is not a regular file", field=where)
-        with index.open("rb") as file:
-            text = file.read(MAX_INDEX_BYTES + 1)
-        if len(text) > MAX_INDEX_BYTES:
-            raise CheckpointError(f"is too large for an index: {MAX_INDEX_BYTES:,} bytes at most", field=where)
-        content = json.loads(text)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
-    except (ValueError, RecursionError):
-        raise CheckpointError("is not JSON", field=where) from None
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    headers = {}
-    for shard in shard_names(weight_map, where):
-        if not (folder / shard).exists():
-            raise CheckpointError(f"{shard[:80]} is missing", field=where, hint="finish the download")
-        headers[shard] = read_header(folder / shard)
-    return merge_shards(headers, weight_map, where)
-
-
-def shard_names(weight_map: object, where: str) -> list[str]:
-    """Files an index names, sorted. Raises CheckpointError for a map that is none, or a name with a path."""
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError("has no weight_map of tensor name to file name", field=where)
-    if len(weight_map) > MAX_TENSORS_OF_MODEL:
-        raise CheckpointError(
-            f"names {len(weight_map):,} tensors; {MAX_TENSORS_OF_MODEL:,} are read at most", field=where
-        )
-    shards = sorted(set(weight_map.values()))
-    if len(shards) > _MAX_SHARDS:
-        raise CheckpointError(f"names {len(shards):,} shards", field=where)
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=where)
-    return shards
-
-
-def merge_shards(
-    headers: dict[str, tuple[HeaderTensor, ...]], weight_map: Any, where: str
-) -> tuple[HeaderTensor, ...]:
-    """Tensors of all shards. Raises CheckpointError when index and shards disagree."""
-    out: dict[str, HeaderTensor] = {}
-    for shard, tensors in headers.items():
-        for tensor in tensors:
-            if weight_map.get(tensor.name) != shard:
-                raise CheckpointError(f"{tensor.name[:80]} of {shard} is not in the index", field=where)
-            out[tensor.name] = tensor
-    missing = sorted(set(weight_map) - set(out))
-    if missing:
-        raise CheckpointError(f"{missing[0][:80]} is in no shard ({len(missing)} missing)", field=where)
-    return tuple(out.values())

@@ -33,7 +33,7 @@ from tonnage.planner.planning.terms import (
     quantized_terms,
 )
 from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import Drafting, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved
+from tonnage.planner.plans import Drafting, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved, Term
 from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import asdict, dataclass, replace
@@ -68,6 +68,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         *kv_terms(pool, held.num_blocks, chosen, (size.bounds[0].num_blocks, size.bounds[1].num_blocks)),
     )
     ranks = _every_rank(size.stages, flags)
+    files, file_notes = _against_index(source, architecture)
+    terms = (*terms, *files)
     host = host_memory(source, auto_dtype(source), architecture, chosen, size.stages, ranks, pool, held)
     if host is not None:
         terms = (*terms, *host_terms(host))
@@ -100,6 +102,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         weight_formats=worst.weights.loaded.formats,
         notes=(
             *_family_notes(architecture),
+            *file_notes,
             *_margin_notes(size),
             *pool.notes,
             *size.support.absent,
@@ -352,8 +355,22 @@ def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
     return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
 
 
+def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+    """Terms and notes of the index of a checkpoint whose files are not here."""
+    if source.index is None:
+        return (), ()
+    from tonnage.planner.planning.checkpoint import against_index
+
+    return against_index(architecture, source.index, source.config, auto_dtype(source))
+
+
 def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
     """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
+    if source.index is not None:
+        from tonnage.planner.headers.check import check_index, copies_by_index
+
+        check_index(architecture, source.index, read_quantization(source.config, None))
+        return copies_by_index(architecture, source.index)
     if source.tensors is None:
         return ()
     if source.kind == "gguf":
@@ -381,9 +398,11 @@ def auto_dtype(source: ModelSource) -> str:
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
-    via: Literal["gguf", "adapter", "headers", "meta"] = architecture.via
+    via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
         via = "gguf" if source.kind == "gguf" else "headers"
+    elif source.index is not None and via == "adapter":
+        via = "index"
     return ModelInfo(
         id=source.id,
         path=source.path,
@@ -410,6 +429,8 @@ def _plan_id(source: ModelSource, flags: Deployment) -> str:
         flags.engine,
         version,
     ]
+    if source.index is not None:
+        content.append([sorted(source.index.files), source.index.total_bytes])
     if flags.calibration is not None:
         from tonnage.planner.planning.calibration import read_calibration
 

@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tonnage.planner.families.registry import family_of
+from tonnage.planner.headers.check import copies_by_index, strangers
+from tonnage.planner.headers.index import INDEX, CheckpointIndex
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
+from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.plans import Term
+from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.records import dataclass
 
@@ -25,13 +30,17 @@ class CheckpointSize:
 
 
 def checkpoint_size(
-    architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], dtype: str
-) -> CheckpointSize:
-    """Bytes of all tensors in the checkpoint's files."""
+    architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], dtype: str,
+    copies: tuple[TensorSpec, ...] | None = None,
+) -> CheckpointSize:  # fmt: skip
+    """Bytes of all tensors in the checkpoint's files. ``copies``: tied ones that are known to be in them; None:
+    those that the family's files have."""
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)
-    if family_of(config.get("model_type")).files.tied_head:
-        total += sum(t.elements for t in architecture.tensors if t.tied_to) * ELEMENT_BYTES[dtype]
+    if copies is None:
+        tied = family_of(config.get("model_type")).files.tied_head
+        copies = tuple(t for t in architecture.tensors if t.tied_to) if tied else ()
+    total += sum(copy.elements for copy in copies) * ELEMENT_BYTES[dtype]
     low = high = total
     for tensor in architecture.tensors:
         found = quantization.format_of(tensor)
@@ -39,6 +48,29 @@ def checkpoint_size(
             least, most = found.kind.text_in_file(found, dtype, tensor.shape)
             low, high = low + least, high + most
     return CheckpointSize(low, high)
+
+
+def against_index(
+    architecture: Architecture, index: CheckpointIndex, config: Mapping[str, Any], dtype: str
+) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+    """The total of an index as a term where it is what the config gives, else a note of the difference."""
+    if index.total_bytes is None:
+        return (), (f"{INDEX} has no total_size: the bytes are those that config.json gives",)
+    total, copies = index.total_bytes, copies_by_index(architecture, index)
+    size = checkpoint_size(architecture, read_quantization(config, None), config, dtype, copies)
+    if size.low <= total <= size.high:
+        shards = len(set(index.files.values()))
+        formula = f"{len(index.files):,} tensors in {shards:,} files, what config.json gives in {dtype}"
+        return (Term("checkpoint_bytes", total, formula, INDEX),), ()
+    nearest, how = (size.low, "less") if total < size.low else (size.high, "more")
+    note = (
+        f"{INDEX} states {total:,} bytes of tensors, config.json gives {nearest:,} in {dtype}: "
+        f"{abs(total - nearest):,} {how} in the files"
+    )
+    others = strangers(architecture, index)
+    if others:
+        note += f"; of no module planned: {', '.join(others[:3])}" + (" ..." if len(others) > 3 else "")
+    return (), (note,)
 
 
 def _old_buffers(architecture: Architecture, config: Mapping[str, Any], dtype: str) -> int:

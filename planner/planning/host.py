@@ -38,11 +38,13 @@ def host_memory(
 
 
 def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:
-    """Bytes of the checkpoint's tensors, and of the largest: by its headers, else by its config."""
+    """Bytes of the checkpoint's tensors, and of the largest: by its headers, else by its index and config."""
     if source.tensors is not None:
         sizes = [tensor.nbytes for tensor in source.tensors]
         return sum(sizes), max(sizes, default=0)
     largest = largest_tensor(architecture.tensors, ELEMENT_BYTES[dtype])
+    if source.index is not None and source.index.total_bytes is not None:
+        return source.index.total_bytes, largest
     stored = read_quantization(source.config, None)
     return sum(stored.bytes_in_file(tensor, dtype) for tensor in architecture.tensors), largest
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from tonnage.planner.errors import ModelNotFound
 from tonnage.planner.headers.hub import hub_cache, offline
+from tonnage.planner.headers.index import Checkpoint
 from tonnage.planner.headers.names import HubModel
-from tonnage.planner.model.tensor import HeaderTensor
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
@@ -26,21 +26,21 @@ def cached_snapshot(model: HubModel) -> Path | None:
     return snapshot if commit and (snapshot / "config.json").exists() else None
 
 
-def fetch(model: HubModel) -> tuple[dict[str, Any], tuple[HeaderTensor, ...] | None]:
-    """config.json, and the headers of its safetensors files where there are any. Raises ModelNotFound naming
+def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
+    """config.json, and what its safetensors files or their index say. Raises ModelNotFound naming
     what was tried and what to do."""
     hint = "give a local folder with config.json, or a name the hub knows"
     if offline():
         raise ModelNotFound(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=hint
         )
-    from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
+    from tonnage.planner.headers.remote import Remote, fetch_checkpoint, fetch_config
 
     remote = Remote(model)
     try:
         config = fetch_config(remote)
         if config is None:
             raise ModelNotFound("there is no config.json", field="model")
-        return config, fetch_tensors(remote)
+        return config, fetch_checkpoint(remote)
     except ModelNotFound as error:
         raise ModelNotFound(f"{model}: {error.message}", field="model", hint=error.hint or hint) from None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
 from tonnage.planner.families.registry import family_of
-from tonnage.planner.headers.safetensors import read_folder
+from tonnage.planner.headers.index import INDEX, CheckpointIndex, read_folder
 from tonnage.planner.model.fields import load_config
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
@@ -22,7 +22,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 class ModelSource:
     """``path``: what the engine loads from (a folder, a file, or the hub id when only its config is here).
 
-    ``tensors``: the checkpoint's headers, or None when there is no checkpoint to read.
+    ``tensors``: the checkpoint's headers, or None when there is no checkpoint to read; ``index``: of one whose
+    files are not here.
     """
 
     id: str
@@ -30,6 +31,7 @@ class ModelSource:
     config: dict[str, Any]
     kind: Literal["folder", "gguf", "hub", "demo"]
     tensors: tuple[HeaderTensor, ...] | None = None
+    index: CheckpointIndex | None = None
 
 
 def cache_folder() -> Path:
@@ -89,18 +91,19 @@ def _hub(model: str) -> ModelSource:
 
     name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
-        config, tensors = fetch(named)
-        return ModelSource(name, name, config, "hub", tensors)
-    weights = any(snapshot.glob("*.safetensors"))
-    path = str(snapshot) if weights or any(snapshot.glob("*.bin")) else name
-    return ModelSource(name, path, read_config(snapshot), "hub", read_folder(snapshot) if weights else None)
+        config, found = fetch(named)
+        return ModelSource(name, name, config, "hub", found.tensors, found.index)
+    weights = any(any(snapshot.glob(kind)) for kind in ("*.safetensors", "*.bin"))
+    found = read_folder(snapshot)
+    path = str(snapshot) if weights else name
+    return ModelSource(name, path, read_config(snapshot), "hub", found.tensors, found.index)
 
 
 def _demo() -> ModelSource:
     folder = demo_folder()
     config = folder / "config.json"
     if config.exists():
-        return ModelSource("demo", str(folder), load_config(config), "demo", read_folder(folder))
+        return ModelSource("demo", str(folder), load_config(config), "demo", read_folder(folder).tensors)
     shipped = Path(__file__).parent / "data" / "demo" / "config.json"
     return ModelSource("demo", str(folder), load_config(shipped), "demo")
 
@@ -131,7 +134,8 @@ def _folder(path: Path, model: str) -> ModelSource:
         raise ModelNotFound(
             f"{model} has no config.json", field="model", hint="give the folder that from_pretrained would load"
         )
-    return ModelSource(model, str(path), read_config(path), "folder", read_folder(path))
+    found = read_folder(path)
+    return ModelSource(model, str(path), read_config(path), "folder", found.tensors, found.index)
 
 
 def _file(path: Path, model: str) -> ModelSource:
@@ -140,7 +144,7 @@ def _file(path: Path, model: str) -> ModelSource:
             f"{model} is a pickle file: reading it runs code", field="model",
             hint="convert it to safetensors, or give the model's folder",
         )  # fmt: skip
-    if path.is_file() and path.name == "config.json":
+    if path.is_file() and path.name in ("config.json", INDEX):
         return _folder(path.parent, str(path.parent))
     if path.is_file() and path.suffix.lower() == ".json":  # one that was saved under a name of its own
         return ModelSource(model, str(path), load_config(path), "folder")

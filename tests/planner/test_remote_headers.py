@@ -12,7 +12,7 @@ import pytest
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.headers.names import HubModel
-from tonnage.planner.headers.remote import Remote, fetch_config, fetch_tensors
+from tonnage.planner.headers.remote import Remote, fetch_checkpoint, fetch_config
 from tonnage.planner.source.resolve import resolve_model
 
 
@@ -107,7 +107,7 @@ def test_a_sharded_model_is_planned_without_its_weights(hub, tiny_llama):
 def test_a_long_header_takes_two_requests_and_no_weights(hub):
     big = safetensors({"w": [4096, 2048]}, pad=100_000)
     hub.files = {"model.safetensors": big}
-    assert [t.shape for t in fetch_tensors(Remote(HubModel("org/m")))] == [(4096, 2048)]
+    assert [t.shape for t in fetch_checkpoint(Remote(HubModel("org/m"))).tensors] == [(4096, 2048)]
     assert sum(path.endswith("model.safetensors") for path, _ in hub.asked) == 2
     assert hub.sent < 200_000 < len(big)
 
@@ -116,27 +116,27 @@ def test_what_is_refused(hub):
     remote = Remote(HubModel("org/m"))
     hub.redirects = {"model.safetensors": "http://example.invalid/elsewhere"}
     with pytest.raises(CheckpointError, match=r"another host, example\.invalid"):
-        fetch_tensors(remote)
+        fetch_checkpoint(remote)
     hub.redirects = {"config.json": f"http://localhost:{hub.server_port}/x/config.json"}
     with pytest.raises(CheckpointError, match="another host, localhost"):
         fetch_config(remote)
     hub.redirects = {}
     hub.files = {"model.safetensors": struct.pack("<Q", 10 << 30) + b"{}"}
     with pytest.raises(CheckpointError, match="claims a header of 10,737,418,240 bytes"):
-        fetch_tensors(remote)
+        fetch_checkpoint(remote)
     hub.files = {"model.safetensors": safetensors({"w": [8, 8]})[:-8]}
     with pytest.raises(CheckpointError, match="truncated"):
-        fetch_tensors(remote)
+        fetch_checkpoint(remote)
     hub.files = {"model.safetensors": safetensors({"w": [8, 8]})}
     hub.ranges = False
     with pytest.raises(CheckpointError, match="does not answer range requests"):
-        fetch_tensors(remote)
+        fetch_checkpoint(remote)
     hub.files = {"config.json": b" " * (17 << 20)}
     with pytest.raises(CheckpointError, match="too many"):
         fetch_config(remote)
     hub.files = {"model.safetensors.index.json": json.dumps({"weight_map": {"w": "../../etc/passwd"}}).encode()}
     with pytest.raises(CheckpointError, match="points outside"):
-        fetch_tensors(remote)
+        fetch_checkpoint(remote)
 
 
 def test_a_redirect_within_the_host_is_followed(hub):

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tonnage.planner.errors import CheckpointError
-from tonnage.planner.headers.safetensors import read_folder, read_header
+from tonnage.planner.headers.index import Checkpoint, CheckpointIndex, read_folder
+from tonnage.planner.headers.safetensors import read_header
 
 TENSORS = {
     "a": torch.zeros(3, 4, dtype=torch.bfloat16),
@@ -100,7 +101,7 @@ def index(folder, **weight_map):
 
 def test_shards_are_read_together(sharded):
     index(sharded, a="model-1.safetensors", b="model-2.safetensors")
-    tensors = read_folder(sharded)
+    tensors = read_folder(sharded).tensors
     assert tensors is not None
     assert [t.name for t in tensors] == ["a", "b"]
 
@@ -125,4 +126,13 @@ def test_index_and_shards_must_agree(sharded, weight_map, match):
 
 
 def test_a_folder_without_safetensors_has_no_headers(tmp_path):
-    assert read_folder(tmp_path) is None
+    assert read_folder(tmp_path) == Checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("stated", "total"), [(24, 24), (24.0, 24), (None, None), (True, None), ("24", None), (-1, None)]
+)
+def test_an_index_alone_has_names_and_the_total(tmp_path, stated, total):
+    content = {"metadata": {"total_size": stated}, "weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    assert read_folder(tmp_path) == Checkpoint(index=CheckpointIndex({"a": "model-1.safetensors"}, total))

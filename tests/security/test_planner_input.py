@@ -19,7 +19,8 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, TonnageError
 from tonnage.planner.headers import safetensors
 from tonnage.planner.headers.gguf import read_gguf
-from tonnage.planner.headers.safetensors import MAX_TENSORS, MAX_TENSORS_OF_MODEL, read_folder, read_header
+from tonnage.planner.headers.index import MAX_TENSORS_OF_MODEL, read_folder
+from tonnage.planner.headers.safetensors import MAX_TENSORS, read_header
 from tonnage.planner.model import fields
 from tonnage.planner.model.fields import LIMITS, MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.planning import stages

@@ -1,0 +1,123 @@
+"""A checkpoint in a folder: ``model.safetensors``, or the shards that an index names, or that index alone.
+
+An index (huggingface_hub 1.x, serialization/_torch.py) has the name of every tensor and its file, and in its
+metadata ``total_size``, the bytes of all tensors; it has no shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.headers.safetensors import read_header
+from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.records import dataclass
+
+INDEX = "model.safetensors.index.json"
+# Kimi-K2-Thinking (60 layers of 384 experts, three matrices, three tensors each) has 207,000 tensors in 62
+# shards. A tensor's line in an index takes 120 bytes.
+MAX_TENSORS_OF_MODEL = 524_288
+MAX_INDEX_BYTES = 64_000_000
+_MAX_SHARDS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """``files``: name of each tensor -> its shard; ``total_bytes``: of all tensors, None where it does not
+    say."""
+
+    files: dict[str, str]
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """``tensors``: of the headers, where they can be read; ``index``: where it is all there is."""
+
+    tensors: tuple[HeaderTensor, ...] | None = None
+    index: CheckpointIndex | None = None
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Headers of ``model.safetensors`` or of all shards of its index; the index where none of them is here.
+
+    Raises CheckpointError when some of the shards are missing or index and shards disagree.
+    """
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.exists():
+        return Checkpoint(read_header(single))
+    if not index.exists():
+        return Checkpoint()
+    found = parse_index(_read(index))
+    shards = shards_of(found)
+    missing = [shard for shard in shards if not (folder / shard).exists()]
+    if len(missing) == len(shards):
+        return Checkpoint(index=found)
+    if missing:
+        raise CheckpointError(f"{missing[0][:80]} is missing", field=INDEX, hint="finish the download")
+    return Checkpoint(merge_shards({shard: read_header(folder / shard) for shard in shards}, found))
+
+
+def _read(index: Path) -> bytes:
+    try:
+        if not index.is_file():  # a pipe would be waited for, a device never ends
+            raise CheckpointError("is not a regular file", field=INDEX)
+        with index.open("rb") as file:
+            text = file.read(MAX_INDEX_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", field=INDEX) from None
+    if len(text) > MAX_INDEX_BYTES:
+        raise CheckpointError(f"is too large for an index: {MAX_INDEX_BYTES:,} bytes at most", field=INDEX)
+    return text
+
+
+def parse_index(text: bytes) -> CheckpointIndex:
+    """Raises CheckpointError for what is no index, or has no map of tensors to files."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise CheckpointError("is not JSON", field=INDEX) from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError("has no weight_map of tensor name to file name", field=INDEX)
+    if len(weight_map) > MAX_TENSORS_OF_MODEL:
+        raise CheckpointError(
+            f"names {len(weight_map):,} tensors; {MAX_TENSORS_OF_MODEL:,} are read at most", field=INDEX
+        )
+    return CheckpointIndex(weight_map, _total(content.get("metadata")))
+
+
+def _total(metadata: Any) -> int | None:
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, float) and total.is_integer():  # as transformers wrote it for a while
+        total = int(total)
+    return total if type(total) is int and total > 0 else None
+
+
+def shards_of(index: CheckpointIndex) -> list[str]:
+    """Files an index names, sorted. Raises CheckpointError for a name with a path."""
+    shards = sorted(set(index.files.values()))
+    if len(shards) > _MAX_SHARDS:
+        raise CheckpointError(f"names {len(shards):,} shards", field=INDEX)
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=INDEX)
+    return shards
+
+
+def merge_shards(
+    headers: dict[str, tuple[HeaderTensor, ...]], index: CheckpointIndex
+) -> tuple[HeaderTensor, ...]:
+    """Tensors of all shards. Raises CheckpointError when index and shards disagree."""
+    out: dict[str, HeaderTensor] = {}
+    for shard, tensors in headers.items():
+        for tensor in tensors:
+            if index.files.get(tensor.name) != shard:
+                raise CheckpointError(f"{tensor.name[:80]} of {shard} is not in the index", field=INDEX)
+            out[tensor.name] = tensor
+    missing = sorted(set(index.files) - set(out))
+    if missing:
+        raise CheckpointError(f"{missing[0][:80]} is in no shard ({len(missing)} missing)", field=INDEX)
+    return tuple(out.values())

@@ -1,0 +1,105 @@
+"""An index without its files: which tensors there are, and their bytes, against what config.json gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.errors import CheckpointError
+from tonnage.planner.planning.build import make_plan
+
+PHI = "YouriLalain/PRYMMAL-PHI3-3B-SLERP"
+# Of its published index (tests/data/configs/checkpoint_sizes.tsv): 195 tensors in two files
+TOTAL = 7_642_159_104
+LAYER = ("input_layernorm", "mlp.down_proj", "mlp.gate_up_proj", "post_attention_layernorm", "self_attn.o_proj",
+         "self_attn.qkv_proj")  # fmt: skip
+NAMES = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+NAMES += [f"model.layers.{layer}.{name}.weight" for layer in range(32) for name in LAYER]
+H100 = Deployment(engine="vllm", engine_version="0.33.0", gpu="h100-80g", device="cuda")
+
+
+@pytest.fixture
+def folder(tmp_path, config_of):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(PHI)))
+
+    def write(total=TOTAL, names=NAMES, **config):
+        files = {name: f"model-{1 + (at > 166):05}-of-00002.safetensors" for at, name in enumerate(names)}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        if config:
+            (tmp_path / "config.json").write_text(json.dumps(config_of(PHI) | config))
+        return tmp_path
+
+    return write
+
+
+def planned(folder):
+    found = make_plan(str(folder), H100)
+    return found, {term.name: term for term in found.terms}, [note for note in found.notes if "index" in note]
+
+
+def test_the_published_index_is_what_the_config_gives(folder):
+    found, terms, notes = planned(folder())
+    assert (found.model.via, len(NAMES)) == ("index", 195)
+    assert terms["checkpoint_bytes"].value == TOTAL
+    assert "195 tensors in 2 files" in terms["checkpoint_bytes"].formula
+    assert not notes
+    assert make_plan(str(folder() / "model.safetensors.index.json"), H100).model.via == "index"
+
+
+def test_what_the_files_have_more_is_a_note_and_changes_no_weight(folder):
+    inverse = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(32)]
+    drafts = ["model.layers.32.eh_proj.weight", "model.layers.32.enorm.weight"]
+    (alone := folder() / "model.safetensors.index.json").unlink()
+    weights = planned(alone.parent)[0].ranks[0].weights_bytes
+    found, terms, notes = planned(folder(TOTAL + 6144, NAMES + inverse + drafts))
+    assert found.ranks[0].weights_bytes == weights
+    assert "checkpoint_bytes" not in terms
+    assert len(notes) == 1
+    assert "7,642,165,248 bytes of tensors, config.json gives 7,642,159,104 in bfloat16: 6,144 more" in notes[0]
+    assert "of no module planned: layers.*.self_attn.rotary_emb (32), layers.32 (2)" in notes[0]
+    _, _, notes = planned(folder(TOTAL - 2))
+    assert notes[0].endswith(": 2 less in the files")
+    assert "no total_size" in planned(folder(None))[2][0]
+
+
+def test_the_page_cache_holds_the_files_as_they_are(folder):
+    cached = {planned(folder(total))[0].host.page_cache_bytes for total in (TOTAL, TOTAL + 6144)}
+    assert max(cached) - min(cached) == 6144
+
+
+def test_a_tied_head_that_the_files_have_too(folder):
+    """Its values may differ from the embedding's, which no name tells: it may be loaded apart."""
+    head = 32_064 * 3072 * 2
+    found, terms, notes = planned(folder(tie_word_embeddings=True))
+    assert (terms["checkpoint_bytes"].value, notes) == (TOTAL, [])
+    low, high = found.intervals["weights_bytes"]
+    assert high - low >= head
+    found, terms, notes = planned(folder(TOTAL - head, NAMES[1:], tie_word_embeddings=True))
+    assert (terms["checkpoint_bytes"].value, notes) == (TOTAL - head, [])
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "match"),
+    [
+        (
+            [name for name in NAMES if "layers.31" not in name],
+            {},
+            r"model\.layers\.31\..* is not in the checkpoint",
+        ),
+        (NAMES[1:], {}, "lm_head.weight is not in the checkpoint"),
+        (NAMES, {"num_hidden_layers": 33}, r"model\.layers\.32\."),
+    ],
+)
+def test_an_index_of_other_weights_is_refused(folder, names, config, match):
+    with pytest.raises(CheckpointError, match=match):
+        planned(folder(TOTAL, names, **config))
+
+
+def test_some_of_the_files(folder):
+    path = folder()
+    (path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        planned(path)
