@@ -33,11 +33,29 @@ class Hub:
     asked_of_storage: list[tuple[str, str | None]] = field(default_factory=list)
 
 
-class _Answers(BaseHTTPRequestHandler):
-    hub: Hub
-
+class FileAnswers(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
+
+    def send(self, data: bytes, ranges: bool = True) -> int:
+        """The file, or what of it was asked for (``ranges``: as some hosts do not). Returns the bytes sent."""
+        span = self.headers.get("Range")
+        if span and ranges:
+            first, last = (int(part) for part in span.removeprefix("bytes=").split("-"))
+            part = data[first : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
+        else:
+            part = data
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+        return len(part)
+
+
+class _Answers(FileAnswers):
+    hub: Hub
 
     def refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
         # a proxy may repeat what it was sent
@@ -51,19 +69,6 @@ class _Answers(BaseHTTPRequestHandler):
         self.send_response(307)
         self.send_header("Location", to)
         self.end_headers()
-
-    def send(self, data: bytes) -> None:
-        if span := self.headers.get("Range"):
-            first, last = (int(part) for part in span.removeprefix("bytes=").split("-"))
-            part = data[first : last + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
-        else:
-            part = data
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
 
     def found(self, repo: str, revision: str, name: str) -> bytes | None:
         """The file; None where a refusal was sent."""

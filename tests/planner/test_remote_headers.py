@@ -6,9 +6,10 @@ import json
 import socket
 import struct
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
+from hub_server import FileAnswers
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.headers.names import HubModel
@@ -26,7 +27,7 @@ def safetensors(tensors: dict[str, list[int]], *, pad: int = 0) -> bytes:
     return struct.pack("<Q", len(text)) + text + b"\0" * at
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(FileAnswers):
     def do_GET(self):
         server = self.server
         name = self.path.rpartition("/")[2]
@@ -40,22 +41,7 @@ class Handler(BaseHTTPRequestHandler):
         if data is None:
             self.send_error(404)
             return
-        span = self.headers.get("Range")
-        if span and server.ranges:
-            first, last = (int(v) for v in span.removeprefix("bytes=").split("-"))
-            part = data[first : last + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
-        else:
-            part = data
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-        server.sent += len(part)
-
-    def log_message(self, *args):
-        pass
+        server.sent += self.send(data, server.ranges)
 
 
 @pytest.fixture
