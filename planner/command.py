@@ -80,8 +80,8 @@ def _output_flags(p: _Group) -> None:
         help="how many requests of P prompt and O output tokens run at once, for example 2000+300 (repeatable)",
     )  # fmt: skip
     p.add_argument("--explain", action="store_true", help="print every term with its formula and source")
-    p.add_argument("--serve-line", action="store_true", help="print only the commands that serve this plan")
     out = p.add_mutually_exclusive_group()
+    out.add_argument("--serve-line", action="store_true", help="print only the commands that serve this plan")
     out.add_argument("--json", action="store_true", help="print one JSON object")
     out.add_argument("--markdown", action="store_true", help="print a Markdown table")
     out.add_argument("--csv", action="store_true", help="print CSV")
@@ -151,6 +151,14 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     for name in ("explain", "serve_line", "emit", "request"):
         if about and getattr(args, name) and (name != "request" or many):
             refuse(name, f"is about one plan, {about} about many", "leave one out")
+    settings = "emit" if args.emit else "serve_line" if args.serve_line else None
+    for name in ("explain", "request", "trace"):
+        if settings and getattr(args, name):
+            refuse(
+                name, f"is about figures, --{settings.replace('_', '-')} prints settings alone", "leave one out"
+            )
+    if args.explain and (args.csv or args.markdown):
+        refuse("explain", "has no place in a table", "--json has the terms, with their formulas")
     for name in ("sort", "top", "price"):
         if getattr(args, name) is None:
             continue

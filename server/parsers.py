@@ -114,7 +114,7 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
     p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
     p.add_argument("--flops", type=float, metavar="TFLOP/s", help="of one device, dense 16-bit")
     p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
-    p.add_argument("--wait-target", default="1s", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
+    p.add_argument("--wait-target", metavar="TIME", help="of 99 %% of the waits (default: 1s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.add_argument("--html", metavar="FILE", help="write a page with plots")
     return p
@@ -148,9 +148,7 @@ examples:
     )  # fmt: skip
     add_token_flag(p)
     p.add_argument("--once", action="store_true", help="look once")
-    p.add_argument(
-        "--interval", default="5", metavar="SECONDS", help="between the begins of two looks (default: 5)"
-    )
+    p.add_argument("--interval", metavar="SECONDS", help="between the begins of two looks (default: 5)")
     p.add_argument("--json", action="store_true", help="print one JSON object a look, one a line")
     p.add_argument("--port", metavar="N", help="also serve the looks to Prometheus, at /metrics on this port")
     p.add_argument("--host", metavar="HOST", help="address of --port (default: 127.0.0.1)")
@@ -186,7 +184,7 @@ examples:
     )
     p.add_argument("url", nargs="?", default=_HERE, metavar="URL", help=f"of the server (default: {_HERE})")
     p.add_argument("--watch", action="store_true", help="look again and again")
-    p.add_argument("--interval", default="2", metavar="SECONDS", help="between two looks (default: 2)")
+    p.add_argument("--interval", metavar="SECONDS", help="between two looks (default: 2); implies --watch")
     p.add_argument("--json", action="store_true", help="print one JSON object a look: /memory, with the URL")
     _add_client(p)
     return p

@@ -57,6 +57,11 @@ class Policy:
             raise CacheConfigError(f"{self.watermark} is not in [0, 1)", field="watermark", hint="0.01 is 1 %")
         if not 0 < self.quantile <= 1:
             raise CacheConfigError(f"{self.length_quantile} is not in (0, 1]", field="length_quantile")
+        if self.length_quantile is not None and not self.forecasts:
+            raise CacheConfigError(
+                f"means nothing to {self.mode}, which forecasts no lengths", field="length_quantile",
+                hint="guaranteed and predictive do",
+            )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
             raise CacheConfigError(f"{self.tenant_blocks} is below 1", field="tenant_blocks")
 

@@ -197,6 +197,10 @@ def _run(args: argparse.Namespace) -> int:
     name = _format(args.format)
     chosen = next((f for f in FLOATS if f.name == name), None)
     if args.bits is not None:
+        if args.value is not None:
+            raise DeploymentError(
+                "are a value's fields: give them or VALUE", field="--bits", hint="leave one out"
+            )
         if chosen is None:
             raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")
         fields = _fields(chosen, args.bits)

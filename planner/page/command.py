@@ -13,6 +13,7 @@ from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.page.build import build
 
+_HOST, _PORT = "127.0.0.1", 8300
 _EPILOG = """
 examples:
   tonnage page                     http://127.0.0.1:8300, until Ctrl-C
@@ -24,8 +25,8 @@ def parser() -> Parser:
     p = Parser(
         "tonnage page", "A page that plans: tonnage plan and train in the browser, nothing leaves it.", _EPILOG
     )
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    p.add_argument("--port", type=int, default=8300, help="0: any that is free (default: 8300)")
+    p.add_argument("--host", help=f"address to listen on (default: {_HOST})")
+    p.add_argument("--port", type=int, metavar="N", help=f"0: any that is free (default: {_PORT})")
     p.add_argument("--build", metavar="FOLDER", help="write the files there and end")
     p.add_argument(
         "--pyodide", metavar="FOLDER", help="Pyodide's files (default: those shipped, else fetched once by npm)"
@@ -71,13 +72,19 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         if args.build is not None:
+            for name in ("host", "port"):
+                if getattr(args, name) is not None:
+                    raise DeploymentError("--build writes files and serves nothing", field=f"--{name}",
+                                          hint="leave one out")  # fmt: skip
             build(Path(args.build), args.pyodide)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
             return 0
         with tempfile.TemporaryDirectory() as place:
             build(Path(place) / "page", args.pyodide)
-            with server(Path(place) / "page", args.host, args.port) as serving:
-                shown = f"[{args.host}]" if ":" in args.host else args.host
+            host = _HOST if args.host is None else args.host
+            port = _PORT if args.port is None else args.port
+            with server(Path(place) / "page", host, port) as serving:
+                shown = f"[{host}]" if ":" in host else host
                 print(f"http://{shown}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)
                 serving.serve_forever()
         return 0

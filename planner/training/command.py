@@ -102,6 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     from tonnage.planner.training.build import Planner
     from tonnage.planner.training.model import load_training_model
 
+    _check_outputs(args)
     setup = setup_from(args)
     planner = Planner(load_training_model(args.model))
     if args.sweep:
@@ -164,6 +165,20 @@ def _run(args: argparse.Namespace) -> int:
         if plan.fits is False and not rows:
             print("--tricks ranks what would make it fit.")
     return DOES_NOT_FIT if plan.fits is False else FITS
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raise DeploymentError for an answer that another one leaves out."""
+    many = "--sweep", "is about one setting, --sweep about many", ("find", "tricks", "emit", "explain")
+    alone = (
+        "--emit",
+        "is left out by --emit, which prints a configuration alone",
+        ("tricks", "explain", "json", "html"),
+    )
+    for asked, why, names in (many, alone):
+        for name in names:
+            if getattr(args, asked[2:]) and getattr(args, name):
+                raise DeploymentError(why, field=f"--{name}", hint="leave one out")
 
 
 def _trick(trick: Any) -> dict[str, Any]:

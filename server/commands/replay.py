@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 
 DONE, TARGET_MISSED = 0, 1
 
+WAIT_TARGET = "1s"
+
 
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the search finds no number of GPUs; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
-    target = parse_seconds(arguments.wait_target)
+    if arguments.wait_target is not None and not arguments.search_gpus:
+        raise DeploymentError("means nothing without --search-gpus", field="--wait-target")
+    asked = arguments.wait_target or WAIT_TARGET
+    target = parse_seconds(asked)
     if not 0 < arguments.scale < float("inf"):
         raise DeploymentError(f"{arguments.scale} is not a rate", field="--scale", hint="for example 10")
     # Imported here: --help needs none of it.
@@ -66,7 +71,7 @@ def run(argv: list[str]) -> int:
     rows = _rows(result, setup, trace, took)
     if arguments.search_gpus:
         answer = "none found" if engines is None else str(engines)
-        rows.insert(0, (f"GPUs for a 99 % wait of {arguments.wait_target}", answer))
+        rows.insert(0, (f"GPUs for a 99 % wait of {asked}", answer))
     if arguments.html:
         facts = (("trace", trace.name), *plan.facts())
         save(arguments.html, page(result, f"{trace.name} on {plan.model.id}", rows, arguments.words, facts))

@@ -15,7 +15,11 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit
 
 ENOUGH, NOT_ENOUGH = 0, 1
 
-_WAIT_TARGET = "1s"
+# Of tonnage plan: what answers another question, or shows another answer.
+_OTHERS = (
+    "sweep", "target_concurrency", "compare", "request", "explain", "serve_line", "emit", "markdown", "csv",
+    "html",
+)  # fmt: skip
 
 
 def run(argv: list[str]) -> int:
@@ -24,6 +28,12 @@ def run(argv: list[str]) -> int:
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
             raise DeploymentError("is needed by --replicas", field=f"--{name}")
+    for name in _OTHERS:
+        if getattr(arguments, name):
+            raise DeploymentError(
+                "is not for --replicas, which prints a number of servers", field="--" + name.replace("_", "-"),
+                hint="leave one out",
+            )  # fmt: skip
     if arguments.replicas != "auto":
         raise DeploymentError(f"{arguments.replicas!r} is not auto", field="--replicas")
     if not 0 < arguments.rate < float("inf"):
@@ -33,7 +43,7 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.trace import read_trace
     from tonnage.planner.planning.build import make_plan
-    from tonnage.server.commands.replay import parse_seconds, positive, setup_of
+    from tonnage.server.commands.replay import WAIT_TARGET, parse_seconds, positive, setup_of
 
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
@@ -49,7 +59,7 @@ def run(argv: list[str]) -> int:
     arguments.scale = arguments.rate / own_rate
     arguments.policy, arguments.length_quantile, arguments.watermark = "guaranteed", None, None
     arguments.max_tokens = None
-    asked = arguments.wait_target or _WAIT_TARGET
+    asked = arguments.wait_target or WAIT_TARGET
     target = parse_seconds(asked)
 
     def tried(replicas: int, wait: float) -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from tonnage.server.commands.remote import client_of, seconds
-from tonnage.server.commands.stopping import stoppable
+from tonnage.server.commands.remote import client_of, follow, seconds
 from tonnage.server.parsers import status as parser
 
-OK, FAILED = 0, 1
+_BETWEEN = "2"
 
 
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the server cannot be read; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
-    interval = seconds(arguments.interval, "--interval") if arguments.watch else None
+    again = arguments.watch or arguments.interval is not None
+    interval = seconds(arguments.interval or _BETWEEN, "--interval") if again else None
     # Imported here: --help needs none of it.
-    from tonnage.server.watch.client import WatchError
-    from tonnage.server.watch.loop import watch
     from tonnage.server.watch.screens import Lines, Screen
     from tonnage.server.watch.status import drawn, look, plain, to_dict
 
@@ -26,12 +24,4 @@ def run(argv: list[str]) -> int:
     # rich comes with the extras: where the planner alone is installed, lines do.
     drawing = sys.stdout.isatty() and not arguments.json and find_spec("rich") is not None
     screen = Screen(drawn) if drawing else Lines(plain, to_dict if arguments.json else None)
-    try:
-        with stoppable(), screen:
-            watch(lambda: look(client), [screen], interval)
-            return OK
-    except WatchError as error:
-        print(f"tonnage: {error}", file=sys.stderr)
-        return FAILED
-    except (KeyboardInterrupt, SystemExit):  # how a watch ends
-        return OK
+    return follow(lambda: look(client), screen, interval)

@@ -7,26 +7,27 @@ import sys
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import given
-from tonnage.server.commands.remote import client_of, seconds
-from tonnage.server.commands.stopping import stoppable
+from tonnage.server.commands.remote import client_of, follow, seconds
 from tonnage.server.parsers import watch as parser
 
-OK, FAILED = 0, 1
+_BETWEEN = "5"
 
 
 def run(argv: list[str]) -> int:
     """Returns 0, or 1 where the server cannot be read; raises TonnageError on bad input."""
     arguments = parser().parse_args(argv)
-    interval = seconds(arguments.interval, "--interval")
+    if arguments.once and arguments.interval is not None:
+        raise DeploymentError(
+            "is between two looks, --once ends after one", field="--interval", hint="leave one out"
+        )
+    interval = None if arguments.once else seconds(arguments.interval or _BETWEEN, "--interval")
     if arguments.host is not None and arguments.port is None:
         raise DeploymentError("means nothing without --port", field="--host")
     port = _port(arguments.port)
     if port is not None and arguments.once:
         raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
     # Imported here: --help needs none of it.
-    from tonnage.server.watch.client import WatchError
     from tonnage.server.watch.export import Exporter
-    from tonnage.server.watch.loop import watch
     from tonnage.server.watch.screens import Lines, Screen
     from tonnage.server.watch.text import drawn, lines, to_dict
     from tonnage.server.watch.watcher import Watcher
@@ -40,15 +41,7 @@ def run(argv: list[str]) -> int:
     if exporter is not None:
         print(f"metrics at {exporter.address}", file=sys.stderr, flush=True)
     try:
-        with stoppable(), screen:
-            places = [screen] if exporter is None else [screen, exporter]
-            watch(watcher.look, places, None if arguments.once else interval, patient=exporter is not None)
-            return OK
-    except WatchError as error:
-        print(f"tonnage: {error}", file=sys.stderr)
-        return FAILED
-    except (KeyboardInterrupt, SystemExit):  # how a watch ends
-        return OK
+        return follow(watcher.look, screen, interval, exporter)
     finally:
         if exporter is not None:
             exporter.close()

@@ -267,3 +267,37 @@ def test_a_key_that_is_empty_leaves_no_door_open(given: str, monkeypatch: pytest
     monkeypatch.setenv("TONNAGE_API_KEY", given)
     with pytest.raises(DeploymentError, match="is empty"):
         load_settings(model="demo")
+
+
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("plan demo --serve-line --json", "--json"),
+        ("plan demo --serve-line --explain", "--explain"),
+        ("plan demo --emit helm-values --request 100+10", "--request"),
+        ("plan demo --emit helm-values --trace trace.csv", "--trace"),
+        ("plan demo --csv --explain", "--explain"),
+        *(
+            (f"plan demo --replicas auto --rate 2 --trace trace.csv {other}", other.split()[0])
+            for other in ("--sweep", "--compare 0.19.0 0.32.0", "--request 1+1", "--html x", "--csv")
+        ),
+        ("train demo --sweep micro-batch=1,2 --tricks", "--tricks"),
+        ("train demo --sweep micro-batch=1,2 --find micro-batch", "--find"),
+        ("train demo --sweep micro-batch=1,2 --emit peft", "--emit"),
+        ("train demo --emit trainer --json", "--json"),
+        ("train demo --emit trainer --html x", "--html"),
+        ("replay trace.csv --model demo --wait-target 2s", "--wait-target"),
+        ("dtype 3 --format bf16 --bits 1,17,3", "--bits"),
+        ("page --build x --port 80", "--port"),
+        ("page --build x --host ::1", "--host"),
+        ("watch http://localhost:1 --once --interval 3", "--interval"),
+        ("watch http://localhost:1 --host ::1", "--host"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_would_be_ignored_is_refused_by_name(
+    line: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,10,5\n")
+    assert flag in refusal(capsys, *line.split()).partition("(")[0]
+    assert not (tmp_path / "x").exists()

@@ -99,7 +99,8 @@ def test_the_search_answers_with_a_number_of_gpus(model: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--gpu", "h100-80g", "--wait-target", "soon"], "--wait-target"),
+        (["--gpu", "h100-80g", "--search-gpus", "--wait-target", "soon"], "--wait-target"),
+        (["--gpu", "h100-80g", "--policy", "greedy", "--length-quantile", "0.5"], "length_quantile"),
         (["--gpu", "h100-80g", "--scale", "0"], "--scale"),
         (["--kv-cache-memory-bytes", "1GiB"], "--memory-bandwidth"),
         (["--gpu", "h100-80g", "--watermark", "2"], "watermark"),

@@ -58,7 +58,9 @@ async def test_a_busy_server(run_server: Callable[..., Any], small_plan: Callabl
         for _ in range(3):
             assert (await server.complete(max_tokens=2)).status_code == 200
         tasks = await ask(server, 3, max_tokens=1000)
-        await server.until(lambda: server.state.accounts.oldest()[0] is not None)
+        await server.until(
+            lambda: engine.stats().running == 2 and server.state.accounts.oldest()[0] is not None
+        )
         found = await asyncio.to_thread(look, Client(server.url))
         metrics = (await server.http.get("/metrics")).text
         for task in tasks:
@@ -333,6 +335,29 @@ def test_the_command(report: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in text
     assert f"demo at {server.url}\n" in text
     assert re.search(r"^all processes +[\d,]+ \([\d.]+ [MG]iB\) +[\d,]+ ", text, re.M)
+
+
+def test_an_interval_looks_again(report: str) -> None:
+    with pages(memory=report) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "tonnage.server.cli",
+            "status",
+            server.url,
+            "--json",
+            "--interval",
+            "0.1",
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            looks = [json.loads(process.stdout.readline()) for _ in range(2)]
+        finally:
+            process.terminate()
+            process.communicate(timeout=PATIENCE)
+    assert [look["url"] for look in looks] == [server.url] * 2
+    assert process.returncode == 0
 
 
 def test_it_needs_no_extra(report: str) -> None:
