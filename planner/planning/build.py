@@ -111,7 +111,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
             *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, _beside(worst)),
-            *_calibration_notes(chosen),
+            *notes_of_calibration(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),
@@ -202,7 +202,7 @@ class Sizer:
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
         if self._copies is None:
-            self._copies = _check_checkpoint(source, architecture)
+            self._copies = check_checkpoint(source, architecture)
         chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
         if quantization.scheme != "none":
             chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
@@ -264,13 +264,24 @@ class Sizer:
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
-            parts = held_parts(architecture, quantization, flags, self._copies or ())
-            if self._source.kind == "gguf" and engine_of(flags.engine).keeps_gguf:
-                whole = hold_weights(architecture, quantization, flags).loaded.total
-                stored = engine_of(flags.engine).stored_tensors(self._source.tensors or (), flags)
-                parts = [(part, as_stored(held, whole, stored)) for part, held in parts]
-            self._parts[key] = parts
+            copies = self._copies or ()
+            self._parts[key] = parts_of(self._source, architecture, quantization, flags, copies)
         return self._parts[key]
+
+
+def parts_of(
+    source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
+    stored_copies: tuple[TensorSpec, ...],
+) -> list[Part]:  # fmt: skip
+    """What a rank of each pipeline stage holds; of a GGUF file its own types, where the engine keeps them.
+    ``stored_copies``: as :func:`check_checkpoint` found them."""
+    parts = held_parts(architecture, quantization, flags, stored_copies)
+    engine = engine_of(flags.engine)
+    if source.kind != "gguf" or not engine.keeps_gguf:
+        return parts
+    whole = hold_weights(architecture, quantization, flags).loaded.total
+    stored = engine.stored_tensors(source.tensors or (), flags)
+    return [(part, as_stored(held, whole, stored)) for part, held in parts]
 
 
 def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
@@ -306,7 +317,7 @@ def _beside(stage: Stage) -> int:
     return 0 if stage.runtime.beside is None else stage.runtime.beside.value
 
 
-def _calibration_notes(chosen: Resolved) -> tuple[str, ...]:
+def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
     if chosen.flags.calibration is None:
         return ()
     from tonnage.planner.planning.calibration import calibration_notes
@@ -364,7 +375,7 @@ def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tup
     return against_index(architecture, source.index, source.config, auto_dtype(source))
 
 
-def _check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
+def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
     """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
     if source.index is not None:
         from tonnage.planner.headers.check import check_index, copies_by_index

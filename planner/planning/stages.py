@@ -138,7 +138,7 @@ def build_stages(
 ) -> list[Stage]:
     """Every stage of ``chosen``, whose ranks hold ``parts``. Raises UnsupportedArchitecture for a stage
     without a cache."""
-    held = [(weights, _runtime(part, chosen)) for part, weights in parts]
+    held = [(weights, runtime_of(part, chosen)) for part, weights in parts]
     sizes = _block_bytes(pool, architecture, chosen.flags)
     before = replace(
         added, draft=0, draft_high=0
@@ -155,7 +155,8 @@ def stage_of(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Ad
     return Stage(_rank(weights, runtime, chosen, added), weights, runtime, block_bytes, added.draft_high)
 
 
-def _runtime(part: Architecture, chosen: Resolved) -> Runtime:
+def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
+    """What the engine takes beside weights and pool, as starts of this GPU have it where flags name them."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime

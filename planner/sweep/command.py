@@ -13,7 +13,6 @@ from tonnage.planner.devices.prices import read_prices
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import on_device
 from tonnage.planner.errors import DeploymentError, TonnageError
-from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.flags import flags_of
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.planning.deployment import version_of
@@ -46,14 +45,13 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
     sources: list[ModelSource] = []
     for name in choices.models:
         try:
-            sources.append(source := resolve_model(name))
-            architecture_of(source.config)
+            source = resolve_model(name)
+            rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
+            sources.append(source)
         except TonnageError as error:
             if len(choices.models) == 1:
                 raise
             rows.append(SweepRow("-", 1, "-", "-", False, model=name, refused=str(error)))
-            continue
-        rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
     left_out = [row for row in rows if many and row.unsupported]
     rows = [row for row in rows if not many or not row.unsupported]
     found = len(rows)
@@ -66,6 +64,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
         engine = engine_of(deployment.engine)
         flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
         names, lines = ", ".join(choices.models), price_lines(rows, prices)
+        lines = [*_notes(rows), *lines]
         write_sweep_page(args.html, names, rows, engine.shown_name(flags), args.words, lines)
     if args.json:
         best = _command(sources[0], deployment, rows[0]) if wanted is not None and rows else []
@@ -97,6 +96,10 @@ def _settled(choices: Choices, deployment: Deployment, wanted: int | None, engin
     named = [name for name, _ in choices.gpus]
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
+    if deployment.calibration is not None:
+        from tonnage.planner.planning.calibration import read_calibration  # few have one
+
+        read_calibration(deployment.calibration)  # refused before each row is
     if wanted is not None and deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
     return deployment
@@ -153,8 +156,13 @@ def _print_all(
     if len(rows) < found:
         order = "" if by is None else f" by {by}"
         print(f"... the first {len(rows):,} of {found:,}{order} (--sort, --top; --json lists all)")
-    for line in price_lines(rows, prices):
+    for line in (*_notes(rows), *price_lines(rows, prices)):
         print(line)
+
+
+def _notes(rows: Sequence[SweepRow]) -> list[str]:
+    """Each once, however many rows have it."""
+    return [f"Note: {note}" for note in dict.fromkeys(note for row in rows for note in row.notes)]
 
 
 def _print_left_out(rows: list[SweepRow]) -> None:
@@ -172,7 +180,7 @@ def _print_offers(
     if not rows:
         print(f"No combination holds {wanted:,} sequences; fewer tokens (--max-model-len) or more GPUs would.")
         return
-    length = deployment.max_model_len or architecture_of(source.config).max_model_len
+    length = rows[0].max_model_len
     print(f"{wanted:,} sequences of {length:,} tokens at once, the cheapest first:")
     print(f"{'n':>3}   {'GPU':<20}{'quantization':<13}{'KV':<9}{'sequences':>9}{'at least':>10}   price")
     for row in rows[:_SHOWN]:
@@ -183,7 +191,7 @@ def _print_offers(
         )
     if len(rows) > _SHOWN:
         print(f"... and {len(rows) - _SHOWN} more (--json lists all)")
-    print("\n".join(price_lines(rows[:_SHOWN], prices)))
+    print("\n".join((*_notes(rows[:_SHOWN]), *price_lines(rows[:_SHOWN], prices))))
     print("To serve the first:")
     for line in _command(source, deployment, rows[0]):
         print(f"  {line}")

@@ -22,11 +22,19 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import at_most, check_lengths, hold
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.planning.build import auto_dtype, stored_format, with_draft
+from tonnage.planner.planning.build import (
+    auto_dtype,
+    check_checkpoint,
+    notes_of_calibration,
+    parts_of,
+    stored_format,
+    with_draft,
+    within_draft,
+)
 from tonnage.planner.planning.deployment import complete
-from tonnage.planner.planning.stages import Added, Stage, rank_architecture, stage_of
+from tonnage.planner.planning.stages import Added, Stage, rank_architecture, runtime_of, stage_of
 from tonnage.planner.planning.terms import lora_bytes
-from tonnage.planner.planning.weights import HeldWeights, hold_weights
+from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import (
     check_quantization,
@@ -44,7 +52,8 @@ class SweepRow:
     """One combination. Bytes are of one GPU; ``usd_per_hour`` of all of them, None where no list has a price
     (``price_source`` says which has). ``refused``: why there is no plan (the other figures are 0 then);
     ``unsupported``: why the engine does not run it on that GPU, or not by itself, whatever the memory;
-    ``stops``: why its start fails although the memory would do, and what would start.
+    ``stops``: why its start fails although the memory would do, and what would start. ``notes``: where the
+    plan is not what the flags say.
 
     ``sequences``: of max_model_len tokens, or of the first of the lengths asked for, that run at once, at most
     --max-num-seqs; ``least_sequences``: where the engine takes the most memory it may. ``requests``: of each of
@@ -69,12 +78,14 @@ class SweepRow:
     least_concurrency: float = 0.0  # ``max_concurrency`` where the engine takes the most it may
     model: str = ""
     unsupported: str = ""
+    max_model_len: int = 0
     max_num_seqs: int = 0
     sequences: float = 0.0
     least_sequences: float = 0.0
     requests: tuple[int, ...] = ()
     price_source: str = ""
     stops: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def usd_per_sequence(self) -> float | None:
@@ -145,7 +156,7 @@ def sweep(
     does."""
     architecture = architecture_of(source.config)
     engine, dtype = engine_of(deployment.engine), auto_dtype(source)
-    stored = stored_kv_dtype(source.config)
+    stored, copies = stored_kv_dtype(source.config), check_checkpoint(source, architecture)
 
     def weights(key: _WeightsKey) -> tuple[HeldWeights, Added]:
         """Weights on the device, and bytes of LoRA slots and draft."""
@@ -156,18 +167,20 @@ def sweep(
         )
         quantization = read_quantization(source.config, flags.quantization)
         check_quantization(architecture, quantization, deployment.engine)
-        held = hold_weights(part_of(ranks), quantization, flags)
+        ((_, held),) = parts_of(source, architecture, quantization, flags, copies)
         _, draft, draft_high, *_ = with_draft(source, architecture, flags)
         return held, Added(lora_bytes(architecture, flags), draft, draft_high)
 
-    def resolve(key: tuple[str, str, int]) -> Resolved:
+    def resolve(key: tuple[str, str, int]) -> tuple[Resolved, tuple[str, ...]]:
         name, kv_dtype, ranks = key
         gpu = gpus[name]
         flags = replace(
             deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes, kv_cache_dtype=kv_dtype,
             tensor_parallel_size=ranks,
         )  # fmt: skip
-        return complete(replace(flags, gpu=gpu.name), architecture, dtype, stored)
+        found = complete(replace(flags, gpu=gpu.name), architecture, dtype, stored)
+        chosen, notes = within_draft(architecture, found)
+        return chosen, (*notes, *notes_of_calibration(chosen))
 
     def pool(key: _PoolKey) -> PoolSpec:
         chosen = resolved_for[key]
@@ -180,7 +193,7 @@ def sweep(
         flags = replace(chosen.flags, quantization=kind)
         *_, draft = with_draft(source, architecture, flags)
         chosen = replace(chosen, flags=flags, draft=draft)
-        return engine.runtime_terms(part_of(ranks), chosen)
+        return runtime_of(part_of(ranks), chosen)
 
     def experts(scheme: str) -> str | None:
         """The format that changes what a step takes: MXFP4's experts have no buffer of their own."""
@@ -205,7 +218,7 @@ def sweep(
     steps_of: dict[_RuntimeKey, Resolved] = {}
     gpus = {gpu.name: gpu for gpu in grid.gpus}
     weights_of, resolved, part_of = _Once(weights), _Once(resolve), _Once(part)
-    pool_of, runtime_of, experts_of = _Once(pool), _Once(runtime), _Once(experts)
+    pool_of, terms_of, experts_of = _Once(pool), _Once(runtime), _Once(experts)
     law_of, support_of, format_of = _Once(law), _Once(supported), _Once(scheme_of)
     rows = []
     for gpu in grid.gpus:
@@ -216,17 +229,17 @@ def sweep(
                 for scheme in grid.quantizations:
                     found = SweepRow(gpu.name, ranks, scheme, kv_dtype, False, model=source.id)
                     try:
-                        chosen = resolved((gpu.name, kv_dtype, ranks))
+                        chosen, notes = resolved((gpu.name, kv_dtype, ranks))
                         key = (chosen.flags.kv_cache_dtype, gpu.device, ranks, chosen.max_num_batched_tokens)
                         resolved_for.setdefault(key, chosen)
                         layout = pool_of(key)
                         held = weights_of((scheme, ranks, gpu.device, chosen.flags.dtype, kernel))
                         step = (gpu.name, chosen.flags.kv_cache_dtype, ranks, experts_of(scheme))
                         steps_of.setdefault(step, chosen)
-                        terms = runtime_of(step)
+                        terms = terms_of(step)
                         asked = [(law_of(key), *length) for length in lengths]
                         stage = stage_of(held[0], terms, chosen, held[1], layout.layout.bytes_per_block)
-                        row = _row(found, engine, architecture, chosen, layout, stage, price, asked)
+                        row = _row(found, engine, architecture, chosen, layout, stage, price, asked, notes)
                         kind = (gpu.name, scheme, chosen.flags.kv_cache_dtype, chosen.flags.dtype)
                         run_as.setdefault(kind, chosen)
                         if not (runs := support_of(kind)).runs:
@@ -239,7 +252,7 @@ def sweep(
 
 def _row(
     row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec, stage: Stage,
-    price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
+    price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]], notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
     """``row`` with its figures, as Sizer has them of one plan. ``stage``: what a rank holds beside the pool;
     ``asked``: lengths of requests, each with what one takes."""
@@ -273,11 +286,13 @@ def _row(
         price_source="" if price is None else price.source,
         added_bytes=rank.lora_bytes + rank.draft_bytes,
         least_concurrency=least.max_concurrency,
+        max_model_len=chosen.max_model_len,
         max_num_seqs=limit,
         sequences=counts[0][0],
         least_sequences=counts[0][1],
         requests=tuple(found.running for found in requests),
         stops=stops,
+        notes=notes,
     )
 
 

@@ -19,7 +19,7 @@ def write_sweep_page(
     path: str, model: str, rows: Sequence[SweepRow], engine: str, words: Sequence[str], lines: Sequence[str]
 ) -> None:
     """One row with a bar per combination. ``engine``: its name and version; ``words``: the command line;
-    ``lines``: below the table, where prices are from."""
+    ``lines``: below the table."""
     many = len({row.model for row in rows}) > 1
     body = []
     for row in rows:

