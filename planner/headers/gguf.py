@@ -25,7 +25,7 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_KEPT_ITEMS = 4096  # arrays above this (vocabularies) are skipped; per-layer arrays are far below
+_KEPT_ITEMS = 4096  # longer arrays (vocabularies) are skipped; per-layer arrays are far below
 _MAX_TENSORS = MAX_TENSORS
 _MAX_HEADER = 100_000_000  # bytes; vocabularies and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
@@ -43,13 +43,14 @@ class GGUFArray:
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     """``metadata``: str, int, float, bool, list or GGUFArray by key; ``tensors`` in file order, shapes in
-    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin; each of them begins at
-    a multiple of ``alignment``."""
+    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin, ``offsets``: from there
+    to each of them, multiples of ``alignment``."""
 
     metadata: dict[str, Any]
     tensors: tuple[HeaderTensor, ...]
     data_start: int = 0
     alignment: int = 32
+    offsets: tuple[int, ...] = ()
 
     @property
     def file_bytes(self) -> int:
@@ -61,8 +62,9 @@ class GGUFHeader:
 class _Cursor:
     """Reads values at a moving position. Past the end: CheckpointError, never an exception of struct."""
 
-    def __init__(self, data: mmap.mmap, where: str) -> None:
+    def __init__(self, data: mmap.mmap, where: str, longest: int) -> None:
         self.data, self.where, self.at = data, where, 0
+        self.longest = longest  # items of an array that is kept
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{what} at byte {self.at:,}", field=self.where)
@@ -103,17 +105,17 @@ class _Cursor:
         kind, length = self.scalar(4), self.scalar(10)
         if kind in _SCALARS:
             size = struct.calcsize(_SCALARS[kind])
-            if length > _KEPT_ITEMS:
+            if length > self.longest:
                 self.skip(length * size)
                 return GGUFArray(length)
             return [self.scalar(kind) for _ in range(length)]
         if length > len(self.data) - self.at:  # each item takes at least a byte
             raise self.fail(f"an array claims {length:,} items")
-        if kind == _STRING and length > _KEPT_ITEMS:
+        if kind == _STRING and length > self.longest:
             self.skip_strings(length)
             return GGUFArray(length)
         items = [self.value(kind, depth + 1) for _ in range(length)]
-        return items if length <= _KEPT_ITEMS else GGUFArray(length)
+        return items if length <= self.longest else GGUFArray(length)
 
     def skip_strings(self, count: int) -> None:
         """A vocabulary: hundreds of thousands of strings, so no function call for each."""
@@ -130,12 +132,13 @@ class _Cursor:
         raise self.fail("the header is truncated inside an array of strings")
 
 
-def read_gguf(path: Path) -> GGUFHeader:
-    """Metadata and tensors. Raises CheckpointError when the file is no GGUF, is truncated or lies."""
+def read_gguf(path: Path, longest: int = _KEPT_ITEMS) -> GGUFHeader:
+    """Metadata, arrays of up to ``longest`` items in full, and tensors. Raises CheckpointError when the file is
+    no GGUF, is truncated or lies."""
     where = path.name
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(_Cursor(data, where), size_of(path, len(data)))
+            return _read(_Cursor(data, where, longest), size_of(path, len(data)))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", field=where) from None
     except ValueError:  # mmap of an empty file
@@ -164,7 +167,8 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
     infos = [_tensor_info(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.at // alignment) * alignment
     _check_spans(infos, size - start, cursor.where)
-    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, alignment)
+    offsets = tuple(offset for offset, _ in infos)
+    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, alignment, offsets)
 
 
 def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:

