@@ -31,6 +31,7 @@ help:
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
 	@echo "make docs       the documentation as a site (build/docs/site), its links checked"
 	@echo "make pyodide    Pyodide into this checkout: images and wheels made of it have /plan and need no npm"
+	@echo "make wheel      what a release publishes, into dist: with machine code compiled ahead"
 	@echo "make page-check  tonnage page in a real browser; make pictures-page keeps what it looks like in docs/page"
 	@echo "make test-watch  tonnage watch beside a real llama-server, which is built first (10 minutes)"
 	@echo "make test-gptq  the demo model quantized by GPTQModel (its own environment, 5 GB; minutes)"
@@ -218,6 +219,17 @@ docs: .venv-docs/.ready
 pyodide: $(VENV)/.demo
 	rm -rf planner/page/data/pyodide
 	$(BIN)/python -c 'from tonnage.planner.page import pyodide; pyodide.fetch(pyodide.SHIPPED)'
+
+# What a release publishes, made of the tracked files alone: with machine code for three sets of instructions, as this
+# Python and this numba load it; and with the page that plans, where make pyodide ran before.
+.PHONY: wheel
+wheel: $(VENV)/.demo
+	$(BIN)/python -m tonnage.server.engines.hf.ahead --all
+	rm -rf build/wheel && mkdir -p build/wheel
+	git ls-files -z pyproject.toml README.md LICENSE planner cache server | xargs -0 cp --parents -t build/wheel
+	cp --parents cache/machine_code/*.zip build/wheel
+	if [ -d planner/page/data/pyodide ]; then cp -r --parents planner/page/data/pyodide build/wheel; fi
+	$(PIP) wheel --no-deps --wheel-dir dist build/wheel
 
 # The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print.
 .PHONY: page-check pictures-page

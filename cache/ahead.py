@@ -1,8 +1,8 @@
 """Machine code that was compiled before the package came here: an archive for each set of instructions.
 
 `python -m tonnage.server.engines.hf.ahead` writes the archives into `FOLDER`, from where they go into a wheel
-or an image. A member holds a function for one signature as numba would keep it in a cache folder. Nothing of
-other sources, of another Python or another numba is found: they are part of its name.
+or an image. A file of one holds, for each function and signature of some sources, what numba would keep in a
+cache folder. Nothing of other sources, of another Python or another numba is found: they are part of its name.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import hashlib
 import pickle
 import sys
 import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ class Level:
     name: str
     cpu: str
     needs: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Of its archive."""
+        return FOLDER / f"{self.name}.zip"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,6 +74,24 @@ def has(feature: str) -> bool:
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
+def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
+    """An archive: the functions of each `Archive.name`, compressed as one, for they hold the code of the same
+    callees: 1 MB, and 2 MB one by one."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        for name, members in compiled.items():
+            archive.writestr(name, pickle.dumps(dict(members)))
+
+
+def read(path: Path, name: str) -> dict[str, bytes]:
+    """What `write` was given under ``name``; nothing where it is not there, or cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found: dict[str, bytes] = pickle.loads(archive.read(name))
+    except Exception:  # damaged, in one of many ways, or a Python that was built without lzma: it is compiled
+        return {}
+    return found
+
+
 class Archive:
     """What was compiled ahead of the modules that ``digest`` stands for, on this processor's level; nothing
     where numba is told to compile for another processor, or not to compile.
@@ -80,34 +103,27 @@ class Archive:
         about = (sys.platform, sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, digest)
         self.name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
         self.collected: dict[str, bytes] | None = None
-        self._file: zipfile.ZipFile | None = None
-        self._members: set[str] = set()
+
+    @cached_property
+    def _members(self) -> dict[str, bytes]:
         config, level = numba.config, level_here()
         own_choice = config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX
         if level is None or own_choice or config.DISABLE_JIT:
-            return
-        try:
-            self._file = zipfile.ZipFile(FOLDER / f"{level.name}.zip")
-        except (OSError, zipfile.BadZipFile):
-            return
-        self._members = set(self._file.namelist())
+            return {}
+        return read(level.path, self.name)
 
     def __contains__(self, member: str) -> bool:
-        return f"{self.name}/{member}" in self._members
+        return member in self._members
 
     def collect(self) -> None:
         """From now on keep what is compiled in `collected`, by its name in an archive; read nothing."""
         self.collected = {}
-        self._members = set()
+        self._members = {}
 
-    def read(self, member: str) -> Any:
-        """What numba makes a function of, or None."""
-        if self._file is None or member not in self:
-            return None
-        try:
-            return pickle.loads(self._file.read(f"{self.name}/{member}"))
-        except (OSError, zipfile.BadZipFile, zlib.error):  # damaged: it is compiled
-            return None
+    def take(self, member: str) -> Any:
+        """What numba makes a function of, which it asks for once; or None."""
+        found = self._members.pop(member, None)
+        return None if found is None else pickle.loads(found)
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
@@ -127,7 +143,7 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = self._archive.read(self._member(sig))
+        found = self._archive.take(self._member(sig))
         if found is not None:
             target_context.refresh()
             return CompileResult._rebuild(target_context, *found)
@@ -135,7 +151,8 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         if self._archive.collected is not None:
-            self._archive.collected[self._member(sig)] = dumps(data._reduce())
+            # An eighth of an archive, of which only inspect_types() reads.
+            self._archive.collected[self._member(sig)] = dumps(data._replace(type_annotation="")._reduce())
         else:
             self._kept.save_overload(sig, data)
 

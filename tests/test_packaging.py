@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -12,6 +13,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tonnage.cache.ahead import level_here
+from tonnage.server.engines.hf.ahead import is_there
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("planner", "cache", "server")
@@ -40,7 +44,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+    return build(source, tmp_path_factory.mktemp("wheel"))
+
+
+def build(source: Path, out: Path) -> Path:
     built = run(sys.executable, "-m", "build", "--wheel", "--outdir", out, source, cwd=source)
     assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
     (found,) = out.glob("*.whl")
@@ -65,6 +72,40 @@ def test_what_vllm_looks_for_is_in_the_wheel(wheel: Path) -> None:
         for group in ("vllm.general_plugins", "vllm.stat_logger_plugins"):
             module, _, name = entries[group]["tonnage"].partition(":")
             assert f"{name}" in archive.read(f"{module.replace('.', '/')}.py").decode()
+
+
+MANAGER = """
+import json
+from tonnage.cache.compiled import COMPILER
+from tonnage.cache.warm import compile_manager
+from tonnage.server.engines.hf.ahead import PARTS
+compile_manager(PARTS["manager"][0].layout)
+stats = [made.stats for made in COMPILER.made]
+print(json.dumps([sum(sum(each.cache_hits.values()) for each in stats),
+                  sum(sum(each.cache_misses.values()) for each in stats)]))
+"""
+
+
+def test_a_wheel_brings_the_machine_code_that_its_checkout_has(source: Path, tmp_path: Path) -> None:
+    """Where it is installed, the block manager starts without the compiler."""
+    level = level_here()
+    if level is None or not is_there(level, ["manager"]):
+        pytest.skip("python -m tonnage.server.engines.hf.ahead has not compiled these sources")
+    with_code = tmp_path / "source"
+    shutil.copytree(source, with_code)
+    (with_code / "cache" / "machine_code").mkdir()
+    shutil.copy(level.path, with_code / "cache" / "machine_code")
+    with zipfile.ZipFile(build(with_code, tmp_path / "wheel")) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    started = run(
+        sys.executable, "-c", MANAGER, cwd=tmp_path,
+        PYTHONPATH=str(tmp_path / "installed"), NUMBA_CACHE_DIR=str(tmp_path / "numba"),
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr
+    read, compiled = json.loads(started.stdout)
+    assert read > 0
+    assert compiled == 0
+    assert not list(tmp_path.rglob("*.nbc"))
 
 
 @pytest.fixture(scope="module")

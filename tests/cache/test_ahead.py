@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import llvmlite.binding as llvm
 import numba
+import numpy as np
 import pytest
 
 from tonnage.cache import ahead
@@ -46,7 +51,7 @@ def archived(folder: Path) -> Compiled:
     assert one(1) == 2
     found = Compiled(compiler.archive.name, {**(compiler.archive.collected or {}), "all": b""}, [])
     assert len(found.members) == 2
-    write(ahead.FOLDER, ahead.LEVELS[-1], [found])
+    write(ahead.LEVELS[-1], [found])
     return found
 
 
@@ -90,6 +95,74 @@ def test_it_is_of_the_same_sets_of_instructions(
     assert changed.folder != kept
 
 
+@pytest.mark.parametrize(
+    ("lacks", "level"),
+    [
+        ((), "x86-64-v4-bf16"),
+        (("avx512bf16",), "x86-64-v4"),
+        (("avx512bf16", "avx512vl"), "x86-64-v3"),
+        (("avx512bf16", "avx512vl", "fma"), None),
+    ],
+)
+def test_a_processor_gets_the_best_level_that_it_has(
+    lacks: tuple[str, ...], level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = {name: name not in lacks for name in ahead.LEVELS[0].needs}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    found = ahead.level_here()
+    assert (found and found.name) == level
+
+
+VECTORS = """
+def dot(a, b):
+    total = 0.0
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+"""
+FOR_ANOTHER = """
+import sys
+from pathlib import Path
+import numpy as np
+from ahead_vectors import dot
+from tonnage.cache import ahead
+from tonnage.cache.compiled import Compiler
+sources, ahead.FOLDER = map(Path, sys.argv[1:3])
+(level,) = (level for level in ahead.LEVELS if level.name == sys.argv[3])
+compiler = Compiler(sources)
+compiler.archive.collect()
+dot = compiler(dot, fastmath=True)
+dot(np.ones(9), np.ones(9))
+assert "ymm" in "".join(dot.inspect_asm().values())
+ahead.FOLDER.mkdir()
+ahead.write(level.path, {compiler.archive.name: compiler.archive.collected})
+"""
+
+
+@pytest.mark.parametrize("level", ahead.LEVELS, ids=lambda level: level.name)
+def test_code_for_another_level_runs_here(
+    level: ahead.Level, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vector instructions, compiled by a process that is told of the level, and read by this one."""
+    features = llvm.get_host_cpu_features()
+    if not all(features.get(name) for name in level.needs):
+        pytest.skip("not on this processor")
+    (sources / "ahead_vectors.py").write_text(VECTORS)
+    path = os.pathsep.join(filter(None, [str(sources), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", FOR_ANOTHER, sources, ahead.FOLDER, level.name],
+        env=os.environ | level.environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(ahead, "level_here", lambda: level)
+    dot = Compiler(sources)(importlib.import_module("ahead_vectors").dot, fastmath=True)
+    numbers = np.arange(999.0)
+    assert dot(numbers, numbers) == float(numbers @ numbers)
+    assert sum(dot.stats.cache_hits.values()) == 1
+
+
 @pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
 def test_who_chooses_a_processor_gets_its_code(
     name: str, sources: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +174,7 @@ def test_who_chooses_a_processor_gets_its_code(
 
 def test_a_damaged_archive_is_compiled_again(sources: Path) -> None:
     archived(sources)
-    path = ahead.FOLDER / f"{ahead.LEVELS[-1].name}.zip"
+    path = ahead.LEVELS[-1].path
     whole = path.read_bytes()
     at = 200  # inside the first member
     path.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,8 +22,9 @@ from typing import Any
 
 from numba.core.serialize import dumps
 
+from tonnage.cache import ahead
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.cache.ahead import FOLDER, LEVELS, Level, level_here
+from tonnage.cache.ahead import LEVELS, Level, level_here
 from tonnage.cache.compiled import Compiler
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.hf.compile import Part
@@ -73,29 +73,22 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
 
 def is_there(level: Level, names: list[str]) -> bool:
     """Whether its archive has these parts, compiled of the sources as they are."""
-    parts = [part for name in names for part in PARTS[name]]
-    try:
-        with zipfile.ZipFile(FOLDER / f"{level.name}.zip") as archive:
-            found = set(archive.namelist())
-    except (OSError, zipfile.BadZipFile):
-        return False
-    return all(f"{part.compiler.archive.name}/{part.note}" in found for part in parts)
+    return all(
+        {part.note for part in PARTS[name]}
+        <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()
+        for name in names
+    )
 
 
-def write(folder: Path, level: Level, found: list[Compiled]) -> Path:
+def write(level: Level, found: list[Compiled]) -> None:
     """The archive of ``level``, there at once or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{level.name}.zip"
-    partial = path.with_suffix(f".{os.getpid()}")
+    level.path.parent.mkdir(parents=True, exist_ok=True)
+    partial = level.path.with_suffix(f".{os.getpid()}")
     try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            for each in found:
-                for member, content in each.members.items():
-                    archive.writestr(f"{each.name}/{member}", content)
-        partial.replace(path)
+        ahead.write(partial, {each.name: each.members for each in found})
+        partial.replace(level.path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def _in_a_process(level: Level, name: str, work: Path, signatures: Path | None) -> Path:
@@ -128,8 +121,9 @@ def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
         done |= {key: running.result() for key, running in zip(others, later, strict=True)}
         for level in levels:
             found = [read(done[level, name]) for name in names]
-            path = write(FOLDER, level, found)
-            print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr, flush=True)
+            write(level, found)
+            size = f"{level.path.stat().st_size / 1e6:.1f} MB"
+            print(f"{level.path} ({size})", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -157,7 +151,8 @@ def main() -> int:
         return OK
     try:
         compile_ahead(levels, here, names)
-    except (OSError, subprocess.CalledProcessError) as error:
+    # RuntimeError: a Python that was built without lzma
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"nothing is compiled ahead: {error}", file=sys.stderr)
         return FAILED
     return OK
