@@ -63,6 +63,13 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
+        """argparse's sentence, with the option where our own have it."""
+        about, _, rest = message.partition(": ")
+        if about.startswith("argument "):
+            field = about.removeprefix("argument ").partition("/")[0]
+            raise DeploymentError(rest, field=field, hint=self._listed())
+        if rest:  # MODEL twice, where more models may follow one
+            message = f"{about}: {', '.join(dict.fromkeys(rest.split(', ')))}"
         raise DeploymentError(message, hint=self._listed())
 
     def options(self) -> tuple[str, ...]:
@@ -105,6 +112,8 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise DeploymentError(f"{word[:80]!r} is one word too many", hint=self._listed())
+        if name in self._option_string_actions:  # behind a --
+            raise DeploymentError("comes before the --", field=name)
         close = nearest(name, self.options())
         guess = f"did you mean {close}? " if close else ""
         raise DeploymentError(f"is no option of {self.prog}", field=name[:80], hint=guess + self._listed())

@@ -13,7 +13,7 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.flags import add_groups, given
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.plans import Plan
-from tonnage.planner.units import gib, parse_count
+from tonnage.planner.units import parse_count
 
 FITS, DOES_NOT_FIT = 0, 1
 
@@ -229,6 +229,11 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 
 
 def _print(plan: Plan, args: argparse.Namespace) -> None:
+    from tonnage.planner.output.terminal import for_this_cpu
+
+    if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
+        apart = args.emit or args.serve_line or args.markdown or args.csv  # what another program reads
+        print(line, file=sys.stderr if apart else sys.stdout)
     if args.emit:
         from tonnage.planner.output.emit import emit
 
@@ -257,15 +262,4 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     else:
         from tonnage.planner.output.terminal import print_plan
 
-        if plan.deployment.device == "cpu" and args.gpu is None and args.device is None:
-            print(_unnamed(plan, args))
         print_plan(plan, args.explain, sys.stdout)
-
-
-def _unnamed(plan: Plan, args: argparse.Namespace) -> str:
-    """What the figures are about, where no flag says it."""
-    whose = "this machine's CPU" if args.device_memory is None else "a CPU"
-    return (
-        f"For {whose}, {gib(plan.rank.total_bytes)} of memory, as no GPU was named: --gpu h100-80g is for one, "
-        "--gpu auto for the one here"
-    )

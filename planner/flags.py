@@ -147,9 +147,11 @@ class Flag:
         wrong, hint = self._wrong(value), self.hint
         if wrong and self.choices and isinstance(value, str):
             other = self.meant(value)
-            hint = (
-                f"did you mean {other}?" if other in self.choices else did_you_mean(value, self.choices) or hint
+            usual = (
+                *self.choices,
+                *(name for names in SPELLINGS for name in names if self.meant(name) != name),
             )
+            hint = f"did you mean {other}?" if other in self.choices else did_you_mean(value, usual) or hint
         if wrong:
             raise DeploymentError(
                 f"{'it' if self.secret else repr(value)} is not {wrong}", field=field, hint=hint

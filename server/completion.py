@@ -109,7 +109,7 @@ def _values(action: argparse.Action) -> Iterable[str]:
         return found
     # said by the metavar where nothing else says it: --engine, --emit, --find
     told = action.metavar if isinstance(action.metavar, str) else ""
-    return told.split("|") if "|" in told else ()
+    return told.split("|") if "|" in told else _named(action.dest)
 
 
 def _named(name: str) -> Iterable[str]:
@@ -126,4 +126,12 @@ def _named(name: str) -> Iterable[str]:
         from tonnage.planner.engines.vllm.kv_formats import NAMES  # imports an engine
 
         return ("auto", *NAMES)
+    if name == "sort":
+        from tonnage.planner.sweep.order import SORTS  # imports the planner
+
+        return SORTS
+    if name == "format":
+        from tonnage.planner.numbers.command import NAMES as FORMATS  # of `tonnage dtype`
+
+        return FORMATS
     return ()

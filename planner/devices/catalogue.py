@@ -84,9 +84,9 @@ def _scaled(figure: object, unit: float) -> float | None:
     return figure * unit if isinstance(figure, int | float) else None
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, field: str = "--gpu") -> Gpu:
     """The entry of that name or alias (case, spaces and dashes aside); ``cpu`` and ``auto`` are this machine.
-    Raises DeploymentError."""
+    Raises DeploymentError naming ``field``."""
     wanted = _plain(name)
     if wanted == "cpu":
         return Gpu("cpu", (), "host", "cpu", host_memory(), "reported", "this machine")
@@ -100,7 +100,7 @@ def find_gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), names, 3, 0.5)
     raise DeploymentError(
         f"{name[:60]!r} is not in the catalogue",
-        field="--gpu",
+        field=field,
         hint="did you mean " + ", ".join(close) + "?" if close else "one of cpu, auto, " + ", ".join(names),
     )
 
@@ -137,12 +137,21 @@ def _plain(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+# of Linux, and of Windows' subsystem for it
+_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
+
+
 def local_gpu() -> Gpu:
     """The first NVIDIA GPU, else this machine's CPU. Raises DeploymentError when a driver is there but does
-    not answer."""
+    not answer, or nothing that could ask it."""
     try:
         import pynvml
     except ImportError:
+        if any(Path(path).exists() for path in _DRIVER):
+            raise DeploymentError(
+                "auto needs nvidia-ml-py to ask the NVIDIA driver, not installed here", field="--gpu",
+                hint="pip install 'tonnage[gpu]', or name the GPU, for example --gpu h100-80g",
+            ) from None  # fmt: skip
         return find_gpu("cpu")
     try:
         pynvml.nvmlInit()

@@ -90,5 +90,5 @@ def read_prices(texts: Iterable[str]) -> dict[str, float]:
             raise DeploymentError(
                 f"{text[:60]!r} is no price", field=FIELD, hint="GPU=USD an hour, for example h100-80g=2.10"
             )
-        found[find_gpu(name).name] = usd
+        found[find_gpu(name, FIELD).name] = usd
     return found

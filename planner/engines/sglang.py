@@ -12,6 +12,7 @@ import re
 from typing import ClassVar
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import capability_of
 from tonnage.planner.engines import sglang_serve
 from tonnage.planner.engines import sglang_states as states
 from tonnage.planner.engines.base import Engine
@@ -37,6 +38,7 @@ from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.records import replace
 from tonnage.planner.units import GiB, MiB, ceil_div
 
+_AMPERE = (8, 0)
 _LOG_LINES = (
     ("weights_bytes", GiB, rf"Load weight end\..*mem usage={NUMBER}GB"),
     ("tokens", 1, rf"max_total_num_tokens={NUMBER}"),
@@ -143,7 +145,10 @@ class SGLang(Engine):
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
         """float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py). Where
-        towers are, the text's own part of the config says what; bfloat16 in all at hand."""
+        towers are, the text's own part of the config says what; bfloat16 in all at hand. Before Ampere all are
+        computed in float16, whatever was asked (maybe_downgrade_dtype_for_legacy_gpu, load_model_utils.py)."""
+        if (capability_of(flags.gpu) or _AMPERE) < _AMPERE:
+            return "float16"
         if flags.dtype != "auto" or auto != "float32":
             return super().choose_dtype(flags, architecture, auto)
         bfloat16 = architecture.model_type.startswith("gemma") or has_towers(architecture)

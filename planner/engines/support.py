@@ -87,10 +87,18 @@ def on_device(engine: str, gpu: str | None) -> Support:
     if found is None:
         return NOTHING
     for row in table()["devices"]:
-        if row["engine"] == engine and (row.get("vendor") == found.vendor or row.get("gpu") == found.name):
+        if row["engine"] == engine and _is_about(row, found):
             why = f"{row['why']} ({row['source']}{_span(engine)})"
             return Support(refused=(why,)) if row["runs"] is False else Support(absent=(why,))
     return NOTHING
+
+
+def _is_about(row: Mapping[str, Any], gpu: Gpu) -> bool:
+    """A row of ``devices``: one GPU, or a vendor's, all or those ``below`` a compute capability."""
+    if "gpu" in row:
+        return bool(row["gpu"] == gpu.name)
+    older = "below" not in row or (gpu.capability is not None and gpu.capability < _capability(row["below"]))
+    return older and bool(row["vendor"] == gpu.vendor)
 
 
 def of_weights(

@@ -37,7 +37,7 @@ examples:
 """
 # Decimal digits before or after the point: outside every format, and what is further out is rounded the same.
 _MOST_DIGITS = 2000
-_NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
+NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
 _SPELLED = {
     "e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
     "e2m1": "fp4_e2m1", "fp4": "fp4_e2m1",
@@ -49,7 +49,7 @@ def parser() -> Parser:
         "tonnage dtype", "Show the number formats, or sign, exponent and mantissa of a value in each.", _EPILOG
     )
     p.add_argument("value", metavar="VALUE", nargs="?", help="a decimal number, inf or nan")
-    p.add_argument("--format", metavar="NAME", help="one format only: " + ", ".join(_NAMES))
+    p.add_argument("--format", metavar="NAME", help="one format only: " + ", ".join(NAMES))
     p.add_argument("--bits", metavar="S,E,M", help="fields as integers -> the value they stand for")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -107,12 +107,14 @@ def value_rows(value: Real) -> list[dict[str, Any]]:
         if is_finite(value):
             stored = max(low, min(high, round(value)))
             what = "saturates" if not low <= round(value) <= high else _rounding(value, stored)
-            rows.append({"format": name, "value": stored, "what": f"{what} (scale 1)"})
+            error = _relative(value, stored)
+            rows.append({"format": name, "value": stored, "relative_error": error, "what": f"{what} (scale 1)"})
     if is_finite(value) and size_of(value) <= 1:
         index, level = nearest_nf4(value)
         rows.append(
-            {"format": "nf4", "value": level, "bits": f"{index:04b}", "what": "level next to it, absmax 1"}
-        )
+            {"format": "nf4", "value": level, "bits": f"{index:04b}", "relative_error": _relative(value, level),
+             "what": "level next to it, absmax 1"}
+        )  # fmt: skip
     return rows
 
 
@@ -131,13 +133,18 @@ def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
         what = _rounding(value, stored) + ", subnormal"
     else:
         what = _rounding(value, stored)
-    exact = math.isfinite(stored) and is_finite(value) and value != 0
-    error = float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value))) if exact else None
     return {
         "format": f.name, "sign": sign, "exponent": exponent, "mantissa": mantissa, "bias": f.bias,
         "bits": f.pattern(sign, exponent, mantissa), "formula": f.formula(sign, exponent, mantissa),
-        "value": stored, "relative_error": error, "what": what,
+        "value": stored, "relative_error": _relative(value, stored), "what": what,
     }  # fmt: skip
+
+
+def _relative(value: Real, stored: float) -> float | None:
+    """|stored - value| / |value|; None where that is no number."""
+    if not math.isfinite(stored) or not is_finite(value) or value == 0:
+        return None
+    return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
 
 
 def _rounding(value: Real, stored: float) -> str:
@@ -185,10 +192,10 @@ def _format(name: str | None) -> str | None:
         return None
     word = name.lower().replace("-", "_")
     same = next((names for names in SPELLINGS if word in names), frozenset((word, _SPELLED.get(word, word))))
-    found = next((known for known in _NAMES if known.replace("-", "_") in same), None)
+    found = next((known for known in NAMES if known.replace("-", "_") in same), None)
     if found is None:
-        close = did_you_mean(name, _NAMES)
-        hint = (f"{close} " if close else "") + ", ".join(_NAMES)
+        close = did_you_mean(name, NAMES)
+        hint = (f"{close} " if close else "") + ", ".join(NAMES)
         raise DeploymentError(f"{name[:40]!r} is not known", field="--format", hint=hint)
     return found
 
@@ -211,6 +218,8 @@ def _run(args: argparse.Namespace) -> int:
     rows = table() if given is None else value_rows(given)
     if name is not None:
         rows = [row for row in rows if row["format"] == name]
+    if not rows:
+        raise _of_a_block(name)
     if args.json:
         print(json.dumps({"rows": [{k: _finite(v) for k, v in row.items()} for row in rows]}, indent=2))
         return 0
@@ -219,6 +228,19 @@ def _run(args: argparse.Namespace) -> int:
     if chosen is not None and given is not None:
         print("\n".join(["", *drawn(chosen, given, args.value.strip())]))
     return 0
+
+
+def _of_a_block(name: str | None) -> DeploymentError:
+    """Why a format has no row for one value."""
+    block = next((b for b in BLOCKS if b.name == name), None)
+    if block is None:  # an integer format, and infinity or NaN
+        return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")
+    hint = (
+        "--format fp4_e2m1 shows an element"
+        if "E2M1" in block.what
+        else "--format nf4 and a value from -1 to 1"
+    )
+    return DeploymentError(f"{name} stores no value by itself: {block.what}", field="--format", hint=hint)
 
 
 def _finite(value: Any) -> Any:

@@ -22,6 +22,18 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
         print(line, file=file)
 
 
+def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
+    """The first line of an answer about a CPU that no flag named; None where one did. ``gpu``, ``device`` and
+    ``memory``: the flags as they were given."""
+    if plan.deployment.device != "cpu" or device is not None or (gpu or "auto").lower() != "auto":
+        return None
+    whose = "this machine's CPU" if memory is None else "a CPU"
+    about = f"For {whose}, {gib(plan.rank.total_bytes)} of memory, as no"
+    if gpu is not None:
+        return f"{about} NVIDIA GPU answers here: --gpu h100-80g is for one"
+    return f"{about} GPU was named: --gpu h100-80g is for one, --gpu auto for the one here"
+
+
 def plain_lines(plan: Plan, explain: bool) -> list[str]:
     lines = [*plan.headline(), ""]
     for name, size, note in plan.memory_rows():

@@ -57,7 +57,8 @@ class SweepRow:
 
     ``sequences``: of max_model_len tokens, or of the first of the lengths asked for, that run at once, at most
     --max-num-seqs; ``least_sequences``: where the engine takes the most memory it may. ``requests``: of each of
-    these lengths. ``usd_per_sequence``: for an hour of one of ``least_sequences``.
+    these lengths, ``requests_held``: what the pool alone would hold of them. ``usd_per_sequence``: for an hour
+    of one of ``least_sequences``.
     """
 
     gpu: str
@@ -83,6 +84,7 @@ class SweepRow:
     sequences: float = 0.0
     least_sequences: float = 0.0
     requests: tuple[int, ...] = ()
+    requests_held: tuple[int, ...] = ()
     price_source: str = ""
     stops: str = ""
     notes: tuple[str, ...] = ()
@@ -291,6 +293,7 @@ def _row(
         sequences=counts[0][0],
         least_sequences=counts[0][1],
         requests=tuple(found.running for found in requests),
+        requests_held=tuple(found.at_once for found in requests),
         stops=stops,
         notes=notes,
     )

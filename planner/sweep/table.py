@@ -38,8 +38,7 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
         ("tokens", "right", where_it_fits(lambda row: f"{row.tokens:,}")),
     ]
     for place, (prompt, output) in enumerate(lengths):
-        at_once = where_it_fits(lambda row, place=place: f"{row.requests[place]:,}")  # type: ignore[misc]
-        columns.append((f"{prompt}+{output}", "right", at_once))
+        columns.append((f"{prompt}+{output}", "right", where_it_fits(_at_once(place))))
     if not lengths:
         columns.append(("sequences", "right", where_it_fits(_sequences)))
     columns += [
@@ -75,10 +74,18 @@ def _price_each(row: SweepRow) -> str:
     return "-" if row.usd_per_sequence is None else f"{row.usd_per_sequence:.4f}"
 
 
+def _at_once(place: int) -> Callable[[SweepRow], str]:
+    """Of the requests whose lengths stand at ``place``."""
+    return lambda row: _of(row.requests[place], row.requests_held[place])
+
+
 def _sequences(row: SweepRow) -> str:
-    """What --max-num-seqs lets run, and what the pool would hold."""
-    text = _count(row.sequences)
-    return f"{text} of {_count(row.max_concurrency)}" if row.max_concurrency > row.sequences else text
+    return _of(row.sequences, row.max_concurrency)
+
+
+def _of(running: float, held: float) -> str:
+    """What --max-num-seqs lets run, and where it is less, what the pool would hold."""
+    return f"{_count(running)} of {_count(held)}" if held > running else _count(running)
 
 
 def _count(figure: float) -> str:

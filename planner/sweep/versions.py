@@ -16,6 +16,7 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.output.tables import Table, print_table
+from tonnage.planner.output.terminal import for_this_cpu
 from tonnage.planner.planning.build import Sizer, plan_source
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass, replace
@@ -142,6 +143,8 @@ def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Name
         )
         print_table(Table(("term", since, until, "difference"), rows), sys.stdout, markdown=args.markdown)
     else:
+        if line := for_this_cpu(upgrade.after, args.gpu, args.device, args.device_memory):
+            print(line)
         _print(upgrade, since, until)
     return 0 if upgrade.before.fits and upgrade.after.fits else 1
 
@@ -183,7 +186,7 @@ def _print(upgrade: Upgrade, since: str, until: str) -> None:
 
 def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
     flags = upgrade.after.deployment
-    where = f"on {flags.gpu or 'this device'}, max_model_len {flags.max_model_len:,}"
+    where = f"on {upgrade.after.device_name()}, max_model_len {flags.max_model_len:,}"
     return upgrade.after.headline()[0], f"{flags.engine} {since} -> {until} {where}"
 
 

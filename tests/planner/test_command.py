@@ -15,6 +15,7 @@ from terminal import Terminal
 
 from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices import catalogue
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
@@ -101,6 +102,26 @@ def test_a_plan_without_a_gpu_says_first_what_it_is_for(monkeypatch, tmp_path, c
     assert first("--engine", "vllm", "--device-memory", "16GiB").startswith("For a CPU, 16.00 GiB of memory")
     for named in (["--gpu", "l4"], ["--gpu", "cpu"], ["--device", "cpu"]):
         assert first(*named).startswith("demo: LlamaForCausalLM")
+    assert first("--compare", "0.31.0", "0.32.0").startswith("For this machine's CPU")
+    run(["demo", "--serve-line"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith("tonnage serve demo")
+    assert shown.err.startswith("For this machine's CPU")
+
+
+def test_auto_is_the_cpu_only_where_no_nvidia_driver_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(catalogue, "_DRIVER", (str(driver),))
+    run(["demo", "--gpu", "auto"])
+    assert re.match(r"For this machine's CPU, .* as no NVIDIA GPU answers here", capsys.readouterr().out)
+    driver.touch()
+    assert run(["demo", "--gpu", "auto"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "nvidia-ml-py" in shown.err
+    assert "pip install 'tonnage[gpu]'" in shown.err
 
 
 def test_does_not_fit_is_exit_1(plan):
@@ -121,6 +142,10 @@ def test_does_not_fit_is_exit_1(plan):
         ([], ["MODEL", "--help"]),
         (["demo", "--gpu-memory-utilization", "lots"], ["--gpu-memory-utilization", "lots"]),
         (["demo", "--gpu", "cpu", "--device", "cuda"], ["--device", "cuda", "--gpu cpu"]),
+        (["demo", "--dtype", "fp61"], ["--dtype: 'fp61'", "did you mean fp16?"]),
+        (["demo", "--sweep", "--price", "l40x=2"], ["--price: 'l40x'", "did you mean l40s-48g"]),
+        (["demo", "--rate", "fast"], ["tonnage: --rate: invalid float value: 'fast'"]),
+        ([], ["tonnage: the following arguments are required: MODEL ("]),
         (["demo", "--gpu", "t4", "--dtype", "bfloat16"], ["--dtype", "t4-16g", "float16"]),
         (["demo", "--gpu", "l4", "--max-loras", "2"], ["--max-loras", "--enable-lora"]),
         (["demo", "--gpu", "l4", "--mem-fraction-static", "0.8"], ["--mem-fraction-static", "sglang", "vllm"]),

@@ -219,3 +219,25 @@ def test_the_table_has_biases(capsys):
     ]  # fmt: skip
     assert run([]) == 0
     assert "bias" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["3.3", "--format", "NF4"], ["nf4 stores no value by itself", "absmax per 64"]),
+        (["3.3", "--format", "mxfp4"], ["one E8M0 scale", "--format fp4_e2m1"]),
+        (["inf", "--format", "int8"], ["int8 has neither infinity nor NaN"]),
+        (["--", "-1.5", "--format", "fp16"], ["--format: comes before the --"]),
+    ],
+)
+def test_a_format_that_shows_no_single_value_says_why(capsys, arguments, words):
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(word in shown.err for word in words), shown.err
+
+
+def test_integers_have_a_relative_error_too(capsys):
+    assert run(["300", "--format", "int8", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["relative_error"] == pytest.approx(173 / 300)

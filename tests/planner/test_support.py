@@ -158,6 +158,13 @@ def test_vllm_has_no_metal_build(folder):
     assert not on_device("vllm", "gaudi3").runs  # a plugin of its own
 
 
+def test_sglang_before_ampere(folder):
+    with pytest.raises(NotSupported, match=r"SGLang runs from compute capability 7\.5 on"):
+        plan(folder, engine="sglang", gpu="v100-32g", **LENGTH)
+    assert plan(folder, engine="sglang", gpu="t4", **LENGTH).deployment.dtype == "float16"
+    assert plan(folder, engine="sglang", gpu="a100-80g", **LENGTH).deployment.dtype == "bfloat16"
+
+
 def test_what_a_plugin_may_bring_is_noted(folder):
     found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
     assert found.fits

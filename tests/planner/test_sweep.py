@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 import shutil
 import struct
@@ -116,7 +117,7 @@ def test_a_row_is_the_plan_of_what_an_engine_settles_late(name, flags, tmp_path)
         assert (row.kv_pool_bytes, row.free_bytes) == (rank.kv_pool_bytes, rank.free_bytes)
         assert row.max_concurrency == plan.kv_cache.max_concurrency
         found = plan.hold(*asked)
-        assert row.requests == (found.running,)
+        assert (row.requests, row.requests_held) == ((found.running,), (found.at_once,))
         assert row.least_sequences == min(found.bounds[0], found.limit)
         least, _ = plan.intervals.get("max_concurrency", (plan.kv_cache.max_concurrency, 0))
         assert round(row.least_concurrency, 4) == round(least, 4)
@@ -478,5 +479,7 @@ def test_what_the_pool_holds_and_what_may_run(tmp_path, capsys):
     assert run([str(tmp_path), "--gpu", "h100", "--max-model-len", "512", "--json"]) == 0
     cache = json.loads(capsys.readouterr().out)["kv_cache"]
     assert cache["max_running"] == 1024 < cache["max_concurrency"]
+    assert run([str(tmp_path), "--gpu", "h100,l40s", "--request", "100+100"]) == 0
+    assert re.search(r" 1,024 of \d+,\d{3} ", capsys.readouterr().out)
     few = cheapest([row], 2000)
     assert few == []  # the pool would hold them, --max-num-seqs does not let them run

@@ -24,6 +24,8 @@ CASES = [  # what is typed, what it becomes or may become
     ("tonnage plan demo -q nvf", "nvfp4"),
     ("tonnage plan demo --gpu b30", "b300-288g"),
     ("tonnage plan demo --emit k8s", "k8s-resources"),
+    ("tonnage plan demo --sort price-", "price-per-sequence"),
+    ("tonnage dtype 1 --format fp8_e5", "fp8_e5m2"),
     ("tonnage serve demo --admission-mode gua", "guaranteed"),
     ("tonnage train demo --find micro", "micro-batch"),
     ("tonnage replay --policy no_", "no_evict"),
