@@ -27,6 +27,11 @@ MAX_BYTES = 1 << 60  # one EiB
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
+# What a user would call a value of them; of others their metavar.
+_WORDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
+    "str": "text", "Path": "the path of a file",
+}  # fmt: skip
 _UNITS = {"GiB": GiB, "MiB": MiB}  # options in them of fields in bytes
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
@@ -154,17 +159,17 @@ class Flag:
             hint = f"did you mean {other}?" if other in self.choices else did_you_mean(value, usual) or hint
         if wrong:
             raise DeploymentError(
-                f"{'it' if self.secret else repr(value)} is not {wrong}", field=field, hint=hint
+                f"{'it' if self.secret else as_written(value)} is not {wrong}", field=field, hint=hint
             )
 
     def _wrong(self, value: Any) -> str | None:
         """What ``value`` is not; None: nothing."""
-        if not self._is_of_kind(value):
-            return self.kind + (" | None" if self.optional else "")
-        if value == "":
-            return "a value"
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
+        if not self._is_of_kind(value):
+            return _WORDS.get(self.kind, self.metavar or "text")
+        if value == "":
+            return "a value"
         if self.kind == "int" and not self.least <= value <= self.most:
             return f"an integer from {self.least} to {self.most:,}"
         if value == () and self.default != ():
@@ -181,7 +186,8 @@ class Flag:
         if isinstance(value, bool):
             return self.kind == "bool"
         if self.kind in _TYPES:
-            return isinstance(value, _TYPES[self.kind])
+            whole = isinstance(value, _TYPES[self.kind])
+            return whole and (self.kind != "tuple[str, ...]" or all(isinstance(part, str) for part in value))
         if self.kind == "Path":
             return hasattr(value, "__fspath__")
         if self.reader is not None and not isinstance(value, str):
@@ -268,6 +274,15 @@ def check_values(record: Any) -> None:
         value = getattr(record, name)
         if value is not found.default:  # most are at theirs, and a sweep asks for thousands of records
             found.check(value)
+
+
+def as_written(value: object) -> str:
+    """Of a refusal: the value as it stands in a file of settings, not as Python has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        value = [*value]
+    return (repr(value) if isinstance(value, str) else str(value))[:100]
 
 
 def _number(text: str, field: str) -> float:

@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
-from tonnage.planner.flags import Flag, flags_of
+from tonnage.planner.flags import Flag, as_written, flags_of
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
@@ -38,6 +38,7 @@ _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],
     "KVEventsConfig": KVEventsConfig,
 }  # fmt: skip
+_WORDS = {"bool": "true or false", "string": "a name"}  # of pydantic's errors bool_parsing, string_type, ...
 _PREFIX = "TONNAGE_"
 # Variables that other parts read: the caches, the scheduler inside a plain vLLM (scheduler/options.py of its
 # engine), its workers (figures.py), the tests.
@@ -136,8 +137,9 @@ def load_settings(config: str | Path | None = None, **given: Any) -> Settings:
         if first["type"] == "extra_forbidden":
             close = did_you_mean(field, Settings.model_fields)
             raise DeploymentError("is not a setting", field=field, hint=close) from None
-        shown = "" if field == "api_key" else f", not {str(first['input'])[:100]!r}"
-        raise DeploymentError(f"{first['msg']}{shown}", field=field) from None
+        shown = "it" if field == "api_key" else as_written(first["input"])
+        why = _WORDS.get(first["type"].partition("_")[0], f"as it should be: {first['msg']}")
+        raise DeploymentError(f"{shown} is not {why}", field=field) from None
     finally:
         Settings._file = {}
 

@@ -269,6 +269,30 @@ def test_a_key_that_is_empty_leaves_no_door_open(given: str, monkeypatch: pytest
         load_settings(model="demo")
 
 
+# As a file may have them by mistake; no message names a type of Python or of a library.
+VALUES = ("5", "1.5", "true", '"x"', '["a", 3]', "[]", "{a = 1}", "2020-01-01", '""')
+TYPES = re.compile(r"\b(str|int|float|bool|tuple|Path|None|True|False|datetime|\w+Config|LogFormat|input)\b|\|")
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_a_value_of_another_kind_is_refused_in_words(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "tonnage.toml"
+    told: list[DeploymentError] = []
+    for value in VALUES:
+        path.write_text(f"model = {value}" if name == "model" else f'model = "demo"\n{name} = {value}')
+        try:
+            load_settings(path)
+        except DeploymentError as error:
+            told.append(error)
+    flag = (dict(flags_of(Options)) | dict(flags_of(Deployment))).get(name)
+    assert len(told) >= 3
+    for error in told:
+        assert error.field == name
+        assert not TYPES.search(error.message), error.message
+        if flag is not None and flag.choices:
+            assert error.message.endswith(f"is not one of {', '.join(flag.choices)}")
+
+
 @pytest.mark.parametrize(
     ("line", "flag"),
     [
