@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from tonnage.server.engines.process_memory import process_tree
 PARKED_TICKS = 0.2
 # Until an engine core that is asked to end while it loads is ended: vLLM's own grace (v1/utils.py, 0.32).
 _GRACE_SECONDS = 5.0
+# vLLM's thread that waits for the end of its cores (v1/engine/core_client.py, 0.32).
+_MONITOR = "MPClientEngineMonitor"
 
 
 async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tuple[list[int], float]:
@@ -51,12 +54,16 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
     vLLM 0.32 gives them 5 s and then kills them; on a CPU that is what it comes to, because a worker takes as
     long to take its heap apart (2 s of processor time, on two quiet cores).
     """
+    import psutil  # vLLM's
+
     logger = logging.getLogger("vllm")
     level = logger.level
     if at_once:
         logger.setLevel(logging.ERROR)  # it warns of the force that it is asked for
     try:
         llm.shutdown(timeout=0 if at_once else None)
+    except psutil.NoSuchProcess:  # it asks whom it kills for a name, and that one has just ended
+        kill(_engine_cores())  # what it did not come to
     finally:
         logger.setLevel(level)
 
@@ -67,10 +74,15 @@ def close_files(llm: Any) -> None:
     garbage collector (v1/engine/core_client.py: BackgroundResources).
     """
     held = llm.engine_core.resources
+    held()  # once more: an error on its way, here or in vLLM's own thread, leaves the sockets open
     held.ctx.destroy(linger=0)
+    for thread in threading.enumerate():
+        if thread.name == _MONITOR:  # it looks at the processes
+            thread.join(_GRACE_SECONDS)
     for process in held.engine_manager.processes:
         process.join(_GRACE_SECONDS)
-        process.close()
+        with contextlib.suppress(ValueError):  # not ended even so: left to the garbage collection
+            process.close()
 
 
 def kill(pids: list[int]) -> None:

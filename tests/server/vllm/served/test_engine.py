@@ -25,6 +25,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
+from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.arguments import engine_arguments
 from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.watch.client import Client
@@ -315,6 +316,42 @@ async def test_vllm_is_stopped_or_killed_among_20_streams_and_comes_back(
         assert time.monotonic() < deadline, sorted(set(open_files(api)) ^ set(files))
         await asyncio.sleep(0.1)
     assert not [child for child in api.children() if child.status() == psutil.STATUS_ZOMBIE]
+
+
+@needs_vllm
+@pytest.mark.parametrize("by_vllm", [False, True])
+async def test_nothing_stays_open_of_one_whose_end_goes_wrong(
+    by_vllm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks each process that it kills for its name, and raises where that has just ended.
+
+    ``by_vllm``: in its own thread, which sees the end of its core first.
+    """
+    from vllm.v1 import utils
+
+    def gone(pid: int) -> None:
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(utils, "kill_process_tree", gone)
+    engine = VLLMEngine(small_plan())
+    await engine.start()
+    held = engine._llm.engine_core.resources
+    (core,) = held.engine_manager.processes
+    family = [psutil.Process(core.pid), *psutil.Process(core.pid).children(recursive=True)]
+    if by_vllm:
+        with monkeypatch.context() as context:
+            context.setattr(type(held), "__call__", lambda _: gone(core.pid))
+            processes.kill([core.pid])
+            threads = [thread for thread in threading.enumerate() if thread.name == "MPClientEngineMonitor"]
+            assert threads
+            await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
+    await engine.stop()
+    assert psutil.wait_procs(family, timeout=PATIENCE)[1] == []
+    assert held.ctx.closed
+    assert held.output_socket.closed
+    assert held.input_socket.closed
+    with pytest.raises(ValueError, match="closed"):
+        core.is_alive()
 
 
 def open_files(process: psutil.Process) -> list[str]:
