@@ -1,7 +1,8 @@
 """The hub by the rules of huggingface_hub: its address, its cache on this machine, the token for it.
 
 Rules: constants.py and utils/_auth.py of huggingface_hub 1.x. Where that is installed it is asked for tokens
-that take more than reading: logins that expire, those of a CI job.
+that take more than reading: logins that expire, those of a CI job. ModelScope instead, where vLLM or SGLang is
+told to load from there: config.py and _download.py of modelscope_hub 0.4.
 """
 
 from __future__ import annotations
@@ -16,13 +17,31 @@ from typing import Any
 from tonnage.planner.errors import ModelNotFound
 
 _HUB = "https://huggingface.co"
+_MODELSCOPE = "https://modelscope.cn"
+_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # of vllm/envs.py and sglang/srt/environ.py
 
 _explicit = False  # a token was given by flag; HF_HUB_DISABLE_IMPLICIT_TOKEN is about the others
 
 
+def modelscope() -> bool:
+    """Whether models come from ModelScope, by the engines' own switch."""
+    return any(os.environ.get(name, "").strip().lower() in ("1", "true") for name in _SWITCHES)
+
+
 def endpoint() -> str:
-    """``HF_ENDPOINT``, a mirror or a hub of one's own, without the slash at its end; else the hub."""
-    return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+    """``HF_ENDPOINT``, a mirror or a hub of one's own, without the slash at its end; else the hub. Of
+    ModelScope, ``MODELSCOPE_ENDPOINT`` or its own, what all its models are below."""
+    if not modelscope():
+        return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+    own = (os.environ.get("MODELSCOPE_ENDPOINT") or _MODELSCOPE).rstrip("/")
+    return f"{own if '://' in own else f'https://{own}'}/models"
+
+
+def tokens_page() -> str:
+    """Where its users make tokens."""
+    if modelscope():
+        return f"{endpoint().removesuffix('/models')}/my/myaccesstoken"
+    return f"{endpoint()}/settings/tokens"
 
 
 def offline() -> bool:
@@ -36,12 +55,23 @@ def hub_cache() -> Path:
     return _expanded(own) if own else _home() / "hub"
 
 
+def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
+    """Where ModelScope keeps a snapshot, as now and as before 1.38, which kept one revision."""
+    base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
+    org, _, name = repo.partition("/")
+    older = Path("models", org, name.replace(".", "___"))
+    return base / "models" / f"{org}--{name}" / "snapshots" / revision, base / older, base / "hub" / older
+
+
 def token() -> str | None:
     """What ``--hf-token`` gave, ``HF_TOKEN``, or what ``hf auth login`` stored; None: there is none, or it is
     not to be sent unasked (``HF_HUB_DISABLE_IMPLICIT_TOKEN``).
 
-    Raises ModelNotFound, without the token in it, for one that cannot be read or is none.
+    ModelScope's is ``MODELSCOPE_API_TOKEN``: what its login stores is a pickle, which is not read. Raises
+    ModelNotFound, without the token in it, for one that cannot be read or is none.
     """
+    if modelscope():
+        return _checked(os.environ.get("MODELSCOPE_API_TOKEN", ""), "MODELSCOPE_API_TOKEN")
     if not _explicit and _true(os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return None
     path = _expanded(os.environ.get("HF_TOKEN_PATH") or str(_home() / "token"))

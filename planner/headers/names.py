@@ -10,7 +10,7 @@ import re
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from tonnage.planner.errors import ModelNotFound
-from tonnage.planner.headers.hub import endpoint
+from tonnage.planner.headers.hub import endpoint, modelscope
 from tonnage.planner.records import dataclass
 
 _HOSTS = ("huggingface.co", "hf.co")
@@ -19,6 +19,7 @@ _REVISION = r"\w[\w./+-]*"
 _ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?", re.ASCII)
 _REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # two slashes, one revision
 _ROUTES = ("tree", "blob", "raw", "resolve", "blame")
+_TABS = ("summary", "files")  # of a model's page on ModelScope
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
 _HINT = 'name it "org/name" or "org/name@revision"'
 
@@ -34,6 +35,11 @@ class HubModel:
         return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
 
 
+def revision_of(model: HubModel) -> str:
+    """Its name on the hub: ModelScope's own branch is master."""
+    return "master" if modelscope() and model.revision == "main" else model.revision
+
+
 def hub_model(name: str) -> HubModel | None:
     """The model of an id or an address; None: no name of the hub's.
 
@@ -47,20 +53,20 @@ def hub_model(name: str) -> HubModel | None:
 
 def _of_address(address: str) -> HubModel:
     parts, ours = _split(address, "model"), _split(endpoint(), "HF_ENDPOINT")
-    path = parts.path
-    if parts.hostname == ours.hostname:
+    path, host = parts.path, (parts.hostname or "").removeprefix("www.")
+    if host == (ours.hostname or "").removeprefix("www."):
         path = path.removeprefix(ours.path)
-    elif parts.hostname not in _HOSTS:
-        raise ModelNotFound(
-            f"{parts.hostname} is not the hub, which is {ours.hostname}", field="model",
-            hint="HF_ENDPOINT names a mirror, or a hub of one's own",
-        )  # fmt: skip
+    elif host not in _HOSTS:
+        hint = "HF_ENDPOINT names a mirror, or a hub of one's own"
+        if host.startswith("modelscope."):
+            hint = "VLLM_USE_MODELSCOPE=True plans from there, as vLLM loads with it"
+        raise ModelNotFound(f"{host} is not the hub, which is {ours.hostname}", field="model", hint=hint)
     words = [unquote(word) for word in path.split("/") if word]
     repo = "/".join(words[:2])
     if re.fullmatch(_REPO, repo, re.ASCII) is None or words[0] in _OTHER_KINDS:
         what = f"one of its {words[0]}" if words and words[0] in _OTHER_KINDS else "no model"
         raise ModelNotFound(f"that page of the hub is {what}", field="model", hint=_HINT)
-    if len(words) == 2:
+    if len(words) == 2 or (modelscope() and words[2:] in ([tab] for tab in _TABS)):
         return HubModel(repo)
     if words[2] not in _ROUTES or len(words) == 3:
         raise ModelNotFound(f"that page of {repo} shows none of its files", field="model", hint=_HINT)

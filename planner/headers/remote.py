@@ -20,7 +20,7 @@ from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from tonnage.planner.errors import CheckpointError, ModelNotFound
-from tonnage.planner.headers.hub import endpoint, token
+from tonnage.planner.headers.hub import endpoint, modelscope, token, tokens_page
 from tonnage.planner.headers.index import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -29,7 +29,7 @@ from tonnage.planner.headers.index import (
     parse_index,
     shards_of,
 )
-from tonnage.planner.headers.names import HubModel
+from tonnage.planner.headers.names import HubModel, revision_of
 from tonnage.planner.headers.safetensors import MAX_HEADER_BYTES, parse_header
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
@@ -38,8 +38,11 @@ _TIMEOUT_SECONDS = 10.0  # for one answer
 _FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
 _MAX_SHARDS = 64  # two requests each; larger models are planned from config.json and the index
 _THREADS = 8
-# where huggingface.co, and a mirror of it, send requests for large files (LFS and Xet storage)
-_HUB_STORAGE = (".huggingface.co", ".hf.co")
+# where huggingface.co, a mirror of it, and ModelScope send requests for large files (LFS and Xet storage)
+_HUB_STORAGE = (".huggingface.co", ".hf.co", ".modelscope.cn", ".modelscope.ai")
+
+
+_CREDENTIALS = frozenset(("Authorization", "Cookie"))
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
@@ -56,9 +59,9 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
                 f"is redirected from {old.hostname} to another host, {new.hostname}", field=old.path[-80:]
             )
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
-        sent = req.unredirected_hdrs.get("Authorization")
-        if same and sent and following is not None:  # a model that was renamed
-            following.add_unredirected_header("Authorization", sent)
+        if same and following is not None:  # a model that was renamed
+            for name in _CREDENTIALS & req.unredirected_hdrs.keys():
+                following.add_unredirected_header(name, req.unredirected_hdrs[name])
         return following
 
 
@@ -86,7 +89,7 @@ class Remote:
 
     def __init__(self, model: HubModel) -> None:
         self._model, self._page = model, f"{endpoint()}/{quote(model.repo)}"
-        self._base = f"{self._page}/resolve/{quote(model.revision, safe='')}/"
+        self._base = f"{self._page}/resolve/{quote(revision_of(model), safe='')}/"
         self._token = token()
         self._open = urllib.request.build_opener(_SameHost).open
 
@@ -144,6 +147,8 @@ class Remote:
                 request = urllib.request.Request(self._base + quote(name), headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
+                    if modelscope():  # some of its addresses take one, some the other
+                        request.add_unredirected_header("Cookie", f"m_session_id={self._token}")
                 if span is not None:
                     request.add_header("Range", span)
                 return self._open(request, timeout=_TIMEOUT_SECONDS)
@@ -161,7 +166,9 @@ class Remote:
         kind, sent = headers.get("X-Error-Code"), self._token is not None
         said = f"the hub answers {code} {responses.get(code, '')}".rstrip()
         login = "log in with 'hf auth login', or set HF_TOKEN or --hf-token"
-        own = f"a token of your own from {endpoint()}/settings/tokens"
+        if modelscope():
+            login = "set MODELSCOPE_API_TOKEN"
+        own = f"a token of your own from {tokens_page()}"
         if kind == "RevisionNotFound":
             return (
                 f"{said}: it has no revision {self._model.revision}",

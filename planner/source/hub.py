@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.errors import ModelNotFound
-from tonnage.planner.headers.hub import hub_cache, offline
+from tonnage.planner.headers.hub import hub_cache, modelscope, modelscope_caches, offline
 from tonnage.planner.headers.index import Checkpoint
-from tonnage.planner.headers.names import HubModel
+from tonnage.planner.headers.names import HubModel, revision_of
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
     """The snapshot of its revision in the local cache, if it has a config.json."""
+    if modelscope():
+        revision = revision_of(model)
+        folders = modelscope_caches(model.repo, revision)[: None if revision == "master" else 1]
+        return next((folder for folder in folders if (folder / "config.json").exists()), None)
     folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
     try:
         commit = (folder / "refs" / model.revision).read_text().strip()

@@ -31,6 +31,7 @@ class Hub:
     failing: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Authorization)
     asked_of_storage: list[tuple[str, str | None]] = field(default_factory=list)
+    cookies: list[str | None] = field(default_factory=list)  # of both
 
 
 class FileAnswers(BaseHTTPRequestHandler):
@@ -94,12 +95,13 @@ class _HubAnswers(_Answers):
     def do_GET(self) -> None:
         hub = self.hub
         hub.asked.append((self.path, self.headers.get("Authorization")))
+        hub.cookies.append(self.headers.get("Cookie"))
         if self.path.startswith("/api/resolve-cache/models/"):
             org, name, revision, file = self.path.split("/")[4:]
             if (data := self.found(f"{org}/{name}", unquote(revision), file)) is not None:
                 self.send(data)
             return
-        org, name, _, revision, file = self.path.split("/")[1:]
+        org, name, _, revision, file = self.path.removeprefix("/models").split("/")[1:]  # ModelScope's
         repo = f"{org}/{name}"
         if repo in hub.renamed:
             self.redirect(f"/{hub.renamed[repo]}/resolve/{revision}/{file}")
@@ -116,6 +118,7 @@ class _HubAnswers(_Answers):
 class _StorageAnswers(_Answers):
     def do_GET(self) -> None:
         self.hub.asked_of_storage.append((self.path, self.headers.get("Authorization")))
+        self.hub.cookies.append(self.headers.get("Cookie"))
         org, name, revision, file = self.path.partition("?")[0].split("/")[1:]
         self.send(self.hub.files[f"{org}/{name}", unquote(revision)][file])
 

@@ -28,7 +28,8 @@ from tonnage.planner.source.resolve import resolve_model
 _VARIABLES = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_ENDPOINT", "HF_HUB_CACHE",
     "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_IMPLICIT_TOKEN",
-    "HF_OIDC_RESOURCE", "XDG_CACHE_HOME",
+    "HF_OIDC_RESOURCE", "XDG_CACHE_HOME", "VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "MODELSCOPE_ENDPOINT",
+    "MODELSCOPE_API_TOKEN", "MODELSCOPE_CACHE",
 )  # fmt: skip
 
 
@@ -306,3 +307,55 @@ def test_a_config_json_alone(tmp_path, tiny_llama):
     own.write_text("[]")
     with pytest.raises(TonnageError, match="my-model"):
         resolve_model(str(own))
+
+
+@pytest.fixture
+def modelscope(hub, monkeypatch, tmp_path):
+    """``hub`` as ModelScope, whose branch is master; the hub itself would be another server."""
+    hub.files = {(repo, "master"): files for (repo, _), files in hub.files.items()}
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", hub.url)
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_hub_alone")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    return hub
+
+
+@pytest.mark.parametrize("name", ["org/gated", "org/gated@master", "{url}/models/org/gated/summary"])
+def test_a_model_of_modelscope_with_its_own_token(modelscope, monkeypatch, name):
+    monkeypatch.setenv("MODELSCOPE_API_TOKEN", TOKEN)
+    found = resolve_model(name.format(url=modelscope.url))
+    assert [t.shape for t in found.tensors] == [(8, 8)]
+    assert modelscope.asked[0][0] == "/models/org/gated/resolve/master/config.json"
+    assert {sent for _, sent in modelscope.asked} == {f"Bearer {TOKEN}"}
+    assert {sent for _, sent in modelscope.asked_of_storage} == {None}
+    assert set(modelscope.cookies) == {f"m_session_id={TOKEN}", None}
+    assert modelscope.cookies.count(None) == len(modelscope.asked_of_storage)
+
+
+def test_modelscope_never_sees_the_hub_s_token(modelscope, capsys):
+    assert run(["org/gated", "--hf-token", TOKEN]) == 2
+    assert "set MODELSCOPE_API_TOKEN" in capsys.readouterr().err
+    assert {sent for _, sent in modelscope.asked} == {None}
+    assert set(modelscope.cookies) == {None}
+
+
+def test_what_modelscope_has_downloaded(modelscope, monkeypatch, tmp_path, tiny_llama):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = tmp_path / "modelscope"
+    for folder in ("models/org--one/snapshots/master", "models/org/two___5", "hub/models/org/three"):
+        (base / folder).mkdir(parents=True)
+        (base / folder / "config.json").write_text(json.dumps(tiny_llama))
+    for name in ("org/one", "org/two.5", "org/three"):
+        assert resolve_model(name).config["model_type"] == "llama"
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE"):
+        resolve_model("org/three@v2")  # an older one's folder may hold any
+
+
+def test_where_the_switch_to_modelscope_is_missing(monkeypatch):
+    address = "https://www.modelscope.cn/models/org/name/files"
+    with pytest.raises(ModelNotFound, match="VLLM_USE_MODELSCOPE=True plans from there"):
+        hub_model(address)
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    assert hub_model(address) == HubModel("org/name")
+    assert access.endpoint() == "https://modelscope.cn/models"
