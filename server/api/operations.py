@@ -40,16 +40,19 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         return {"version": version("tonnage")}
 
     @router.get("/load")
-    async def load() -> dict[str, int]:
-        """Requests and sequences now; ``server_load`` is vLLM's name for the requests in flight."""
+    async def load(request: Request) -> dict[str, int | None]:
+        """Requests and sequences of all tenants now, null for a key that may not see them; ``server_load`` is
+        vLLM's name for the requests in flight."""
         stats = state.engine.stats()
-        return {
+        counts: dict[str, int | None] = {
             "server_load": state.accounts.in_flight,
             "sequences": generator.sequences,
             "running": stats.running,
             "waiting": stats.waiting,
-            "max_num_queued_reqs": state.settings.max_num_queued_reqs,
         }
+        if not _sees_all(request):
+            counts = dict.fromkeys(counts)
+        return {**counts, "max_num_queued_reqs": state.settings.max_num_queued_reqs}
 
     @router.get("/health")
     async def health() -> dict[str, str]:

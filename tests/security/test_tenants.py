@@ -160,6 +160,9 @@ async def test_metrics_of_all_tenants_want_a_key_for_them(run_server, small_plan
             report = (await server.http.get("/memory", headers=bearer(key))).json()
             told = report["requests"], report["drain_seconds"], report["headroom"]["requests"]
             assert [part is None for part in told] == [key == ALICE] * 3
+            load = (await server.http.get("/load", headers=bearer(key))).json()
+            assert load.pop("max_num_queued_reqs") > 0
+            assert set(load.values()) == {None if key == ALICE else 0}
             page = (await server.http.get("/", headers=bearer(key))).text
             assert ("KV pool" in page, "<dt>drain" in page, "<dt>waiting" in page) == (
                 True,
