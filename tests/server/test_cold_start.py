@@ -39,4 +39,10 @@ def test_the_first_start_holds_what_was_planned_too(tmp_path: Path) -> None:
         assert list(tmp_path.rglob("*.nbc"))
     assert "compiling for this machine" in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["within"] is True
+    result = json.loads(done.stdout)
+    assert result["within"] is True
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows) == {"weights", "KV pool", "process", "KV bytes per token"}
+    assert all(rows[name]["difference"] == 0 for name in rows if name != "process")
+    assert rows["weights"]["measured"] >= 2 * 134_515_008
+    assert abs(rows["process"]["difference"]) <= 0.1 * rows["process"]["planned"]

@@ -12,6 +12,7 @@ import pytest
 from honoured import FLAGS, TEMPLATE
 from plain_vllm import LET_IT_START, plain_vllm
 from serving import PATIENCE, ask_bare_vllm, serving
+from shown import serve_lines
 from vllm_demo import (
     ADAPTED,
     LENGTH,
@@ -98,14 +99,19 @@ def server(
 
 
 @pytest.fixture(scope="package")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a plain ``vllm serve`` with our entry points and scheduler; a few requests fill its pool, and one
-    can be larger than it."""
+def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the plain vLLM has its log."""
+    return tmp_path_factory.mktemp("plain")
+
+
+@pytest.fixture(scope="package")
+def plain(plain_folder: Path) -> Iterator[str]:
+    """URL of a plain ``vllm serve`` with our entry points, started with the flags of docs/vllm.md that ask for
+    most; a few requests fill its pool, and one can be larger than it."""
     flags = ["--served-model-name", "demo", "--enforce-eager", "--max-model-len", "4096"]
     flags += ["--kv-cache-memory-bytes", "48M", "--max-num-seqs", "6", "--max-num-batched-tokens", "256"]
-    flags += ["--scheduler-cls", "tonnage.server.engines.vllm.scheduler.TonnageScheduler"]
-    flags += ["--additional-config", '{"tonnage": {"admission_mode": "guaranteed"}}']
-    with plain_vllm(tmp_path_factory.mktemp("plain"), str(ensure_demo()), *flags, before=LET_IT_START) as url:
+    flags += max(serve_lines(), key=len)[1:]
+    with plain_vllm(plain_folder, str(ensure_demo()), *flags, before=LET_IT_START) as url:
         yield url
 
 

@@ -1,0 +1,57 @@
+"""What README and docs show of a running server is what such servers say (tests/helpers/served.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import documented
+import pytest
+from served import compared, servers
+
+PAGES = documented.asking_pages()
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[dict[Path, str]]:
+    """Each page as it is when its commands are run, one page after the other, by the same servers."""
+    with documented.models(), servers() as asking:
+        yield {page: documented.again(page.read_text(), asking) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_servers_say_what_is_shown(page: Path, made: dict[Path, str]) -> None:
+    assert made[page] == page.read_text(), "python tests/helpers/documented.py writes what they say now"
+
+
+def test_the_servers_are_asked() -> None:
+    asked = {page.name for page in PAGES}
+    assert asked >= {"index.md", "install.md", "operations.md", "admit.md", "measure.md"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("kv_pool  64,880,640 (61.9 MiB)", "kv_pool  64,880,641 (61.9 MiB)"),
+        ("running   2 of at most 2, the longest for 0.4 s", "running   1 of at most 2, the longest for 0.4 s"),
+        ('{"text":" Paris","created":1}', '{"text":" London","created":1}'),
+        ("framework  1 (1.0 MiB)  2 (1.0 MiB)", "framework  1 (1.0 MiB)"),
+        ('tonnage_pool_bytes{state="free"} 1.0', 'tonnage_pool_bytes{state="free"} 2.0'),
+    ],
+)
+def test_what_is_compared(shown: str, printed: str) -> None:
+    assert compared([shown]) != compared([printed])
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed"),
+    [
+        ("framework  1,024 (1.0 MiB)  +7 (0.1 %)", "framework   2,048,000 (2.0 GiB)  -3 (2.5 %)"),
+        ("ready since 2026-11-23 09:01:38 (2 h 4 min): demo", "ready since 2026-11-24 19:41:00 (1.2 s): demo"),
+        ("plan 8d829ecfb38b9eea", "plan 4e668a6313115162"),
+        ('{"id":"cmpl-0a8d","created":17}', '{"id":"cmpl-142d","created":18}'),
+        ('x{device="cpu",component="free"} 2.4e+10', 'x{device="cpu",component="free"} 23.0'),
+    ],
+)
+def test_what_varies(shown: str, printed: str) -> None:
+    assert compared([shown]) == compared([printed])

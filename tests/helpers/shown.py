@@ -1,0 +1,101 @@
+"""Every command that README, the documentation and the packages' READMEs show.
+
+Commands stand in fences of ``console`` (lines that begin with ``$ ``, with what they print), in fences of
+``sh`` (each line one), and in code spans that begin with the name of a program and go on. A line that ends in a
+backslash goes on in the next; `` #`` begins a comment.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = (
+    "bash", "curl", "docker", "eval", "git", "helm", "hf", "kubectl", "make", "npm", "npx", "pip", "pipx",
+    "promtool", "python", "sglang", "sudo", "systemctl", "tonnage", "uv", "uvx", "vllm",
+)  # fmt: skip
+
+# A program, a script with options, or variables in front of one.
+_BEGINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?(?:{'|'.join(PROGRAMS)})|[\w/]+\.py(?= --))\s+\S")
+_FENCE = re.compile(r"^```+ *(\w*)[^\n]*\n(.*?)^```+$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+_COMMENT = re.compile(r"\s+#(?:\s.*)?$")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """``fence``: console, sh, or empty for a code span."""
+
+    page: str
+    line: int
+    command: str
+    fence: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.command}"
+
+
+def pages() -> list[Path]:
+    """What is read by people; CHANGELOG.md is of what was."""
+    return [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *(ROOT / folder / "README.md" for folder in ("planner", "cache", "server", "benchmarks")),
+    ]
+
+
+def shown(page: Path) -> list[Shown]:
+    """The commands of a page, in their order in it."""
+    text, name = page.read_text(), str(page.relative_to(ROOT))
+    found = []
+    for fence in _FENCE.finditer(text):
+        if fence[1] in ("console", "sh"):
+            first = text[: fence.start(2)].count("\n") + 1
+            found += [Shown(name, first + at, line, fence[1]) for at, line in _lines(fence[2], fence[1])]
+    prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for span in _SPAN.finditer(prose):
+        command = " ".join(span[1].split())
+        if _BEGINS.match(command):
+            found.append(Shown(name, prose[: span.start()].count("\n") + 1, command, ""))
+    return sorted(found, key=lambda each: each.line)
+
+
+def _lines(block: str, fence: str) -> Iterator[tuple[int, str]]:
+    """(number of the line, command) of a fence."""
+    command, begun = "", 0
+    for number, line in enumerate(block.splitlines()):
+        if command:
+            command += " " + line.strip()
+        elif fence == "console" and line.startswith("$ "):
+            command, begun = line[2:], number
+        elif fence == "sh" and line.strip() and not line.startswith("#"):
+            command, begun = line, number
+        if command.endswith("\\"):
+            command = command[:-1].rstrip()
+        elif command:
+            yield begun, _COMMENT.sub("", command)
+            command = ""
+
+
+def serve_lines() -> list[list[str]]:
+    """The arguments of every ``vllm serve`` that a fence shows, the model first."""
+    found = [command.command for page in pages() for command in shown(page) if command.fence]
+    return [shlex.split(command)[2:] for command in found if command.startswith("vllm serve ")]
+
+
+def stray(page: Path) -> list[str]:
+    """Commands in indented blocks and in fences of another kind, where nobody would run them."""
+    text = page.read_text()
+    found = [
+        line
+        for fence in _FENCE.finditer(text)
+        if fence[1] not in ("console", "sh")
+        for line in fence[2].splitlines()
+    ]
+    prose = _FENCE.sub("", text)
+    found += [line for line in prose.splitlines() if line.startswith("    ")]
+    return [line.strip() for line in found if _BEGINS.match(line.strip().removeprefix("$ "))]

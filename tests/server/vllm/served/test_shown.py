@@ -1,0 +1,45 @@
+"""What docs/vllm.md shows of a plain ``vllm serve``: its lines, what it logs, what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import PATIENCE
+from shown import ROOT, serve_lines
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+PAGE = (ROOT / "docs/vllm.md").read_text()
+
+
+def fenced(kind: str) -> str:
+    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("line", serve_lines(), ids=" ".join)
+def test_vllm_reads_the_line(line: list[str]) -> None:
+    """``plain`` is started with the one that says most."""
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    assert engine.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
+
+
+def test_the_start_says_what_is_shown(plain: str, plain_folder: Path) -> None:
+    log = (plain_folder / "log").read_text()
+    for line in fenced("text").splitlines():
+        process, _, words = line.partition(") ")
+        pattern = re.escape(words)
+        pattern = re.sub(r"[0-9a-f]{16}", "[0-9a-f]{16}", pattern)  # the plan's number: of this machine
+        assert re.search(rf"^{re.escape(process)} pid=\d+\) .*{pattern}$", log, re.MULTILINE), line
+
+
+def test_the_refusal_is_what_is_shown(plain: str) -> None:
+    body = {"model": "demo", "prompt": [5] * 3000, "max_tokens": 16}
+    answer = httpx.post(f"{plain}/v1/completions", json=body, trust_env=False, timeout=PATIENCE)
+    assert (answer.status_code, answer.json()) == (400, json.loads(fenced("json")))
