@@ -10,8 +10,7 @@ import httpx
 import pytest
 from serving import PATIENCE
 from shown import ROOT, serve_lines
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 PAGE = (ROOT / "docs/vllm.md").read_text()
@@ -25,8 +24,8 @@ def fenced(kind: str) -> str:
 @pytest.mark.parametrize("line", serve_lines(), ids=" ".join)
 def test_vllm_reads_the_line(line: list[str]) -> None:
     """``plain`` is started with the one that says most."""
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
-    engine = AsyncEngineArgs.from_cli_args(arguments)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    engine = EngineArgs.from_cli_args(parser.parse_args(["--model", *line]))
     assert engine.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
 
 
