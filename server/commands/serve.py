@@ -199,7 +199,7 @@ async def _announce(state: ServerState, address: str) -> None:
 
 
 def _exit_code(stop: _Stop) -> int:
-    if stop.error is not None:
+    if stop.error is not None and stop.signal is None:  # a load that is broken off fails
         print(f"tonnage: {stop.error}", file=sys.stderr)
         unexpected = type(stop.error) in (TonnageError, EngineDead)
         return FAILED if unexpected else BAD_INPUT

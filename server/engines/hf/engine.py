@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +36,7 @@ from tonnage.server.engines.hf.model.support import require_fixed_rotary, requir
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
 
 log = logging.getLogger("tonnage.server")
@@ -67,17 +67,6 @@ _HONOURED = BASIC_PARAMS | {
     "min_tokens",
     "priority",
 }
-
-
-@contextmanager
-def interrupt_held() -> Iterator[None]:
-    """A process started meanwhile begins with SIGINT held back: a terminal sends Ctrl-C to all processes,
-    and until one says otherwise Python answers it with a traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def capabilities() -> Capabilities:

@@ -30,6 +30,7 @@ from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing, whole_blocks
+from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
 from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.answer import Answer
@@ -180,7 +181,8 @@ class VLLMEngine(Engine):
 
     def _load(self, arguments: dict[str, Any]) -> Any:
         """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
-        llm = load(arguments, self._cores)
+        with interrupt_held():
+            llm = load(arguments, self._cores, lambda: not self._stopping)
         if self._stopping:
             self._end(llm)
         return llm

@@ -4,6 +4,7 @@ before."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +13,9 @@ from tonnage.server.engines.imports import no_collections
 from tonnage.server.engines.vllm.heard import Cores
 
 
-def load(arguments: dict[str, Any], cores: Cores) -> Any:
+def load(arguments: dict[str, Any], cores: Cores, wanted: Callable[[], bool]) -> Any:
     """The AsyncLLM of these AsyncEngineArgs. Blocks for half a minute and more. Raises DeploymentError where
-    vLLM is not installed, and whatever vLLM raises."""
+    vLLM is not installed, or it is not ``wanted`` any more once that is imported, and whatever vLLM raises."""
     try:
         with no_collections():
             from vllm.config.kv_events import KVEventsConfig
@@ -29,6 +30,8 @@ def load(arguments: dict[str, Any], cores: Cores) -> Any:
             field="backend",
             hint="pip install vllm on a GPU machine, or 'tonnage[vllm]' for a CPU",
         ) from None
+    if not wanted():
+        raise DeploymentError("was told to stop while vLLM was imported", field="backend")
 
     class Listener(StatLoggerBase):
         """vLLM's hook for what its scheduler says after each step. It is asked before the loggers of plug-ins,
