@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,7 +12,7 @@ from tonnage.cache.sequences.tables import TokenIds
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
+class Sequence(ABC):
     """One sequence that waits or runs; an engine adds its own fields in a subclass.
 
     ``length`` tokens are known, prompt and output; K/V of ``computed`` of them is written. A step catches
@@ -40,9 +41,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.length = self.length or self.prompt
 
+    @abstractmethod
     def token_ids(self) -> TokenIds:
         """The ``length`` known tokens, for the block manager."""
-        raise NotImplementedError
 
     @property
     def salt(self) -> str | bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +31,7 @@ Body = TypeVar("Body", bound=EngineBody)
 
 
 class Service(Protocol[Body]):
-    """An endpoint without HTTP. Both methods raise ApiError or the engine's TonnageErrors."""
+    """An endpoint without HTTP. Methods raise ApiError or the engine's TonnageErrors."""
 
     @property
     def fields(self) -> Fields[Body]: ...
@@ -39,6 +39,11 @@ class Service(Protocol[Body]):
     async def complete(self, body: Body, ticket: Ticket) -> bytes:
         """The whole answer as JSON. Cancelling the call aborts the request."""
         ...
+
+
+@runtime_checkable
+class StreamingService(Service[Body], Protocol[Body]):
+    """One whose bodies may ask for events."""
 
     def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Whole events; closing the iterator aborts the request."""
@@ -70,6 +75,7 @@ class Endpoint(Generic[Body]):
         self._path = path
         self._state = state
         self._service = service
+        self._streaming = service if isinstance(service, StreamingService) else None
 
     @property
     def openapi_extra(self) -> dict[str, Any]:
@@ -107,16 +113,16 @@ class Endpoint(Generic[Body]):
             request.scope["tonnage.request_id"] = body.request_id
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         timeout = settings.request_timeout
-        if body.streams:
+        if body.streams and (streaming := self._streaming) is not None:
             return EventStream(
-                service.stream(body, ticket),
+                streaming.stream(body, ticket),
                 ticket,
                 outboxes=state.outboxes,
                 headers=headers,
                 keep_alive=settings.sse_keep_alive,
                 timeout=timeout,
-                on_error=lambda error: service.error_event(error, ticket),
-                last=service.last_event,
+                on_error=lambda error: streaming.error_event(error, ticket),
+                last=streaming.last_event,
             )
         try:
             async with asyncio.timeout(timeout):

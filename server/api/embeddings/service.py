@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from tonnage.server.api.embeddings.protocol import (
@@ -15,7 +14,6 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Generator
 from tonnage.server.engines.request import Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
@@ -24,7 +22,7 @@ from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
 
-class EmbeddingService(OpenAIEvents):
+class EmbeddingService:
     """Answers of one app. Every method raises ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
@@ -52,9 +50,6 @@ class EmbeddingService(OpenAIEvents):
             usage=EmbeddingUsage(prompt_tokens=counts.prompt, total_tokens=counts.prompt),
         )
         return answer.model_dump_json().encode()
-
-    def stream(self, request: EmbeddingRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
-        raise NotImplementedError  # the body has no field for it
 
     async def _prepare(self, request: EmbeddingRequest) -> Submission:
         state, generator = self._state, self._generator

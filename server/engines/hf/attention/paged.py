@@ -3,6 +3,7 @@ tables as such a kernel takes them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
     return Pages(table.astype(np.int32), length.astype(np.int32), skipped.astype(np.int32))
 
 
-class PagedAttention:
+class PagedAttention(ABC):
     """One step's attention, called as :class:`.gather.GatherAttention` is; subclasses read K and V."""
 
     def __init__(self, batch: Batch, pool: PagedPool) -> None:
@@ -65,11 +66,11 @@ class PagedAttention:
         self.pool.write(self._rows[group] + (2 * slot + 1) * size, value)
         return self.read(group, slot, query, scaling, softcap)
 
+    @abstractmethod
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
         """The attention of ``query`` [T, heads, size], of the same shape, once K and V are in the pool."""
-        raise NotImplementedError
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the layer in ``slot``: views [blocks, block size, KV heads, size] of the pool."""
