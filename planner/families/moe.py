@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
+from tonnage.planner.families.dense import ROPES, Bias
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, InVLLM
-from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS, ROPES, Bias
+from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown

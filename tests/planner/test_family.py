@@ -53,7 +53,7 @@ def test_a_new_file_is_enough(tmp_path, monkeypatch):
     (here.parent / "__init__.py").touch()
     (here / "families" / "brand_new.py").write_text(
         "from tonnage.planner.families.family import Family\n"
-        "from tonnage.planner.families.llama import Variant\n"
+        "from tonnage.planner.families.dense import Variant\n"
         "FAMILIES = {'brand_new': Family(Variant('BrandNewForCausalLM').build, lora=('q_proj',))}\n"
     )
     code = (

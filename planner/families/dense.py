@@ -1,0 +1,267 @@
+"""Decoders of Llama's shape, of a row that says how one differs: embedding, layers of attention and MLP, final
+norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Flow,
+    Head,
+    Heads,
+    Layer,
+    Mlp,
+    Norm,
+    NormKind,
+    Recipe,
+    Rope,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.records import dataclass, replace
+
+Bias = bool | tuple[str, bool]  # always | (config field, its default)
+_TABLE = "model.rotary_emb."
+
+# How a family's apply_rotary_pos_emb differs from Llama's
+ROPES = {
+    "half": Rope(0),
+    "joined": Rope(0, joined=True),
+    "helium": Rope(0, fresh=True),
+    "glm": Rope(0, fresh=True, joined=True),
+    "ernie": Rope(0, fresh=True, restored=True),
+    "olmo": Rope(0, restored=True),
+    "cohere": Rope(0, restored=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a family differs from Llama."""
+
+    class_name: str
+    qkv_bias: Bias = False
+    out_bias: Bias = False
+    mlp_bias: Bias = False
+    qk_norm: str = "none"  # none | head | full
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    normed_last: bool = False  # q and k are normed after their rotation
+    qkv: str | None = None  # name of the fused projection
+    out: str = "o_proj"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # two: up and down, or fused
+    fused: bool = False  # the first of two matrices holds gate and up
+    act: str = "silu"  # hidden_act when the file does not say
+    flow: Flow = "pre"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # as computed
+    norm: NormKind = "rms"
+    final: str = "model.norm"
+    head_bias: bool = False
+    tied: bool = False  # tie_word_embeddings when the file does not say
+    rotary_share: float = 1.0  # partial_rotary_factor when the file does not say
+    rope: str = "half"
+    roped: str = "all"  # all | sliding (layers) | windowed (the sliding ones, where the file has a window)
+    window: str = "none"  # none | always | layer_types | qwen
+    attention_dropout: float = 0.0  # when the file does not say
+    dropout: tuple[str, float] = ("", 0.0)  # field and default: behind attention and MLP ...
+    dropped: tuple[bool, bool] = (True, True)  # ... or only one of them
+    embedding_dropout: str = ""
+    ignored: tuple[str, ...] = ()
+    extra: Callable[[Attention, Mlp, Layer], Layer] | None = None
+    taped: bool = True
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        return _build(self, fields, model_type)
+
+
+def _build(variant: Variant, fields: Fields, model_type: str) -> Architecture:
+    if model_type == "qwen2":
+        # Qwen2Config has no head_dim field but the model reads one when the file has it
+        fields.ignore("head_dim")
+    dims = common.heads_of(fields)
+    if model_type == "helium" and dims.heads * dims.head_size != dims.hidden:
+        raise ConfigError(f"{dims.heads} heads of it are not hidden_size = {dims.hidden}", field="head_dim")
+    if fields.boolean("is_moe", False):
+        raise UnsupportedArchitecture("Doge's product-key experts are not planned", field="is_moe")
+    fields.ignore(*variant.ignored)
+    vocab, inner = (
+        fields.integer("vocab_size", limit="vocab"),
+        fields.integer("intermediate_size", limit="width"),
+    )
+    count = fields.integer("num_hidden_layers", limit="layers")
+    tied = fields.boolean("tie_word_embeddings", variant.tied)
+    kinds, window = _kinds(fields, model_type, variant, count)
+    share = common.rotary_share(fields, variant.rotary_share)
+    rotary = Rotary(int(dims.head_size * share), 1)
+    tables: tuple[str, ...] = (_TABLE,)
+    if model_type == "olmo3":
+        tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
+        rotary = Rotary(rotary.dim, len(tables))
+    layers = _layers(fields, model_type, variant, dims, inner, kinds, window, rotary.dim)
+    recipe = Recipe(
+        "model.layers",
+        Embedding(
+            "model.embed_tokens", vocab, dims.hidden,
+            dropout=common.number(fields, variant.embedding_dropout, 0.0),
+        ),
+        layers,
+        Norm(variant.final, dims.hidden, variant.norm),
+        Head(tied, variant.head_bias),
+        tuple(Table(table, rotary.dim, variant.rope in ("olmo", "ernie")) for table in tables),
+        taped=variant.taped,
+    )  # fmt: skip
+    return common.decoder(
+        fields, model_type, variant.class_name, tensors_of(recipe), dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        layers=count, inner=inner, vocab=vocab, rotary=rotary,
+        gated=len(variant.mlp_names) == 3 or variant.fused, recipe=recipe,
+    )  # fmt: skip
+
+
+def _layers(
+    fields: Fields, model_type: str, variant: Variant, dims: Heads, inner: int, kinds: tuple[str, ...],
+    window: int | None, rotated: int,
+) -> tuple[Layer, ...]:  # fmt: skip
+    """Layers differ in the tables they read, if any."""
+    qkv_bias, out_bias, mlp_bias = (
+        common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
+    )
+    flow, names = variant.flow, variant.norms
+    if model_type == "stablelm" and fields.boolean("use_parallel_residual", False):
+        flow, names = "parallel", names[:1]
+    q_norm, k_norm = _qk_norms(fields, model_type, variant, dims)
+    attention = Attention(
+        "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
+        q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
+        rope=replace(ROPES[variant.rope], dim=rotated, tables=_TABLE),
+        clipped=model_type == "olmo" and fields.config.get("clip_qkv") is not None,
+        dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
+    )  # fmt: skip
+    mlp = Mlp(
+        "mlp",
+        dims.hidden,
+        inner,
+        common.act_of(fields, variant.act),
+        variant.mlp_names,
+        variant.fused,
+        mlp_bias,
+    )
+    behind = common.number(fields, *variant.dropout)
+    dropouts = (behind * variant.dropped[0], behind * variant.dropped[1])
+    norms = tuple(Norm(name, dims.hidden, variant.norm) for name in names)
+
+    def layer(table: str | None) -> Layer:
+        rope = replace(attention.rope, tables=table) if attention.rope and table else None
+        own = replace(attention, rope=rope)
+        made = layer_of(flow, own, mlp, norms, dropouts)
+        return made if variant.extra is None else variant.extra(own, mlp, made)
+
+    read = _tables_read(fields, model_type, variant, kinds, window)
+    made = {table: layer(table) for table in dict.fromkeys(read)}
+    return tuple(made[table] for table in read)
+
+
+def _tables_read(
+    fields: Fields, model_type: str, variant: Variant, kinds: tuple[str, ...], window: int | None
+) -> tuple[str | None, ...]:
+    """Per layer the table of rotary frequencies it reads, None: no rotary embedding."""
+    if model_type == "olmo3":
+        return tuple(f"{_TABLE}{kind}_" for kind in kinds)
+    if variant.roped == "listed":
+        return tuple(_TABLE if rotated else None for rotated in _rotated(fields, len(kinds)))
+    if variant.roped == "all" or (variant.roped == "windowed" and window is None):
+        return (_TABLE,) * len(kinds)
+    return tuple(_TABLE if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qk_norms(
+    fields: Fields, model_type: str, variant: Variant, dims: Heads
+) -> tuple[Norm | None, Norm | None]:
+    """Of each head, of all of them, or, where the file asks for it, a LayerNorm."""
+    names, kind, each = variant.qk_norm_names, variant.norm, False
+    own = model_type == "cohere" and fields.boolean("use_qk_norm", False)  # Command R+: a weight for each head
+    if fields.boolean("qk_layernorm", model_type == "persimmon"):
+        if model_type not in ("stablelm", "phi", "persimmon"):
+            raise UnsupportedArchitecture(f"is not known for {model_type}", field="qk_layernorm")
+        names, each = ("q_layernorm", "k_layernorm"), model_type == "stablelm"
+        kind = "layer-weight" if each else "layer"  # StableLM: a LayerNorm without bias for each head
+    elif variant.qk_norm == "none" and not own:
+        return None, None
+    q_norm, k_norm = (
+        Norm(name, count * dims.head_size, kind) if variant.qk_norm == "full"
+        else Norm(name, dims.head_size, kind, count, each, own)
+        for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
+    )  # fmt: skip
+    return q_norm, k_norm
+
+
+def _kinds(
+    fields: Fields, model_type: str, variant: Variant, layers: int
+) -> tuple[tuple[str, ...], int | None]:
+    """Which layers slide, by the model's own rule, and the window."""
+    full = ("full_attention",) * layers
+    if variant.window == "none":
+        if model_type == "hunyuan_v1_dense":
+            fields.layer_types(layers)
+        return full, None
+    window = common.window_of(fields)
+    if variant.window == "always":
+        # every layer, unless the field is null; absent means MistralConfig's default of 4096
+        if "sliding_window" not in fields.config and model_type == "mistral":
+            window = 4096
+        return (full if window is None else ("sliding_attention",) * layers), window
+    if variant.window == "layer_types":
+        return _listed_kinds(fields, model_type, layers, window)
+    return common.kinds_of(fields, "qwen", layers)
+
+
+# When the file lists no layer_types: every n-th layer is full (n, as in the config classes), and the
+# window when the file has none.
+_PATTERNS = {"exaone4": (4, 4096), "olmo3": (4, 4096), "cohere2": (4, 4096)}
+
+
+def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
+    """SmolLM3 without layer_types: layers without rotary embedding slide, where any do."""
+    if window is None or not fields.boolean("use_sliding_window", False):
+        return ("full_attention",) * layers
+    return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
+
+
+def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+    every = fields.integer("no_rope_layer_interval", 4, limit="layers")
+    stated = fields.raw("no_rope_layers")
+    if isinstance(stated, list) and len(stated) > layers:  # of a model with more layers: read by their numbers
+        fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
+    listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
+    return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
+
+
+def _listed_kinds(
+    fields: Fields, model_type: str, layers: int, window: int | None
+) -> tuple[tuple[str, ...], int | None]:
+    kinds = fields.layer_types(layers)
+    if model_type not in _PATTERNS:
+        return kinds or _without_rope(fields, layers, window), window
+    every, default = _PATTERNS[model_type]
+    if "sliding_window" not in fields.config:
+        window = default
+    if kinds is None:
+        stated = fields.config.get("sliding_window_pattern", every)
+        if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:  # EXAONE 4: LLLG
+            kinds = tuple(
+                "sliding_attention" if stated[i % len(stated)] == "L" and i != layers - 1 else "full_attention"
+                for i in range(layers)
+            )
+        elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+            kinds = tuple("sliding_attention" if (i + 1) % stated else "full_attention" for i in range(layers))
+        else:
+            raise ConfigError(f"{shown(stated)} is not a pattern", field="sliding_window_pattern")
+        if window is None:
+            kinds = ("full_attention",) * layers
+    return kinds, window
