@@ -57,6 +57,46 @@ GEMMA4_SOUND = {
 }  # fmt: skip
 
 
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131_072,
+    "max_position_embeddings": 131_072, "sliding_window": None,
+}  # fmt: skip
+CLIP_LARGE = {
+    "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "projection_dim": 768,
+}  # fmt: skip
+SEES = {
+    "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_channels": 3, "image_size": 1024, "patch_size": 16,
+}  # fmt: skip
+MADE = {
+    "mistralai/Mistral-Small-3.1-24B": {
+        "model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10, "text_config": MISTRAL,
+        "vision_config": {**SEES, "image_size": 1540, "patch_size": 14},
+        "spatial_merge_size": 2, "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
+    "mistral-community/pixtral-12b": {
+        "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 10,
+        "text_config": {**MISTRAL, "intermediate_size": 14336}, "vision_config": SEES,
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "dtype": "bfloat16",
+    },
+    "llava-hf/llava-v1.6-mistral-7b-hf": {
+        "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"],
+        "text_config": {
+            **MISTRAL, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "vocab_size": 32_064, "max_position_embeddings": 32_768,
+        },
+        "vision_config": CLIP_LARGE, "image_token_index": 32_000, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
+def configured(model: str, config_of) -> dict:
+    return MADE.get(model) or config_of(model)
+
+
 def needs_torchvision() -> None:
     if find_spec("torchvision") is None:
         pytest.skip("vLLM asks torchvision for its processors, which the tests' environment does without")

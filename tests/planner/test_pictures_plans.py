@@ -1,0 +1,166 @@
+"""Plans of models that read pictures under vLLM: their terms, and the flags about pictures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pictures import GEMMA4_SOUND, configured
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.vllm import encoder
+from tonnage.planner.engines.vllm.multimodal import profiled
+from tonnage.planner.engines.vllm.tensors import tensors_of
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.deployment import complete, deployment_of
+
+GIB = 1 << 30
+ON_GPU = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 8192}
+
+
+@pytest.fixture
+def plan_of(tmp_path, config_of):
+    def plan(model, **flags):
+        if not (tmp_path / "config.json").exists():
+            (tmp_path / "config.json").write_text(json.dumps(configured(model, config_of)))
+        return make_plan(str(tmp_path), Deployment(**(ON_GPU | flags)))
+
+    return plan
+
+
+def test_pictures_and_their_cache_are_terms_of_the_activation(plan_of):
+    plan = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", engine_version="0.19.0", max_num_seqs=8)
+    term = next(term for term in plan.terms if term.name == "activation_bytes")
+    assert "1 x the largest video (16,384 tokens; encoder cache 16,384)" in term.formula
+    small = plan_of(
+        "Qwen/Qwen2.5-VL-7B-Instruct", engine_version="0.19.0", max_num_seqs=8,
+        mm_processor_kwargs='{"max_pixels": 1003520}', limit_mm_per_prompt='{"video": 0}',
+    )  # fmt: skip
+    assert small.rank.kv_pool_bytes - plan.rank.kv_pool_bytes > GIB
+    text = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", engine_version="0.19.0", language_model_only=True)
+    towers = plan.rank.weights_bytes - text.rank.weights_bytes
+    rounding = towers - 2 * 676_550_144  # the allocator's, of tensors that are there no more
+    assert 0 <= rounding < 1 << 25
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        ({"limit_mm_per_prompt": '{"picture": 1}'}, "--limit-mm-per-prompt"),
+        ({"limit_mm_per_prompt": '{"image": -1}'}, "--limit-mm-per-prompt"),
+        ({"limit_mm_per_prompt": '{"image": {"count": 1, "width": 512}}'}, "--limit-mm-per-prompt"),
+        ({"limit_mm_per_prompt": "[3]"}, "--limit-mm-per-prompt"),
+        ({"mm_processor_kwargs": '{"num_crops": 4}'}, "--mm-processor-kwargs"),
+        ({"mm_processor_kwargs": '{"max_pixels": "many"}'}, "--mm-processor-kwargs"),
+        ({"mm_processor_kwargs": '{"size": {"height": 3}}'}, "--mm-processor-kwargs"),
+        ({"disable_chunked_mm_input": True, "max_num_batched_tokens": 4096}, "--disable-chunked-mm-input"),
+        ({"mm_encoder_tp_mode": "both"}, "--mm-encoder-tp-mode"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(plan_of, flags, field):
+    with pytest.raises(DeploymentError) as caught:
+        plan_of("Qwen/Qwen3-VL-8B-Instruct", **flags)
+    assert caught.value.field == field
+
+
+def test_a_step_too_small_for_a_picture_says_what_vllm_says(plan_of):
+    with pytest.raises(DeploymentError, match=r"max_tokens_per_mm_item \(16384\) is larger than"):
+        plan_of("Qwen/Qwen3-VL-8B-Instruct", disable_chunked_mm_input=True, max_num_batched_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "field"),
+    [
+        ("meta-llama/Meta-Llama-3.1-8B", {"limit_mm_per_prompt": '{"image": 1}'}, "--limit-mm-per-prompt"),
+        (
+            "stepfun-ai/Step-3.7-Flash",
+            {"mm_processor_kwargs": '{"max_patches": 4}'},
+            "--mm-processor-kwargs",
+        ),
+    ],
+)
+def test_flags_about_pictures_need_a_model_whose_pictures_are_known(plan_of, model, flags, field):
+    with pytest.raises(DeploymentError) as caught:
+        plan_of(model, **flags)
+    assert caught.value.field == field
+
+
+def test_a_limit_on_pictures_of_unknown_size_is_noted(plan_of):
+    plan = plan_of("stepfun-ai/Step-3.7-Flash", tensor_parallel_size=4, limit_mm_per_prompt='{"image": 1}')
+    assert any("how large pictures of Step3p7ForConditionalGeneration are" in note for note in plan.notes)
+
+
+def test_ranks_that_divide_pictures_hold_whole_towers(plan_of):
+    split = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", tensor_parallel_size=2)
+    whole = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", tensor_parallel_size=2, mm_encoder_tp_mode="data")
+    assert whole.rank.weights_bytes > split.rank.weights_bytes + 0.3e9
+
+
+def test_every_pipeline_stage_holds_the_towers_and_encodes_where_the_first_runner_does(plan_of):
+    """0.19.0 has the first model runner, whose profile run encodes on each; from 0.29 on the first stage."""
+    found = {}
+    for version in ("0.19.0", "0.32.0"):
+        flags = {"engine_version": version, "max_num_seqs": 8}
+        alone = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", **flags)
+        text = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", language_model_only=True, **flags)
+        towers = alone.rank.weights_bytes - text.rank.weights_bytes
+        parts = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", pipeline_parallel_size=2, **flags).ranks
+        bare = plan_of(
+            "Qwen/Qwen2.5-VL-7B-Instruct", pipeline_parallel_size=2, language_model_only=True, **flags
+        )
+        for part, without in zip(parts, bare.ranks, strict=True):
+            assert part.weights_bytes - without.weights_bytes == pytest.approx(towers, rel=0.01)
+        found[version] = [
+            part.activation_bytes - without.activation_bytes
+            for part, without in zip(parts, bare.ranks, strict=True)
+        ]
+    assert min(found["0.19.0"]) > GIB
+    assert found["0.32.0"][0] > GIB > found["0.32.0"][1]
+
+
+def profile_of(config: dict, version: str = "0.32.0", **flags):
+    asked = deployment_of({"engine": "vllm", "engine_version": version, "gpu": "h100-80g", **flags})
+    architecture = architecture_of(config)
+    return architecture, complete(asked, architecture, "bfloat16")
+
+
+def test_gemma_4_reads_pictures_one_by_one_then_many_at_once():
+    """32 frames of 70 embeddings a video, each with eight more (models/gemma4_mm.py). Up to 0.21 one frame at a
+    time, with its one-hot positions; then all that fit."""
+    widths = {}
+    for version in ("0.20.1", "0.22.0", "0.32.0"):
+        architecture, chosen = profile_of(
+            GEMMA4_SOUND, version, max_num_batched_tokens=8192, max_model_len=8192
+        )
+        found = profiled(architecture, chosen)
+        assert (found.modality, found.tokens, found.count, found.budget) == ("video", 2496, 3, 8192)
+        assert found.patches == 32 * 70 * 9
+        widths[version] = encoder.encoding(architecture, chosen).peak
+    assert widths["0.20.1"] < widths["0.32.0"] < widths["0.22.0"]
+    one, many = 630 * 2 * 10_240 * 10, 3 * 32 * 630
+    assert widths["0.20.1"] - one == many * 2 * (768 + 768)  # what came, and what the layers made of all
+    assert widths["0.22.0"] < 0.1 * chosen.device_memory
+    architecture, chosen = profile_of(GEMMA4_SOUND, limit_mm_per_prompt='{"video": 0}', max_model_len=8192)
+    assert profiled(architecture, chosen).modality == "audio"
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        ("{}", {"vision", "audio"}),
+        ('{"image": 0}', {"vision", "audio"}),
+        ('{"image": 0, "video": 0}', {"audio"}),
+        ('{"audio": 0}', {"vision"}),
+        ('{"image": 0, "video": 0, "audio": 0}', set()),
+    ],
+)
+def test_a_tower_without_a_modality_is_not_loaded_and_the_other_stays(limit, left):
+    """vLLM marks each tower with its own modalities, and the projector behind it (_mark_tower_model)."""
+    held = tensors_of(architecture_of(GEMMA4_SOUND), Deployment(**ON_GPU, limit_mm_per_prompt=limit))
+    names = {name for name in ("vision", "audio") for tensor in held if f"{name}_tower" in tensor.name}
+    projected = {name for name in ("vision", "audio") for tensor in held if f"embed_{name}" in tensor.name}
+    parameters = {tensor.role for tensor in held if tensor.is_parameter}
+    assert projected == left == parameters & {"vision", "audio"}
+    assert names >= left
