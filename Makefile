@@ -220,16 +220,20 @@ pyodide: $(VENV)/.demo
 	rm -rf planner/page/data/pyodide
 	$(BIN)/python -c 'from tonnage.planner.page import pyodide; pyodide.fetch(pyodide.SHIPPED)'
 
-# What a release publishes, made of the tracked files alone: with machine code for three sets of instructions, as this
-# Python and this numba load it; and with the page that plans, where make pyodide ran before.
+# What a release publishes, of the tracked files alone: with machine code for three sets of instructions, compiled in a
+# new environment, for the numba that pip brings a user today ($(VENV) has the one that vLLM pins); and with the page
+# that plans, where make pyodide ran before.
 .PHONY: wheel
-wheel: $(VENV)/.demo
-	$(BIN)/python -m tonnage.server.engines.hf.ahead --all
+wheel:
 	rm -rf build/wheel && mkdir -p build/wheel
 	git ls-files -z pyproject.toml README.md LICENSE planner cache server | xargs -0 cp --parents -t build/wheel
-	cp --parents cache/machine_code/*.zip build/wheel
 	if [ -d planner/page/data/pyodide ]; then cp -r --parents planner/page/data/pyodide build/wheel; fi
-	$(PIP) wheel --no-deps --wheel-dir dist build/wheel
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	.venv-wheel/bin/python -m pip --disable-pip-version-check install './build/wheel[hf]'
+	.venv-wheel/bin/python -m tonnage.server.engines.hf.ahead --all
+	cp -r .venv-wheel/lib/python3*/site-packages/tonnage/cache/machine_code build/wheel/cache
+	.venv-wheel/bin/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist build/wheel
 
 # The page that plans, in headless Chromium: the command's bytes, slider latency, axe-core, phone, dark, print.
 .PHONY: page-check pictures-page

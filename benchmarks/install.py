@@ -1,9 +1,10 @@
 """What ``pip install tonnage`` brings: bytes, packages, seconds, and the first plan, in an empty environment.
 
-    python benchmarks/install.py [--extra NAME ...] [--json]
+    python benchmarks/install.py [--extra NAME ...] [--wheel FILE] [--json]
 
-A wheel of the tracked files is built first, which is not counted. ``seconds`` is the whole of pip: its start,
-the index, the downloads (its cache is used if it has them) and the bytecode; ``cpu_seconds`` of the processor.
+A wheel of the tracked files is built first, which is not counted; --wheel takes one that `make wheel` built.
+``seconds`` is the whole of pip: its start, the index, the downloads (its cache is used if it has them) and the
+bytecode; ``cpu_seconds`` of the processor.
 ``bytes`` is all that is in the environment afterwards and was not before. ``first_plan_ms`` and
 ``second_plan_ms``: `tonnage plan demo --gpu l4` as the first process ever and as the next. --extra installs
 these extras as well; `hf` brings gigabytes.
@@ -65,8 +66,7 @@ def timed_plan(folder: Path) -> float:
     return round(1000 * (time.perf_counter() - begun), 1)
 
 
-def measure(folder: Path, extras: list[str]) -> dict[str, object]:
-    package = wheel(folder)
+def measure(folder: Path, package: Path, extras: list[str]) -> dict[str, object]:
     venv.create(folder / "environment", with_pip=True)
     before, begun, used = held(folder / "environment"), time.perf_counter(), children_seconds()
     pip = [folder / "environment" / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
@@ -94,10 +94,12 @@ def measure(folder: Path, extras: list[str]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", action="append", default=[], metavar="NAME", help="also this one")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="this one")
     parser.add_argument("--json", action="store_true", help="the JSON alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments.extra)
+        package = arguments.wheel.resolve() if arguments.wheel else wheel(Path(folder))
+        found = measure(Path(folder), package, arguments.extra)
     if not arguments.json:
         for name, aim in AIM.items():
             print(f"{name:<8} {found[name]:>14,}" + ("" if arguments.extra else f"   aim {aim:,}"))

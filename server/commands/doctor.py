@@ -12,10 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from tonnage.cache.ahead import LEVELS, level_here
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
+from tonnage.server.engines.hf.ahead import is_there, named
 from tonnage.server.engines.hf.engine import capabilities as hf_capabilities
 from tonnage.server.engines.vllm.params import HONOURED as HONOURED_BY_VLLM
 from tonnage.server.parsers import doctor as parser
@@ -52,6 +54,7 @@ def run(argv: list[str]) -> int:
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": found,
         "attention": _attention(found) if find_spec("torch") else {},
+        "machine_code": _machine_code(),
         "backends": _backends(),
     }
     if arguments.model:
@@ -108,6 +111,20 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "passed_over": {name: why for name, why in reasons.items() if why is not None},
         }
     return found
+
+
+def _machine_code() -> str:
+    """Of the block manager and the CPU's kernels: whether a first start finds it."""
+    level = level_here()
+    if level is not None and is_there(level, named()):
+        return f"compiled ahead for {level.name}"
+    if level is None:
+        known = ", ".join(each.name for each in LEVELS)
+        return f"compiled at each user's first start: this processor has none of {known}"
+    return (
+        f"compiled at each user's first start: none here for Python {platform.python_version()} and numba "
+        f"{version('numba')}; once for all: python -m tonnage.server.engines.hf.ahead"
+    )
 
 
 def _version(name: str) -> str | None:
@@ -179,6 +196,7 @@ def _print(report: dict[str, Any]) -> None:
         print(f"  {device:<14} {', then '.join(one['usable'])}")
         for name, why in one["passed_over"].items():
             print(f"  {'':<14} not {name}: {why}")
+    print(f"Machine code\n  {report['machine_code']}")
     print("Backends")
     for name, state in report["backends"].items():
         print(f"  {name:<14} {state}")

@@ -308,6 +308,7 @@ def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
     assert report["packages"]["tonnage"] == version("tonnage")
     assert report["devices"][0]["device"] == "cpu"
     assert report["devices"][0]["memory_bytes"] > 2**30
+    assert report["machine_code"].startswith("compiled a")
     assert report["model"]["hf"] == "served"
     installed = find_spec("vllm") is not None
     assert report["model"]["auto"]["backend"] == ("vllm" if installed else "hf")

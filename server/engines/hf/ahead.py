@@ -71,6 +71,11 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
     )
 
 
+def named() -> list[str]:
+    """Of `PARTS`, those that can run in this installation."""
+    return [name for name in PARTS if name != "kernels" or find_spec("torch")]
+
+
 def is_there(level: Level, names: list[str]) -> bool:
     """Whether its archive has these parts, compiled of the sources as they are."""
     return all(
@@ -144,7 +149,7 @@ def main() -> int:
         known = ", ".join(level.name for level in LEVELS)
         print(f"nothing is compiled ahead: this processor has none of {known}", file=sys.stderr)
         return OK
-    names = [name for name in PARTS if name != "kernels" or find_spec("torch")]
+    names = named()
     wanted = LEVELS if arguments.all else (here,)
     levels = [level for level in wanted if not is_there(level, names)]
     if not levels:
