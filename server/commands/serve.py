@@ -7,6 +7,7 @@ import contextlib
 import errno
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 
@@ -56,6 +57,7 @@ def run(argv: list[str]) -> int:
         return OK
     bound_heap()
     load_keys(settings.api_key, settings.api_key_file)  # before the model is loaded, not after
+    _check_tls(settings)
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
         settings = resolved(settings, sys.stdout)
@@ -80,12 +82,41 @@ def run(argv: list[str]) -> int:
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
         )
+        _load(config)
         stop.server = Server(config)
         address = _url(sock, settings)
         print(f"listening on {address}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(stop, sock, app.state.tonnage, address))
         return _exit_code(stop)
+
+
+def _check_tls(settings: Settings) -> None:
+    """Raise DeploymentError for files that cannot be read."""
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        raise DeploymentError(
+            "means nothing without its certificate", field="ssl_keyfile", hint="--ssl-certfile"
+        )
+    for field in ("ssl_certfile", "ssl_keyfile"):
+        path = getattr(settings, field)
+        if path is None:
+            continue
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise DeploymentError(f"cannot read {path}: {error.strerror}", field=field) from None
+
+
+def _load(config: uvicorn.Config) -> None:
+    """Read the certificate and its key. Raises DeploymentError."""
+    try:
+        config.load()
+    except ssl.SSLError as error:
+        why = (error.reason or "no PEM").lower().replace("_", " ")
+        raise DeploymentError(
+            f"{config.ssl_certfile} and its key cannot be used: {why}", field="ssl_certfile",
+            hint="a certificate chain and the key of its first certificate, in PEM",
+        ) from None  # fmt: skip
 
 
 class Server(uvicorn.Server):

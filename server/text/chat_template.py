@@ -122,7 +122,9 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}", field="chat_template") from None
+        raise ConfigError(
+            f"cannot read {file}: {getattr(error, 'strerror', error)}", field="chat_template"
+        ) from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

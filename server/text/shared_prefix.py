@@ -21,7 +21,7 @@ def shared_prefix(
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"cannot read {path}: {error}", field=field) from None
+        raise DeploymentError(f"cannot read {path}: {getattr(error, 'strerror', error)}", field=field) from None
     tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder, chat_template)
     prompts = [text, text]
     if template is not None:

@@ -41,6 +41,9 @@ BAD_INPUT: list[tuple[list[str], str]] = [  # arguments of serve, what its refus
     (["demo", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     (["demo", "--frobnicate"], "--frobnicate"),
     (["demo", "--host", "203.0.113.7"], "host"),
+    (["demo", "--ssl-certfile", "nothing-there.pem"], "ssl_certfile"),
+    (["demo", "--ssl-keyfile", sys.executable], "ssl_keyfile"),  # without a certificate
+    (["demo", "--backend", "fake", "--ssl-certfile", sys.executable, *SMALL], "ssl_certfile"),  # no PEM
     ([], "model"),
 ]
 TOO_LARGE = ("demo", "--device-memory", "200MiB")
