@@ -15,18 +15,20 @@ from tonnage.planner.bars import SHADES, shades
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
-from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.errors import DeploymentError, DoesNotFit, ModelNotFound
+from tonnage.planner.headers.hub import modelscope
+from tonnage.planner.headers.names import hub_model, revision_of
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.terms import quantization_notes
 from tonnage.planner.plans import Plan
 from tonnage.planner.quantization.read import read_quantization
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.capacity import held_to
 from tonnage.server.engines.choice import choose_backend
-from tonnage.server.engines.hf.model.formats import MADE_BY_FLAG
+from tonnage.server.engines.hf.model.formats import MADE_BY_FLAG, require_loadable
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
@@ -73,7 +75,8 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     """The plan of what is about to be loaded, printed to ``file`` first.
 
     Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded, and
-    DeploymentError for more memory than the machine or its container has.
+    DeploymentError for more memory than the machine or its container has; before the plan is printed
+    ModelNotFound for a model of the hub that is not on this machine, and what the hf engine cannot load.
     """
     deployment = settings.deployment()
     if settings.backend != "fake":
@@ -82,12 +85,29 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     if plan.fits and settings.model == "demo":
         ensure_demo()
         plan = make_plan(settings.model, deployment)
+    source = resolve_model(settings.model)
+    if source.kind == "hub":
+        _require_here(source)
+    if settings.backend == "hf":
+        require_loadable(plan, source.config)
     plan = held_to(plan, settings.model, deployment)
     print_plan(plan, False, file)
     file.flush()
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     return plan
+
+
+def _require_here(source: ModelSource) -> None:
+    """A plan needs the hub's headers alone; what is loaded is on this machine."""
+    if Path(source.path).exists():
+        return
+    named = hub_model(source.id)
+    assert named is not None, source.id
+    bring = f"hf download {named.repo}" + (f" --revision {named.revision}" if named.revision != "main" else "")
+    if modelscope():
+        bring = f"modelscope download --model {named.repo} --revision {revision_of(named)}"
+    raise ModelNotFound(f"{source.id} is not on this machine", field="model", hint=f"{bring} brings it")
 
 
 def _check_host(deployment: Deployment) -> None:

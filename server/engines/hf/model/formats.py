@@ -45,6 +45,8 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
     DeploymentError for one whose package is missing, CheckpointError for weights that are not safetensors.
     ``config``: config.json."""
     require_weights(plan.model.path)
+    if plan.model.path.endswith(".gguf"):
+        require_gguf(plan.model.path)
     quantization = plan.deployment.quantization
     stored = (config.get("quantization_config") or {}).get("quant_method")
     if plan.deployment.device == "cpu" and stored in _NOT_ON_CPU:
