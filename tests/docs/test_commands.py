@@ -35,6 +35,7 @@ from tonnage.server.commands.launch import planned, resolved, settings_from
 NOT_RUN = {
     "git log --oneline": "the history of a checkout; an archive of the sources has none",
     "hf auth login": "asks for the token of somebody's account",
+    "hf download": "fetches a model of somebody's choice",
     "pip install": "a name, no command line",
     "vllm bench serve": "make load runs it against a server (benchmarks/load_tools.py)",
 }
