@@ -36,9 +36,8 @@ def main(arguments: list[str]) -> int:
         if arguments[0] == "hub":
             fetch(Path(arguments[1]), answers)
         else:
-            from tonnage.server.demo.from_gguf import (
-                convert,
-            )  # here, so that what is missing becomes the answer
+            # Here, so that what is missing becomes the answer.
+            from tonnage.server.demo.from_gguf import convert
 
             convert(Path(arguments[1]), Path(arguments[2]))
     except Exception as error:  # the parent turns it into one line; a traceback helps nobody there
