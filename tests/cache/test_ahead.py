@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -14,9 +15,11 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
+from numba.core.serialize import dumps
 
 from tonnage.cache import ahead
 from tonnage.cache.compiled import Compiler
+from tonnage.server.engines.hf import ahead as hf_ahead
 from tonnage.server.engines.hf.ahead import Compiled, collect, write
 
 SOURCE = "def one(x):\n    return x + 1\n"
@@ -193,3 +196,21 @@ def test_what_is_compiled_by_signature_is_not_run(sources: Path, monkeypatch: py
     found = collect(compiler, [], [("ahead_module", "one", types)])
     assert found.signatures == [("ahead_module", "one", types)]
     assert [member.partition("-")[0] for member in found.members] == ["ahead_module.one"]
+
+
+def test_it_says_what_it_does_while_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that has nothing to compile, only to import; and one that fails."""
+    nothing = tmp_path / "nothing"
+    nothing.write_bytes(dumps(("", {}, [])))
+    monkeypatch.setattr(hf_ahead, "SAY_SECONDS", 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        processes = hf_ahead._Processes(tmp_path, pool)
+        (made,) = processes.results([processes.start(ahead.LEVELS[-1], "manager", nothing)])
+        assert hf_ahead.read(made).signatures == []
+        with pytest.raises(subprocess.CalledProcessError):
+            processes.results([processes.start(ahead.LEVELS[-1], "manager", tmp_path / "missing")])
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("compiling, 0 s so far: ")
+    assert any(line.startswith("compiled for x86-64-v3: manager, ") for line in said)

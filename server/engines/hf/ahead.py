@@ -12,8 +12,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,9 +28,10 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.ahead import LEVELS, Level, level_here
 from tonnage.cache.compiled import Compiler
 from tonnage.planner.model.layout import KVGroup, KVLayout
-from tonnage.server.engines.hf.compile import Part
+from tonnage.server.engines.hf.compile import SAY_SECONDS, Part
 
 OK, FAILED = 0, 1
+_SECONDS = 40  # of processor time for a level
 
 # The groups that most models have, in every mode. What others need beside it is compiled at their first start.
 _FULL, _SLIDING = KVGroup("full", (0,)), KVGroup("sliding", (1,), window=32)
@@ -96,15 +98,55 @@ def write(level: Level, found: list[Compiled]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _in_a_process(level: Level, name: str, work: Path, signatures: Path | None) -> Path:
-    """The file of a `Compiled`. Raises CalledProcessError."""
-    begun = time.monotonic()
-    to = work / f"{level.name}-{name}"
-    command = [sys.executable, "-m", __spec__.name, "--part", name, "--to", str(to)]
-    command += [] if signatures is None else ["--signatures", str(signatures)]
-    subprocess.run(command, env=os.environ | level.environment, check=True)
-    print(f"compiled for {level.name}: {name}, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
-    return to
+class _Processes:
+    """Parts compiled in processes of their own, as many at once as there are cores; lines on stderr say how far
+    they are."""
+
+    def __init__(self, work: Path, pool: ThreadPoolExecutor) -> None:
+        self._work = work
+        self._pool = pool
+        self._begun = time.monotonic()
+        self._told: dict[Path, str] = {}  # by file: how far it is, of those that work
+
+    def start(self, level: Level, name: str, signatures: Path | None) -> Future[Path]:
+        """Of the file of a `Compiled`, or of CalledProcessError."""
+        return self._pool.submit(self._run, level, name, signatures)
+
+    def _run(self, level: Level, name: str, signatures: Path | None) -> Path:
+        begun = time.monotonic()
+        to = self._work / f"{level.name}-{name}"
+        command = [sys.executable, "-m", __spec__.name, "--part", name, "--to", str(to)]
+        command += [] if signatures is None else ["--signatures", str(signatures)]
+        with subprocess.Popen(
+            command, env=os.environ | level.environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._told[to] = f"{name} {line.strip()}"
+        self._told.pop(to, None)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        _say(f"compiled for {level.name}: {name}, {time.monotonic() - begun:.0f} s")
+        return to
+
+    def results(self, started: list[Future[Path]]) -> list[Path]:
+        """All of them, in order. Raises CalledProcessError."""
+        while wait(started, SAY_SECONDS).not_done:
+            so_far = ", ".join(self._told.copy().values())
+            _say(f"compiling, {time.monotonic() - self._begun:.0f} s so far: {so_far or 'importing'}")
+        return [each.result() for each in started]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _tell(compiler: Compiler) -> None:
+    """Say on stdout, to the process that waits, how far this one is."""
+    while True:
+        done, of = compiler.progress()
+        print(f"{done} of {of} functions", flush=True)
+        time.sleep(0.5)
 
 
 def read(path: Path) -> Compiled:
@@ -114,21 +156,23 @@ def read(path: Path) -> Compiled:
 
 def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
     """``here`` first, by running everything; the others of the same signatures. A process for each core."""
+    what = ", ".join(level.name for level in levels)
+    _say(
+        f"compiling {' and '.join(names)} for {what}, once: {_SECONDS * len(levels)} s of processor time or so"
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
     ):
-        work = Path(folder)
-        run = {name: pool.submit(_in_a_process, here, name, work, None) for name in names}
-        done = {(here, name): running.result() for name, running in run.items()}
+        processes = _Processes(Path(folder), pool)
+        run = processes.results([processes.start(here, name, None) for name in names])
+        done = {(here, name): path for name, path in zip(names, run, strict=True)}
         others = [(level, name) for level in levels if level is not here for name in names]
-        later = [pool.submit(_in_a_process, level, name, work, done[here, name]) for level, name in others]
-        done |= {key: running.result() for key, running in zip(others, later, strict=True)}
+        later = [processes.start(level, name, done[here, name]) for level, name in others]
+        done |= dict(zip(others, processes.results(later), strict=True))
         for level in levels:
-            found = [read(done[level, name]) for name in names]
-            write(level, found)
-            size = f"{level.path.stat().st_size / 1e6:.1f} MB"
-            print(f"{level.path} ({size})", file=sys.stderr, flush=True)
+            write(level, [read(done[level, name]) for name in names])
+            _say(f"{level.path} ({level.path.stat().st_size / 1e6:.1f} MB)")
 
 
 def main() -> int:
@@ -140,6 +184,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.part:
         parts = PARTS[arguments.part]
+        threading.Thread(target=_tell, args=(parts[0].compiler,), daemon=True).start()
         given = None if arguments.signatures is None else read(arguments.signatures).signatures
         found = collect(parts[0].compiler, parts, given)
         arguments.to.write_bytes(dumps((found.name, found.members, found.signatures)))
@@ -147,7 +192,7 @@ def main() -> int:
     here = level_here()
     if here is None:
         known = ", ".join(level.name for level in LEVELS)
-        print(f"nothing is compiled ahead: this processor has none of {known}", file=sys.stderr)
+        _say(f"nothing is compiled ahead: this processor has none of {known}")
         return OK
     names = named()
     wanted = LEVELS if arguments.all else (here,)
@@ -158,7 +203,7 @@ def main() -> int:
         compile_ahead(levels, here, names)
     # RuntimeError: a Python that was built without lzma
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"nothing is compiled ahead: {error}", file=sys.stderr)
+        _say(f"nothing is compiled ahead: {error}")
         return FAILED
     return OK
 

@@ -23,7 +23,7 @@ from tonnage.cache.warm import compile_manager
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
-_SAY_SECONDS = 5.0  # between two lines about how far it is
+SAY_SECONDS = 5.0  # between two lines about how far it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Preparation:
         """Wait until nothing is left to compile, then read it: half a second."""
         said = self._begun
         while working := [each for each in self._missing if each.works()]:
-            if time.monotonic() - said >= _SAY_SECONDS:
+            if time.monotonic() - said >= SAY_SECONDS:
                 said = time.monotonic()
                 done, of = sum(each.done for each in self._missing), sum(each.of for each in self._missing)
                 so_far = f"{done} of {of} functions in {said - self._begun:.0f} s"
                 print(f"compiling for this machine, once: {so_far}", file=sys.stderr, flush=True)
-            wait([each.process.sentinel for each in working], _SAY_SECONDS / 10)
+            wait([each.process.sentinel for each in working], SAY_SECONDS / 10)
         for each in self._missing:
             each.end()
         for part in self._parts:
