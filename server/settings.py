@@ -45,6 +45,7 @@ _PREFIX = "TONNAGE_"
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
 # What Kubernetes gives every container for a Service named tonnage or tonnage-anything
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # in TONNAGE_PORT, of one named tonnage
 
 
 def _setting(flag: Flag) -> tuple[Any, Any]:
@@ -104,7 +105,12 @@ class Settings(_Declared):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, InitSettingsSource(settings_cls, cls._file)
+        found = {
+            name: value for name, value in env_settings().items()
+            if name != "port" or _SERVICE_ADDRESS.match(value) is None
+        }  # fmt: skip
+        environment = InitSettingsSource(settings_cls, found)
+        return init_settings, environment, InitSettingsSource(settings_cls, cls._file)
 
     @property
     def model_name(self) -> str:

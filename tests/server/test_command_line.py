@@ -228,6 +228,14 @@ def test_a_misspelled_variable_is_refused_and_a_foreign_one_named(capsys: pytest
     assert "TONNAGE_WHATEVER_THIS_IS is no variable of Tonnage" in capsys.readouterr().err
 
 
+def test_the_port_that_kubernetes_sets_is_not_the_server_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TONNAGE_PORT is one of the variables of a Service named tonnage."""
+    monkeypatch.setenv("TONNAGE_PORT", "tcp://10.0.0.1:80")
+    assert load_settings(model="demo").port == 8000
+    monkeypatch.setenv("TONNAGE_PORT", "8123")
+    assert load_settings(model="demo").port == 8123
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
