@@ -9,6 +9,7 @@ import json
 import runpy
 import struct
 import sys
+import urllib.request
 
 import huggingface_hub
 import pytest
@@ -82,6 +83,21 @@ def test_a_redirect_to_any_other_host_is_refused_before_it_is_asked(hub, monkeyp
         resolve_model("org/gated")
     assert hub.asked_of_storage == []
     assert TOKEN not in str(caught.value)
+
+
+def test_the_encrypted_door_of_a_mirror_is_no_other_host():
+    """HF_ENDPOINT as http://, which its server redirects to https:// of the same name."""
+    request = urllib.request.Request("http://mirror.example/org/m/resolve/main/config.json")
+    request.add_unredirected_header("Authorization", f"Bearer {TOKEN}")
+
+    def follow(to):
+        return remote._SameHost().redirect_request(request, None, 308, "", {}, to)
+
+    following = follow("https://mirror.example/org/m/resolve/main/config.json")
+    assert following.get_header("Authorization") == f"Bearer {TOKEN}"
+    for other in ("https://mirror.example:8443/x", "https://other.example/x", "http://mirror.example:81/x"):
+        with pytest.raises(CheckpointError, match="another host"):
+            follow(other)
 
 
 @pytest.mark.parametrize(
