@@ -51,6 +51,9 @@ class Parser(argparse.ArgumentParser):
         found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
+        for action in self._actions:  # "$FILE" of a variable that was not set would be no --html at all
+            if action.option_strings and getattr(found, action.dest, None) == "":
+                raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
             found.words = (*self.prog.split(), *_without_token(words))  # what the page says was asked
         return found

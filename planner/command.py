@@ -231,13 +231,16 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     from tonnage.planner.output.terminal import for_this_cpu
 
-    if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        apart = args.emit or args.serve_line or args.markdown or args.csv  # what another program reads
-        print(line, file=sys.stderr if apart else sys.stdout)
+    settings = None
     if args.emit:
         from tonnage.planner.output.emit import emit
 
-        print(emit(plan, args.emit), end="")
+        settings = emit(plan, args.emit)  # which may refuse, before anything is said
+    if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
+        apart = args.emit or args.serve_line or args.markdown or args.csv  # what another program reads
+        print(line, file=sys.stderr if apart else sys.stdout)
+    if settings is not None:
+        print(settings, end="")
     elif args.serve_line:
         from tonnage.planner.planning.advice import serve_lines
 

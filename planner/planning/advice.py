@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.flags import MAX_BYTES
 from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.build import Size, Sizer
 from tonnage.planner.plans import Plan
@@ -83,8 +84,10 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             ranks *= 2
     without_pool = rank.used_bytes - rank.kv_pool_bytes + now.bytes_per_sequence
     share = 1.0 if flags.kv_cache_memory_bytes else used
-    memory = int((without_pool + now.pool.layout.bytes_per_block * 2) / share) + (1 << 20)
-    yield f"a device of {gib(memory)}", replace(flags, gpu=None, device=chosen.device, device_memory=memory)
+    needed = (without_pool + now.pool.layout.bytes_per_block * 2) / share
+    if needed < MAX_BYTES:
+        memory = int(needed) + (1 << 20)
+        yield f"a device of {gib(memory)}", replace(flags, gpu=None, device=chosen.device, device_memory=memory)
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:

@@ -223,6 +223,11 @@ def test_advice_for_a_long_context(llama):
     assert not plan_source(source, replace(flags, max_model_len=length + 512)).fits
 
 
+def test_advice_where_no_device_is_large_enough(llama):
+    source, flags = resolve_model(llama), replace(FLAGS, gpu="h100", gpu_memory_utilization=5e-324)
+    assert advise(source, flags)[0].startswith("--gpu-memory-utilization ")
+
+
 def test_serve_lines_plan_to_the_same(llama):
     """vLLM's line, read back as our flags, is the same plan."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", tensor_parallel_size=2, kv_cache_dtype="fp8"))

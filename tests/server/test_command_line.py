@@ -313,6 +313,7 @@ def test_a_value_of_another_kind_is_refused_in_words(name: str, tmp_path: Path) 
             (f"plan demo --replicas auto --rate 2 --trace trace.csv {other}", other.split()[0])
             for other in ("--sweep", "--compare 0.19.0 0.32.0", "--request 1+1", "--html x", "--csv")
         ),
+        *((f"{name} demo {other}=", other) for name in ("plan", "train") for other in ("--html", "--emit")),
         ("train demo --sweep micro-batch=1,2 --tricks", "--tricks"),
         ("train demo --sweep micro-batch=1,2 --find micro-batch", "--find"),
         ("train demo --sweep micro-batch=1,2 --emit peft", "--emit"),
