@@ -10,6 +10,7 @@ from pathlib import Path
 
 import documented
 import pytest
+from shown import how_exact
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 PAGES = [documented.ROOT / "README.md", *sorted((documented.ROOT / "docs").rglob("*.md"))]
@@ -45,6 +46,30 @@ def test_python_is_as_shown() -> None:
         found = doctest.testfile(str(documented.ROOT / "docs/python.md"), module_relative=False)
     assert found.attempted >= 4
     assert found.failed == 0
+
+
+def test_the_way_of_a_byte_has_today_s_figures() -> None:
+    with documented.models():
+        from tonnage.planner import plan
+
+        found = plan("meta-llama/Meta-Llama-3.1-8B", gpu="h100-80g", engine_version="0.33.0")
+    low, high = found.intervals["num_blocks"]
+    text = (documented.ROOT / "planner/README.md").read_text()
+    for figure in (
+        f"{found.rank.activation_bytes:,} for a forward pass",
+        f"in blocks of 2,097,152 bytes: {found.kv_cache.num_blocks:,}\n",
+        f"{low:,} to {high:,} of them",
+        f"weights {found.rank.weights_bytes:,} bytes",
+    ):
+        assert figure in text, figure
+
+
+def test_the_readme_counts_the_models() -> None:
+    counted = (documented.ROOT / "tests/data/configs/param_truth.tsv").read_text().splitlines()[1:]
+    assert how_exact("weights") == (
+        f"parameters of {len(counted)} models, built by transformers",
+        f"{len(counted)} equal",
+    )
 
 
 def test_the_accuracy_page_is_of_today_s_planner() -> None:

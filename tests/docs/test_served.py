@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Iterator
 from pathlib import Path
 
 import documented
 import pytest
-from served import compared, servers
+from served import HERE, Servers, compared, servers
 
 PAGES = documented.asking_pages()
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[dict[Path, str]]:
-    """Each page as it is when its commands are run, one page after the other, by the same servers."""
+def asking() -> Iterator[Servers]:
     with documented.models(), servers() as asking:
-        yield {page: documented.again(page.read_text(), asking) for page in PAGES}
+        yield asking
+
+
+@pytest.fixture(scope="module")
+def made(asking: Servers) -> dict[Path, str]:
+    """Each page as it is when its commands are run, one page after the other, by the same servers."""
+    return {page: documented.again(page.read_text(), asking) for page in PAGES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_servers_say_what_is_shown(page: Path, made: dict[Path, str]) -> None:
     assert made[page] == page.read_text(), "python tests/helpers/documented.py writes what they say now"
+
+
+def test_a_client_gets_what_is_shown(
+    asking: Servers, made: dict[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    text = (documented.ROOT / "docs/openai.md").read_text().replace(HERE, asking.address())
+    example = doctest.DocTestParser().get_doctest(text, {}, "openai.md", None, 0)
+    assert len(example.examples) >= 5
+    assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
 
 
 def test_the_servers_are_asked() -> None:

@@ -81,6 +81,15 @@ def _lines(block: str, fence: str) -> Iterator[tuple[int, str]]:
             command = ""
 
 
+def how_exact(what: str) -> tuple[str, str]:
+    """(against, result) of the row of the README's table that begins with ``what``."""
+    rows = re.findall(
+        rf"^\| {re.escape(what)}[^|]* \| (.*) \| (.*) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    assert len(rows) == 1, rows
+    return rows[0]
+
+
 def serve_lines() -> list[list[str]]:
     """The arguments of every ``vllm serve`` that a fence shows, the model first."""
     found = [command.command for page in pages() for command in shown(page) if command.fence]

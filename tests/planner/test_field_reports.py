@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from serving import PATIENCE
+from shown import how_exact
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "tests" / "data"
@@ -41,6 +42,8 @@ def test_blocks_of_every_version_are_equal(scores):
     for version, row in versions.items():
         assert row["rows"] >= 33, version
         assert row["exact"] == row["rows"], (version, row["misses"])
+    rows = sum(row["rows"] for row in versions.values())
+    assert how_exact("KV cache, blocks")[1] == f"{rows} of {rows} equal"
 
 
 @pytest.mark.parametrize(("name", "least_rows"), [("tokens_given_pool", 36), ("llama_cpp", 26)])
@@ -60,6 +63,10 @@ def test_pool_from_flags_on_sources_left_out(scores):
     section = scores["pool_from_flags"]
     assert section["rows"] >= 10
     assert section["median_error"] <= 0.015
+    assert how_exact("KV pool from flags alone") == (
+        f"{section['rows']} sources",
+        f"median {100 * section['median_error']:.2f} % of the GPU",
+    )
     assert section["p90_error"] <= 0.04
     assert section["covered"] >= 0.9 * section["rows"]
     assert section["widest_interval"] <= 0.08

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from serving import PATIENCE
+from shown import how_exact
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.runtime.gpu import coefficients
@@ -44,6 +45,10 @@ def test_the_kv_pool(scores):
         assert printed["rows"] >= 24
         assert printed["mean_error"] <= 0.006
         assert printed["covered"] == printed["rows"]
+    assert how_exact("KV pool of vLLM 0.19") == (
+        f"{scores['scored']} published start-ups",
+        f"mean {100 * scores['mean_error']:.2f} % off, all inside their intervals",
+    )
     assert scores["model_left_out"]["mean_error"] <= 0.015
     assert scores["model_left_out"]["covered"] >= 0.9 * scores["model_left_out"]["rows"]
     assert scores["model_left_out"]["widest_interval"] <= 0.03

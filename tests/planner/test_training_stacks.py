@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shown import how_exact
 from training_models import training_model
 
 from tonnage.planner.errors import DeploymentError
@@ -83,6 +84,7 @@ def test_published_totals_are_covered(monkeypatch, capsys, tmp_path):
     published = DATA / "published_stacks.tsv"
     code, found = ask(monkeypatch, capsys, published)
     assert (code, found["scored"], found["covered"], found["above_the_interval"]) == (0, 31, 31, 0)
+    assert how_exact("training") == ("31 published totals", "31 inside their intervals")
     assert set(found["stacks"]) == {"torchtune", "torchtune, 8 GPUs", "unsloth", "transformers"}
     assert found["stacks"]["torchtune"]["rows"] == 14
     assert found["stacks"]["torchtune"]["mean_error"] < 0.02

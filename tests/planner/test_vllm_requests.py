@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cut_configs import cut
 from oracle import Oracle, vllm_says
+from shown import how_exact
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
@@ -121,6 +122,10 @@ def law_of(folder: str, flags: dict):
         Deployment(engine="vllm", engine_version="0.32.0", device_memory=1 << 40, dtype="bfloat16", **flags)
     )
     return engine_of("vllm").request_law(size.architecture, size.chosen, size.pool)
+
+
+def test_the_readme_counts_them() -> None:
+    assert how_exact("requests of given lengths")[1] == f"{len(CASES)} configurations equal"
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
