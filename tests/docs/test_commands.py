@@ -58,6 +58,7 @@ def folder() -> Iterator[Path]:
         trace = place / "traces/azure_conversation_300.csv"
         shutil.copy(trace, "requests.csv")
         shutil.copy(min(Path("logs").glob("*dtbf16-kvfp8.log")), "log")
+        _runs(["fit-log", "log", "--calibrate", "kept"])
         columns = {"TIMESTAMP": "t", "ContextTokens": "in", "GeneratedTokens": "out"}
         text = trace.read_text()
         for name, own in columns.items():
@@ -151,7 +152,7 @@ def _tonnage(words: list[str], whole: bool) -> None:
             plan = planned(resolved(settings_from(arguments), io.StringIO()), io.StringIO())
         assert plan.fits, said.getvalue()
     elif name not in ASKS and (whole or target or set(words) & {*FILLED.values()}):
-        _runs(words if "--calibration" not in words else [*words, "--help"], target)
+        _runs([{"log": "kept"}.get(word, word) if "--calibration" in words else word for word in words], target)
 
 
 def _runs(words: list[str], target: str = "") -> None:
