@@ -101,7 +101,8 @@ def test_what_is_listed_as_not_run_is_shown() -> None:
         "docker compose -f deploy/compose.yml up", "GPU=2 docker compose -f deploy/compose.yaml up",
         "docker build -f deploy/Dockerfile --target vllm .",
         "helm install NAME deploy/helm/tonnage --set serviceMonitors.enabled=true",
-        'eval "$(tonnage completion sh)"',
+        'eval "$(tonnage completion sh)"', "systemctl enable --now tonnages",
+        "printf '%s' TONNAGE_MODEL=demo TONNAGE_MAX_MODEL_LENGTH=2048 > /etc/tonnage/tonnage.env",
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_found(wrong: str, folder: Path) -> None:
@@ -115,11 +116,15 @@ def test_a_wrong_command_is_found(wrong: str, folder: Path) -> None:
 def _check(command: Shown) -> None:
     """Raises AssertionError that says what is wrong."""
     words = shlex.split(command.command)
+    if "&&" in words:
+        for part in command.command.split(" && "):
+            _check(Shown(command.page, command.line, part, command.fence))
+        return None
     variables = {}
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
-    program = words[0].removeprefix(".venv/bin/")
+    program = words[0].removeprefix(".venv/bin/").removeprefix("/opt/tonnage/bin/")
     if program.endswith(".py"):
         return _script(words)
     check = CHECKS.get(program)
@@ -197,7 +202,7 @@ def _python(words: list[str], variables: dict[str, str]) -> None:
     if words[0] != "-m":
         return _script(words)
     assert importlib.util.find_spec(words[1]) is not None, f"no module {words[1]}"
-    for word in words[2:]:
+    for word in words[2:] if words[1] == "pytest" else []:
         assert word.startswith("-") or (ROOT / word).exists(), f"no {word}"
 
 
@@ -245,8 +250,8 @@ def _helm(words: list[str], variables: dict[str, str]) -> None:
     for flag, given in itertools.pairwise(words):
         if flag == "-f":
             values |= yaml.safe_load(Path(given).read_text())
-        if flag == "--set":
-            path, _, value = given.partition("=")
+        for each in given.split(",") if flag == "--set" else []:
+            path, _, value = each.partition("=")
             *above, last = path.split(".")
             place = values
             for name in above:
@@ -255,6 +260,25 @@ def _helm(words: list[str], variables: dict[str, str]) -> None:
             assert last in place, f"the chart has no {path}"
             place[last] = yaml.safe_load(value)
     jsonschema.validate(values, json.loads((chart / "values.schema.json").read_text()))
+
+
+def _install(words: list[str], variables: dict[str, str]) -> None:
+    assert words[0] == "-d" or (ROOT / words[-2]).is_file(), words[-2]
+
+
+def _printf(words: list[str], variables: dict[str, str]) -> None:
+    """Settings of a server, into the file that the unit reads: what a start would plan."""
+    unit = (ROOT / "deploy/systemd/tonnage.service").read_text()
+    assert f"EnvironmentFile={words[-1]}" in unit
+    with pytest.MonkeyPatch.context() as environment:
+        for word in words[1:-2]:
+            name, _, value = word.partition("=")
+            environment.setenv(name, value)
+        assert planned(settings_from(parser_of("serve").parse_args([])), io.StringIO()).fits
+
+
+def _systemctl(words: list[str], variables: dict[str, str]) -> None:
+    assert words == ["daemon-reload"] or (ROOT / f"deploy/systemd/{words[-1]}.service").is_file(), words
 
 
 def _eval(words: list[str], variables: dict[str, str]) -> None:
@@ -270,10 +294,11 @@ def _vllm(words: list[str], variables: dict[str, str]) -> None:
 
 
 CHECKS: dict[str, Callable[..., None]] = {
-    "bash": _bash, "docker": _docker, "eval": _eval, "helm": _helm, "make": _make, "pip": _pip, "pipx": _uvx,
-    "python": _python, "tonnage": lambda words, variables: None, "uvx": _uvx, "vllm": _vllm,
+    "bash": _bash, "docker": _docker, "eval": _eval, "helm": _helm, "install": _install, "make": _make,
+    "pip": _pip, "pipx": _uvx, "printf": _printf, "python": _python, "python3": _python,
+    "systemctl": _systemctl, "tonnage": lambda words, variables: None, "uvx": _uvx, "vllm": _vllm,
 }  # fmt: skip
 
 
 def test_programs_are_known_where_spans_are_looked_for() -> None:
-    assert set(CHECKS) <= set(PROGRAMS)
+    assert set(CHECKS) - {"install", "printf"} <= set(PROGRAMS)  # words of prose, too

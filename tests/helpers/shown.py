@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (
     "bash", "curl", "docker", "eval", "git", "helm", "hf", "kubectl", "make", "npm", "npx", "pip", "pipx",
-    "promtool", "python", "sglang", "sudo", "systemctl", "tonnage", "uv", "uvx", "vllm",
+    "promtool", "python", "python3", "sglang", "sudo", "systemctl", "tonnage", "uv", "uvx", "vllm",
 )  # fmt: skip
 
 # A program, a script with options, or variables in front of one.
