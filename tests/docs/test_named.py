@@ -1,0 +1,78 @@
+"""What the documentation names beside commands is there: metrics, flags, settings of keys, lines of code."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from metric_families import FAMILIES
+from shown import ROOT, pages
+
+from tonnage.server.cli import COMMANDS, parser_of
+from tonnage.server.security.keys import load_keys
+
+# Beside those of `tonnage serve`: of a watch (server/watch/exporter.py), of our plug-in in vLLM
+# (server/observe/vllm), and what the metrics of a tenant begin with.
+ELSEWHERE = {
+    "tonnage_watch_info", "tonnage_watch_up", "tonnage_watch_restarts_total", "tonnage_watch_failures_total",
+    "tonnage_plugin_errors_total",
+}  # fmt: skip
+# Flags of other programs, which the tests that run these read.
+FOREIGN = {
+    "vllm": {
+        "--additional-config", "--api-server-count", "--disable-log-stats", "--max-num-active-seqs",
+        "--prefill-schedule-interval", "--scheduler-cls",
+    },
+    "servers to watch": {"--enable-metrics", "--metrics"},
+    "docker, helm, systemctl, uvx": {"--target", "--set", "--now", "--from"},
+    "our scripts": {"--activations", "--all", "--check", "--operations", "--sections", "--stacks"},
+    "tonnage itself": {"--version"},
+    "refused in an example": {"--max-model-length"},
+}  # fmt: skip
+# Of contributors, with the flags of many scripts; test_commands.py looks at those.
+SCRIPTS = (ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_metrics_are_there(page: Path) -> None:
+    known = {*FAMILIES, *ELSEWHERE}
+    for name in re.findall(r"\btonnage_[a-z0-9_]+\b\*?", page.read_text()):
+        assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_are_there(page: Path) -> None:
+    if page in SCRIPTS:
+        return
+    ours = {
+        option for name in COMMANDS for action in parser_of(name)._actions for option in action.option_strings
+    }
+    named = set(re.findall(r"(?<![\w/-])--[a-z][\w-]+", page.read_text()))
+    assert named <= ours.union(*FOREIGN.values())
+
+
+def test_no_flag_is_foreign_that_nobody_names() -> None:
+    text = "".join(page.read_text() for page in pages())
+    assert all(flag in text for flags in FOREIGN.values() for flag in flags)
+
+
+def test_the_file_of_keys_is_read(tmp_path: Path) -> None:
+    (block,) = re.findall(
+        r"^    \[\[key\]\]\n(?:(?:    .*)?\n)+", (ROOT / "docs/operations.md").read_text(), re.M
+    )
+    file = tmp_path / "keys.toml"
+    text = textwrap.dedent(block).replace('sha256 = "..."', f'sha256 = "{"0f" * 32}"')
+    file.write_text(text.replace('\nkey = "..."', '\nkey = "a-key-of-the-documentation"'))
+    ring = load_keys([], file)
+    scraping = ring.tenant(b"a-key-of-the-documentation")
+    assert scraping is not None
+    assert (scraping.name, scraping.metrics) == ("prometheus", True)
+
+
+def test_the_family_is_written_as_shown() -> None:
+    source = (ROOT / "planner/families/llama.py").read_text()
+    (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/contributing.md").read_text(), re.M | re.S)
+    assert textwrap.indent(shown, "    ") in source
+    assert textwrap.indent(shown, "    ") in (ROOT / "planner/README.md").read_text()
