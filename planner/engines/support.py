@@ -58,7 +58,8 @@ def support(
     flags = chosen.flags
     device = on_device(engine.name, flags.gpu)
     if device.refused:
-        raise NotSupported(device.why, field="--gpu", hint="--engine llama.cpp")
+        hint = "--engine llama.cpp" if on_device("llama.cpp", flags.gpu).runs else "another GPU"
+        raise NotSupported(device.why, field="--gpu", hint=hint)
     known = engine.shows_version and flags.engine_version not in (None, "none")
     named = f"{engine.title} {flags.engine_version}" if known else engine.title
     parts = (

@@ -158,6 +158,18 @@ def test_vllm_has_no_metal_build(folder):
     assert not on_device("vllm", "gaudi3").runs  # a plugin of its own
 
 
+@pytest.mark.parametrize("engine", ["hf", "llama.cpp"])
+def test_what_has_no_build_for_gaudi(folder, engine):
+    with pytest.raises(NotSupported, match=r"no backend for Gaudi|CUDA devices and CPUs") as caught:
+        plan(folder, engine=engine, gpu="gaudi3", **LENGTH)
+    assert caught.value.hint == "another GPU"
+
+
+def test_what_was_not_tried_is_noted(folder):
+    for engine, gpu, words in (("sglang", "gaudi3", "not known here"), ("hf", "mi300x", "was not tried")):
+        assert any(words in note for note in plan(folder, engine=engine, gpu=gpu, **LENGTH).notes)
+
+
 def test_sglang_before_ampere(folder):
     with pytest.raises(NotSupported, match=r"SGLang runs from compute capability 7\.5 on"):
         plan(folder, engine="sglang", gpu="v100-32g", **LENGTH)
