@@ -239,7 +239,7 @@ wheel:
 .PHONY: page-check pictures-page
 page-check: $(VENV)/.test .venv-page/.ready
 	bash .ci/chromium
-	.venv-page/bin/python -m pytest tests/page
+	TONNAGE_PYTHON=$(abspath $(BIN))/python .venv-page/bin/python -m pytest tests/page
 
 pictures-page:
 	mkdir -p docs/page

@@ -74,10 +74,21 @@ th button::after{content:"\\2195";color:var(--soft);padding-left:.25em}
 th[aria-sort=ascending] button::after{content:"\\2191"}
 th[aria-sort=descending] button::after{content:"\\2193"}
 :focus-visible{outline:3px solid var(--accent);outline-offset:1px}
-@media(max-width:40rem){td:first-child,th:first-child{position:sticky;left:0;white-space:normal;min-width:6rem}}
+@media(max-width:40rem){td:first-child,th:first-child{position:sticky;left:0;white-space:normal;min-width:6rem}
+.wide,.wide tbody,.wide tfoot{display:block}
+.wide thead tr{display:flex;flex-wrap:wrap}
+.wide tbody tr,.wide tfoot tr{display:grid;grid-template-columns:1fr 1fr;padding:.5rem 0;
+border-bottom:1px solid var(--line)}
+.wide td,.wide th,.wide td:first-child{position:static;border:0;padding:.1rem .4rem;white-space:normal;
+min-width:0;text-align:left}
+.wide tbody td:first-child,.wide td[colspan],.wide td.words,.wide td:has(.bar){grid-column:1/-1}
+.wide tbody td:first-child{font-weight:600}
+.wide td[data-label]:not(:first-child,[colspan],:empty)::before{content:attr(data-label) " ";color:var(--soft);
+font-size:.875rem}}
 @media print{:root{color-scheme:light}.tonnage{max-width:none;padding:0;font-size:9pt;line-height:1.3}
 .scroll{overflow:visible}td,th{padding:.12rem .3rem;white-space:normal}th button::after{content:""}}
 """
+# On a phone each row of a wide table is a card, whose cells say their column; its heads stay, to sort by.
 # Cells that begin with a number sort by it and its unit, before cells of words; a row too short for the column
 # is last.
 _SORT = """
@@ -87,6 +98,12 @@ const number = (text) => {
   return found ? Number(found[1].replaceAll(",", "")) * (units[found[2]] ?? 1) : NaN;
 };
 for (const box of document.querySelectorAll(".scroll")) if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+for (const head of document.querySelectorAll(".wide thead th")) {
+  for (const row of head.closest("table").tBodies[0].rows) {
+    const cell = row.cells[head.cellIndex];
+    if (cell) cell.dataset.label = head.textContent;
+  }
+}
 for (const head of document.querySelectorAll("thead th")) {
   const cells = [...head.closest("table").tBodies[0].rows].map((row) => row.cells[head.cellIndex]);
   if (!head.textContent || !cells.some((cell) => cell?.textContent)) continue;  // a column of bars
@@ -113,11 +130,12 @@ for (const head of document.querySelectorAll("thead th")) {
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
     """In a box that scrolls by itself. ``rows``, ``foot``: markup of ``<tr>``; ``words``: heads of columns of
-    text, which are to the left as the first is."""
+    text, which are to the left as the first is. Above five columns a row is a card on a phone."""
     top = "".join(f"<th{' class=words' if head in words else ''}>{escape(head)}</th>" for head in heads)
     below = f"<tfoot>{foot}</tfoot>" if foot else ""
     body = f"<tbody>{''.join(rows)}</tbody>"
-    return f"<div class=scroll><table><thead><tr>{top}</tr></thead>{body}{below}</table></div>"
+    wide = " class=wide" if len(heads) > 5 else ""
+    return f"<div class=scroll><table{wide}><thead><tr>{top}</tr></thead>{body}{below}</table></div>"
 
 
 def figures(shown: Iterable[tuple[str, str, str]]) -> str:

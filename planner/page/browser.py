@@ -14,8 +14,10 @@ from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.prices import cost_of
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import releases
+from tonnage.planner.errors import CheckpointError
 from tonnage.planner.flags import flags_of
 from tonnage.planner.headers import partial
+from tonnage.planner.headers.gguf import read_gguf
 from tonnage.planner.quantization.read import flag_formats
 from tonnage.planner.training.setup import TrainingSetup
 
@@ -57,9 +59,17 @@ def choices() -> str:
     )
 
 
-def begins(path: str, size: int) -> None:
-    """``path``, just written, is the beginning of a file of ``size`` bytes: a header is all that is read."""
+def begins(path: str, size: int) -> bool:
+    """``path``, just written, is the beginning of a file of ``size`` bytes: a header is all that is read.
+    False: more of a GGUF header is needed (of a safetensors header all is there, which says its own length)."""
     partial.begins(Path(path), size)
+    if not path.endswith(".gguf"):
+        return True
+    try:
+        read_gguf(Path(path))
+    except CheckpointError as error:
+        return "truncated" not in error.message
+    return True
 
 
 def costs(gpus: int) -> str:

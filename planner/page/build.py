@@ -12,7 +12,6 @@ import tonnage.planner
 from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 
 _DATA = Path(__file__).parent / "data"
-_ASSETS = ("index.html", "page.js", "style.css", "worker.js")
 _FIELD = "--build"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same planner gives the same bytes
 
@@ -39,8 +38,9 @@ def build(folder: Path, pyodide: str | None = None) -> None:
 
 
 def _write(made: Path) -> None:
-    for name in _ASSETS:
-        shutil.copyfile(_DATA / name, made / name)
+    for path in _DATA.iterdir():
+        if path.suffix in (".html", ".css", ".js"):
+            shutil.copyfile(path, made / path.name)
     _zip(made / "planner.zip", planner_files())
     _zip(made / "models.zip", model_files())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from tonnage.planner.deployment import Deployment
@@ -170,6 +171,7 @@ class _Kind:
     value: int
 
 
+@lru_cache(16384)
 def _unnumbered(name: str) -> str:
     """The name with a star for the layer and for the places of lists inside it."""
     return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 PATIENCE = 90.0
+DEVICES = [("desktop", 1280, 1000), ("phone", 390, 844)]
+_COMMAND = "import sys; from tonnage.server.cli import main; sys.exit(main())"
+
+
+def commanded(command: str, argv: list[str], folder: Path) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of ``tonnage`` in ``folder``. make page-check names the
+    Python of the environment that has all of it: a replay takes more than the page does."""
+    python = os.environ.get("TONNAGE_PYTHON", sys.executable)
+    done = subprocess.run([python, "-c", _COMMAND, command, *argv], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
 
 
 class Sight:
@@ -27,15 +41,34 @@ class Sight:
     def wait(self, condition: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not self.page.evaluate(condition):
-            assert time.monotonic() < deadline, self.page.inner_text("#answer")
+            assert time.monotonic() < deadline, (self.said, self.page.inner_text("#answer"))
             time.sleep(0.05)
 
     def settle(self) -> Sight:
         """Wait for what comes after the answer, too: other GPUs, plans beside."""
-        self.wait(
-            "() => window.tonnage?.settled !== undefined && document.querySelector('#gpus table') !== null"
-        )
+        self.wait("() => window.tonnage?.settled() && document.querySelector('#gpus table') !== null")
         return self
+
+    def refused(self, words: str) -> None:
+        """Wait for a refusal with those words."""
+        said = "document.getElementById('status')"
+        self.wait(f"() => {said}.className === 'no' && {said}.textContent.includes({words!r})")
+
+    def plan(self) -> dict[str, Any]:
+        """The JSON of the command that is on the page."""
+        found: dict[str, Any] = json.loads(self.page.evaluate("() => window.tonnage.out"))
+        return found
+
+    def planned(self, *parts: str) -> str:
+        """The model's name, once a plan of one with all ``parts`` in its name is there."""
+        for part in parts:
+            self.wait(
+                f"() => window.tonnage.settled() && document.getElementById('model').value.includes({part!r})"
+            )
+        assert self.page.inner_text("#status") == ""
+        found: str = self.page.input_value("#model")
+        assert self.plan()["model"]["id"] == found
+        return found
 
     def ask(self, command: str, argv: list[str]) -> dict[str, Any]:
         found: dict[str, Any] = self.page.evaluate(
@@ -43,7 +76,16 @@ class Sight:
         )
         return found
 
-    def picture(self, name: str) -> None:
-        """Kept where TONNAGE_PICTURES says, if it says a folder."""
+    def picture(self, name: str, whole: bool = False) -> None:
+        """Kept where TONNAGE_PICTURES says, if it says a folder. ``whole``: all of the page, not what is seen
+        first."""
         if folder := os.environ.get("TONNAGE_PICTURES"):
-            self.page.screenshot(path=f"{folder}/{name}.png")
+            self.page.screenshot(path=f"{folder}/{name}.png", full_page=whole)
+
+
+def serious(page: Any, axe: str) -> str:
+    """What axe-core, of which ``axe`` is the source, finds serious or critical on the page; empty: nothing."""
+    page.add_script_tag(content=axe)
+    found = page.evaluate("() => axe.run()")["violations"]
+    bad = [one for one in found if one["impact"] in ("serious", "critical")]
+    return json.dumps(bad, indent=1)[:4000] if bad else ""

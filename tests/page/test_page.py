@@ -1,24 +1,19 @@
-"""The page in headless Chromium: its figures are the command's, it is quick, usable and accessible."""
+"""The page in headless Chromium: its figures are the command's, a link is a plan, and how quick it is."""
 
 from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import Sight
+from browsing import Sight, commanded
 
 from tonnage.planner.page.browser import choices
 from tonnage.planner.page.build import model_files
 
-INDEX = "model.safetensors.index.json"
-OPEN = {"access-control-allow-origin": "*"}
-COMMAND = "import sys; from tonnage.server.cli import main; sys.exit(main())"
 NAMES = sorted(name.removesuffix("/config.json") for name in model_files())
 GPUS = ("h100-80g", "a100-40g", "l40s-48g", "t4-16g", "b200-180g", "mi300x-192g")
 
@@ -36,13 +31,6 @@ def deployments() -> list[list[str]]:
     return found
 
 
-def commanded(command: str, argv: list[str], models: Path) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, command, *argv], cwd=models, capture_output=True, text=True
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_page_and_command_are_equal_to_the_byte(sight: Sight, models: Path) -> None:
     sight.open()
     assert len(NAMES) >= 30
@@ -57,10 +45,9 @@ def test_page_and_command_are_equal_to_the_byte(sight: Sight, models: Path) -> N
         ["Qwen/Qwen3-8B", "--gpu", "a100-80g", "--method", "lora"],
         ["Qwen/Qwen3-8B", "--method", "no"],
     ):
-        found = sight.ask("train", [*argv, "--json"])
-        assert (found["code"], found["out"], found["err"]) == commanded("train", [*argv, "--json"], models), (
-            argv
-        )
+        asked = [*argv, "--explain", "--json"]
+        found = sight.ask("train", asked)
+        assert (found["code"], found["out"], found["err"]) == commanded("train", asked, models), argv
 
 
 def test_a_link_is_a_plan(sight: Sight, models: Path) -> None:
@@ -75,77 +62,104 @@ def test_a_link_is_a_plan(sight: Sight, models: Path) -> None:
     assert "max-model-len=16384" in sight.page.url
 
 
-def test_own_configs_components_and_kept_plans(sight: Sight) -> None:
+def test_every_control_is_a_flag_of_the_plan(sight: Sight) -> None:
+    sight.open()
+    for flag, value in (
+        ("engine-version", "0.19.0"),
+        ("quantization", "fp8"),
+        ("kv-cache-dtype", "fp8"),
+        ("gpu", "h200-141g"),
+    ):
+        sight.page.select_option(f"#flag-{flag}", value)
+        sight.wait(f"() => JSON.parse(window.tonnage.out).deployment['{flag.replace('-', '_')}'] === '{value}'")
+        assert f"{flag}={value}" in sight.page.url
+    for flag, key, found in (
+        ("tensor-parallel-size", "ArrowRight", 2),
+        ("pipeline-parallel-size", "ArrowRight", 2),
+        ("max-num-seqs", "End", 2048),
+        ("gpu-memory-utilization", "End", 1),
+    ):
+        sight.page.locator(f"#flag-{flag}").press(key)
+        sight.wait(f"() => JSON.parse(window.tonnage.out).deployment['{flag.replace('-', '_')}'] === {found}")
+    sight.page.fill("#flag-request", "2000+300")
+    sight.wait("() => JSON.parse(window.tonnage.out).requests?.[0]?.output_tokens === 300")
+    assert "Requests of 2,000+300 at once" in sight.page.inner_text(".figures")
+    sight.page.select_option("#flag-engine-version", "another ...")  # a release that changed nothing planned
+    sight.page.fill("#flag-engine-version + input", "0.31.0")
+    sight.wait("() => JSON.parse(window.tonnage.out).deployment.engine_version === '0.31.0'")
+    sight.page.select_option("#flag-engine", "llama.cpp")
+    sight.wait("() => JSON.parse(window.tonnage.out || '{}').deployment?.engine === 'llama.cpp'")
+    assert "engine-version" not in sight.page.url
+    sight.page.select_option("#known", "Qwen/Qwen3-0.6B")
+    sight.planned("Qwen/Qwen3-0.6B")
+
+
+def test_terms_plans_beside_and_other_gpus(sight: Sight) -> None:
     sight.open().settle()
     sight.page.click("button.kv_pool")
     assert "kv_cache.bytes_per_block" in sight.page.inner_text("#terms")
     sight.picture("terms")
-    sight.page.click("#keep")
-    sight.page.select_option("#flag-gpu", "l40s-48g")
-    sight.wait("() => document.querySelectorAll('#beside th[scope=row]').length > 3")
-    assert "beside=" in sight.page.url
-    sight.page.locator("#beside").scroll_into_view_if_needed()
+    for gpu in ("l40s-48g", "a100-80g", "h200-141g"):
+        sight.page.click("#keep")
+        sight.page.select_option("#flag-gpu", gpu)
+        sight.settle()
+    assert sight.page.is_disabled("#keep")  # four are compared
+    heads = sight.page.locator("#beside thead th").all_inner_texts()
+    shown = [head.split("\n")[:2] for head in heads[1:]]
+    assert shown == [["This one", "gpu h200-141g"], ["Plan 2", "gpu h100-80g"], ["Plan 3", "gpu l40s-48g"],
+                     ["Plan 4", "gpu a100-80g"]]  # fmt: skip
+    assert sight.page.url.count("beside=") == 3
+    sight.page.locator("#keep").scroll_into_view_if_needed()
     sight.picture("beside")
-    sight.page.click("summary")
-    config = json.loads(model_files()["Qwen/Qwen3-4B/config.json"])
-    sight.page.fill("#paste", json.dumps(config))
-    sight.page.locator("#paste").blur()
-    sight.wait("() => window.tonnage.out.includes('\"own/model\"')")
-    sight.page.fill("#paste", '{"model_type": "nobody"}')
-    sight.page.locator("#paste").blur()
-    sight.wait("() => document.getElementById('status').className === 'no'")
-    assert "nobody" in sight.page.inner_text("#status")
-    sight.picture("refused")
-    sight.page.set_input_files("#file", {"name": "config.json", "mimeType": "application/json",
-                                         "buffer": json.dumps(config).encode()})  # fmt: skip
-    sight.wait("() => document.getElementById('status').className === ''")
-    total = json.dumps({"metadata": {"total_size": 2}, "weight_map": {}}).encode()  # of other weights
-    index = {"name": INDEX, "mimeType": "application/json", "buffer": total}
-    sight.page.set_input_files("#file", index)
-    sight.wait("() => document.getElementById('status').className === 'no'")
-    assert "An index names files" in sight.page.inner_text("#status")
-    both = [{"name": name, "mimeType": "", "buffer": content} for name, content in (
-        ("config.json", json.dumps(config).encode()), ("tokenizer_config.json", b"{}"), (INDEX, total),
-    )]  # fmt: skip
-    sight.page.set_input_files("#file", both)  # a folder: what is planned is its config.json
-    sight.wait("() => document.getElementById('status').className === ''")
-    assert sight.page.input_value("#model") == "own/model"
-    gguf = {"name": "a.gguf", "mimeType": "", "buffer": b"GGUF" + bytes(20)}
-    sight.page.set_input_files("#file", gguf)
-    sight.wait("() => document.getElementById('status').textContent.includes('a.gguf')")
+    sight.page.click("[aria-label='Take plan 3 away']")
+    sight.settle()
+    assert sight.page.locator("#beside thead th").count() == 4
+    sight.open("?" + sight.page.url.partition("?")[2]).settle()  # the link has them
+    assert sight.page.locator("#beside thead th").count() == 4
+    first = "() => document.querySelector('#gpus tbody tr').textContent"
+    cheapest = sight.page.evaluate(first)
+    sight.page.click("#gpus th:nth-child(3) button")
+    assert sight.page.evaluate(first) != cheapest
+    assert sight.page.get_attribute("#gpus th:nth-child(3)", "aria-sort") == "descending"
+    sight.page.click("#gpus tbody button.term >> nth=0")
+    sight.settle()
+    assert sight.plan()["deployment"]["gpu"] == sight.page.input_value("#flag-gpu") != "h200-141g"
 
 
-def test_a_config_of_the_hub(sight: Sight) -> None:
-    """Asked for by a button alone; of the files it looks for only the config is there."""
-    asked = []
+def test_advice_is_taken_by_a_click(sight: Sight) -> None:
+    sight.open(
+        "?model=meta-llama/Llama-3.1-70B-Instruct&gpu=a100-80g&engine=vllm&engine-version=0.33.0"
+    ).settle()
+    assert not sight.plan()["fits"]
+    assert "the GPU ends here" in sight.page.inner_text(".over")
+    sight.picture("does-not-fit")
+    sight.page.click("#result li button >> nth=0")
+    sight.settle()
+    assert sight.plan()["fits"]
+    assert sight.page.input_value("#flag-tensor-parallel-size") == "2"  # the third of its steps: 4 GPUs
 
-    def hub(route: Any) -> None:
-        asked.append(route.request.url)
-        name = route.request.url.rpartition("/")[2]
-        if name == "config.json" and "gated" not in route.request.url:
-            route.fulfill(body=model_files()["Qwen/Qwen3-4B/config.json"], headers=OPEN)
-        else:
-            route.fulfill(status=401 if name == "config.json" else 404, headers=OPEN)
 
-    sight.page.route("https://huggingface.co/**", hub)
+def test_training_has_terms_plans_beside_and_gpus_too(sight: Sight) -> None:
     sight.open()
-    for name, words in (("someone/Own-4B@v2", ""), ("someone/gated", "401")):
-        sight.page.fill("#model", name)
-        sight.page.locator("#model").blur()
-        sight.page.click("#hub")
-        if words:
-            sight.wait("() => document.getElementById('status').className === 'no'")
-            assert words in sight.page.inner_text("#status")
-        else:
-            sight.wait(f"() => window.tonnage.out.includes('\"{name}\"')")
-    assert all(url.startswith("https://huggingface.co/someone/") for url in asked)
-    assert "https://huggingface.co/someone/Own-4B/resolve/v2/config.json" in asked
-    sight.page.goto(
-        sight.url + "?model=someone/Own-4B"
-    )  # a link: not there, and not asked for unless one says so
-    sight.wait("() => document.getElementById('status').className === 'no'")
-    assert sight.page.is_visible("#hub")
-    sight.said = [words for words in sight.said if "the server responded" not in words]  # the browser's words
+    sight.page.click("#tab-train")
+    sight.settle()
+    assert "parameters are trained" in sight.page.inner_text("#result")
+    sight.picture("train")
+    sight.page.click("#result .bar button.activation")
+    terms = sight.page.inner_text("#terms")
+    assert next(one for one in sight.plan()["lines"] if one["name"] == "activations")["formula"] in terms
+    sight.page.click("#keep")
+    sight.page.select_option("#flag-method", "full")
+    sight.settle()
+    assert sight.page.locator("#beside thead th").all_inner_texts()[1].split("\n") == [
+        "This one",
+        "method full",
+    ]
+    assert "USD/h" in sight.page.inner_text("#gpus thead")
+    assert sight.page.inner_text("#asked code").startswith("tonnage train Qwen/Qwen3-8B --gpu h100-80g")
+    sight.page.click("#tab-plan")
+    sight.settle()
+    assert sight.page.locator("#beside table").count() == 0  # what is kept of trainings is no plan to serve
 
 
 def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
@@ -164,32 +178,40 @@ def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
     context.close()
 
 
-def test_what_is_copied_is_a_command_and_no_more(sight: Sight) -> None:
+def test_what_is_copied_is_a_command_and_no_more(browser: Any, site: str) -> None:
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    sight = Sight(context.new_page(), site)
     sight.open(
         "?model=Qwen/Qwen3-VL-8B-Instruct&gpu=h100-80g&limit-mm-per-prompt=%7B%22image%22:2%7D&hf-token=$(id)"
     ).settle()
-    line = sight.page.inner_text("#line code")
+    line = sight.page.inner_text("#asked code")
     assert "'{\"image\":2}'" in line
     assert "$(id)" not in sight.page.content()
     assert "hf-token" not in line
+    sight.page.click("[aria-label='Copy vllm serve']")
+    sight.wait("() => document.querySelector(\"[aria-label='Copy vllm serve']\").textContent === 'Copied'")
+    copied = sight.page.evaluate("() => navigator.clipboard.readText()")
+    assert copied.startswith("vllm serve Qwen/Qwen3-VL-8B-Instruct ")
+    assert copied in sight.page.locator("#line pre").all_inner_texts()
+    context.close()
 
 
 def test_how_long_it_takes(browser: Any, site: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, not judged: a machine may be busy."""
-    loads, answers = [], []
+    """Printed, not judged: a machine may be busy. Each step of the slider is a plan of its own."""
+    loads, answers, planned = [], [], []
     for _ in range(3):
         page = browser.new_page()
         start = time.perf_counter()
-        Sight(page, site).open()
+        sight = Sight(page, site).open()
         loads.append(time.perf_counter() - start)
         if len(loads) == 3:
-            sight = Sight(page, site)
+            sight.settle()
             for step in range(20):
                 before = page.evaluate("() => window.tonnage.answers")
-                page.locator("#flag-max-model-len").focus()
-                page.keyboard.press("ArrowRight" if step % 10 < 5 else "ArrowLeft")
+                page.locator("#flag-max-model-len").press("ArrowRight" if step % 10 < 5 else "ArrowLeft")
                 sight.wait(f"() => window.tonnage.answers > {before}")
                 answers.append(page.evaluate("() => window.tonnage.milliseconds"))
+                planned.append(sight.plan()["deployment"]["max_model_len"])
         page.close()
     with capsys.disabled():
         print(json.dumps({
@@ -197,48 +219,9 @@ def test_how_long_it_takes(browser: Any, site: str, capsys: pytest.CaptureFixtur
             "slider_ms_median": round(statistics.median(answers), 1),
             "slider_ms_worst": round(max(answers), 1),
         }))  # fmt: skip
-    assert len(answers) == 20
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("device", "width", "height"), [("desktop", 1280, 1000), ("phone", 390, 844)])
-def test_devices_and_schemes(
-    browser: Any, site: str, axe: str, device: str, width: int, height: int, scheme: str
-) -> None:
-    """No axe-core finding that is serious, no scrolling sideways; pictures where they are asked for."""
-    context = browser.new_context(
-        viewport={"width": width, "height": height},
-        color_scheme=scheme,
-        bypass_csp=True,  # axe is a script of ours here
-    )
-    page = context.new_page()
-    sight = Sight(page, site).open().settle()
-    sight.picture(f"{device}-{scheme}")
-    page.add_script_tag(content=axe)
-    found = page.evaluate("() => axe.run()")["violations"]
-    assert not [one for one in found if one["impact"] in ("serious", "critical")], json.dumps(found, indent=1)[
-        :4000
-    ]
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-    if device == "desktop" and scheme == "light":
-        page.click("#tab-train")
-        sight.wait("() => document.querySelector('#result h2')?.textContent === 'Command'")
-        sight.picture("train")
-        sight.open(
-            "?model=meta-llama/Llama-3.1-70B-Instruct&gpu=a100-80g&engine=vllm&engine-version=0.33.0"
-        ).settle()
-        sight.picture("does-not-fit")
-    context.close()
-
-
-def test_printed_on_one_page(browser: Any, site: str, tmp_path: Path) -> None:
-    page = browser.new_page()
-    sight = Sight(page, site).open().settle()
-    page.emulate_media(media="print")
-    sight.picture("print")
-    assert page.pdf(path=tmp_path / "plan.pdf", format="A4", margin={"top": "1cm", "bottom": "1cm"})
-    assert (tmp_path / "plan.pdf").read_bytes().count(b"/Type /Page\n") == 1
-    page.close()
+    up = [512, 1024, 2048, 4096, 8192]
+    assert planned == 2 * [*up, *up[-2::-1], 40960]  # and down again, to the model's own length
+    assert min(answers) > 0
 
 
 def test_lists_are_the_planner_s(sight: Sight) -> None:
@@ -246,3 +229,7 @@ def test_lists_are_the_planner_s(sight: Sight) -> None:
     offered = json.loads(choices())
     shown = sight.page.evaluate("() => [...document.querySelectorAll('#flag-gpu option')].map(o => o.value)")
     assert [name for name in shown if name] == [gpu["name"] for gpu in offered["gpus"]]
+    known = sight.page.evaluate(
+        "() => [...document.querySelectorAll('#known optgroup option')].map(o => o.value)"
+    )
+    assert known == NAMES

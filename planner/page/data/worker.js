@@ -22,7 +22,8 @@ async function start() {
   python.unpackArchive(models, "zip", { extractDir: HOME });
   python.FS.chdir(HOME);
   browser = python.runPython(
-    "import sys; sys.path.insert(0, '/lib/planner'); from tonnage.planner.page import browser; browser",
+    "import os, sys; sys.path.insert(0, '/lib/planner'); os.environ['HF_HUB_OFFLINE'] = '1'\n" // page.js asks the hub
+    + "from tonnage.planner.page import browser; browser",
   );
   return JSON.parse(browser.choices());
 }
@@ -36,7 +37,8 @@ const KINDS = {
     return { code, out, err };
   },
   costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
-  // a file of a model; its folder is made, and emptied where it is the first of another model
+  // a file of a model; its folder is made, and emptied where it is the first of another model. Of a file of `size`
+  // bytes `content` may be the beginning: whether that is enough
   put: ({ path, content, first, size }) => {
     const full = `${HOME}/${path}`;
     const folder = full.slice(0, full.lastIndexOf("/"));
@@ -47,7 +49,12 @@ const KINDS = {
       }
     }
     python.FS.writeFile(full, content);
-    if (size > content.length) browser.begins(full, size);
+    return size > content.length ? browser.begins(full, size) : true;
+  },
+  // the text of a file of a model; null: it is not here
+  read: ({ path }) => {
+    const full = `${HOME}/${path}`;
+    return python.FS.analyzePath(full).exists ? python.FS.readFile(full, { encoding: "utf8" }) : null;
   },
 };
 

@@ -1,0 +1,176 @@
+"""The page and the files of --html on a phone, in the dark, on paper, and as axe-core reads them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import pytest
+from browsing import DEVICES, Sight, commanded, serious
+from pypdf import PdfReader
+
+from tonnage import __version__
+
+PAPER = {"format": "A4", "margin": dict.fromkeys(("top", "bottom", "left", "right"), "1cm")}
+
+
+def printed(page: Any) -> tuple[int, str]:
+    """Sheets of A4, and the words on them."""
+    pages = PdfReader(BytesIO(page.pdf(**PAPER))).pages
+    text = normalize("NFKC", " ".join(sheet.extract_text() for sheet in pages))  # ligatures apart
+    return len(pages), " ".join(text.split())
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("device", "width", "height"), DEVICES)
+def test_devices_and_schemes(
+    browser: Any, site: str, axe: str, device: str, width: int, height: int, scheme: str
+) -> None:
+    """No axe-core finding that is serious, no scrolling sideways; pictures where they are asked for."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        bypass_csp=True,  # axe is a script of ours here
+    )
+    page = context.new_page()
+    sight = Sight(page, site).open().settle()
+    sight.picture(f"{device}-{scheme}")
+    page.click("button.weights")
+    page.click("#keep")
+    page.select_option("#flag-gpu", "l40s-48g")
+    sight.settle()
+    assert not (found := serious(page, axe)), found
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    seen = page.locator("#glance")
+    page.locator("#gpus").scroll_into_view_if_needed()
+    sight.wait("() => !document.getElementById('glance').hidden")  # the verdict, out of sight
+    assert "197,072 tokens" in seen.inner_text()
+    if device == "phone":
+        sight.picture(f"{device}-{scheme}-answer", whole=False)
+    page.evaluate("() => scrollTo(0, document.querySelector('.verdict').offsetTop - 50)")
+    sight.wait("() => document.getElementById('glance').hidden")
+    page.click("#tab-train")
+    sight.settle()
+    assert not (found := serious(page, axe)), found
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    context.close()
+
+
+def test_the_keyboard_alone(sight: Sight) -> None:
+    """From the address line to a term, its formula and another GPU, without a mouse."""
+    page = sight.open().settle().page
+    press = page.keyboard.press
+    focused = "(({ activeElement: at }) => at.id || at.className || at.textContent)(document)"
+
+    def tab_to(name: str) -> None:
+        for _ in range(60):
+            press("Tab")
+            if page.evaluate(focused) == name:
+                return
+        raise AssertionError(f"{name} is not reached: {page.evaluate(focused)}")
+
+    press("Tab")
+    assert page.evaluate("() => document.activeElement.textContent") == "To the answer"
+    press("Enter")
+    assert page.evaluate("() => document.activeElement.id") == "answer"
+    tab_to("weights")
+    press("Enter")
+    assert "how it comes about" in page.evaluate("() => document.activeElement.textContent")
+    tab_to("keep")
+    page.locator("#flag-gpu").focus()
+    press("ArrowDown")
+    sight.settle()
+    assert page.evaluate(focused) == "flag-gpu"  # drawing does not take it away
+    assert sight.plan()["deployment"]["gpu"] != "h100-80g"
+
+
+def test_printed_on_one_page(browser: Any, site: str) -> None:
+    page = browser.new_page()
+    sight = Sight(page, site).open("?model=Qwen/Qwen3-32B&gpu=l40s-48g&engine=vllm&engine-version=0.33.0")
+    for gpu in ("h100-80g", "a100-80g", "h200-141g"):  # the most there can be
+        sight.settle()
+        page.click("#keep")
+        page.select_option("#flag-gpu", gpu)
+    sight.settle()
+    sheets, text = printed(page)
+    assert sheets == 1
+    plan = sight.plan()
+    for words in (
+        "Fits.", "Qwen/Qwen3-32B", "vllm 0.33.0 on h200-141g", f"{plan['kv_cache']['tokens']:,}",
+        f"{plan['ranks'][0]['weights_bytes']:,}", "vllm serve Qwen/Qwen3-32B", "tonnage plan Qwen/Qwen3-32B",
+        "Side by side", "On other GPUs", f"{datetime.now(UTC):%Y-%m-%d}, Tonnage {__version__}, {site}?model=",
+    ):  # fmt: skip
+        assert words in text, (words, text)
+    assert "Copy" not in text
+    assert "Memory the engine may use" not in text  # no controls on paper
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 720, "height": 1040})
+    sight.picture("print")
+    page.close()
+
+
+TRACE = str(Path(__file__).parents[2] / "tests/data/traces/azure_conversation_300.csv")
+VLLM = ["--engine", "vllm", "--engine-version", "0.33.0"]
+# name -> command, what is on the page beside its command line, and a column to sort by
+HTML = {
+    "plan": ("plan", ["Qwen/Qwen3-8B", "--gpu", "h100-80g", *VLLM, "--request", "2000+300"],
+             ["Fits.", "401,312", "9.80", "h100-80g", "vllm 0.33.0"], "size"),
+    "sweep": ("plan", ["Qwen/Qwen3-8B", *VLLM, "--sweep", "--top", "40"],
+              ["fit", "tokens", "sequences", "USD/h", "vllm 0.33.0", "a40-48g"], "tokens"),
+    "compare": ("plan", ["Qwen/Qwen3-8B", "--gpu", "h100-80g", *VLLM[:2], "--compare", "0.19.0", "0.33.0"],
+                ["0.19.0", "0.33.0", "401,312", "tokens", "concurrency", "h100-80g"], ""),
+    "train": ("train", ["Qwen/Qwen3-8B", "--gpu", "h100-80g", "--method", "lora"],
+              ["Fits", "sequences a step", "2,048 tokens", "h100-80g", "frozen weights"], "size"),
+    "replay": ("replay", [TRACE, "--model", "Qwen/Qwen3-8B", "--gpu", "h100-80g"],
+               ["tokens", "h100-80g", "guaranteed"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HTML)
+def test_html_files(browser: Any, axe: str, models: Path, tmp_path: Path, name: str) -> None:
+    command, argv, words, column = HTML[name]
+    path = tmp_path / f"{name}.html"
+    code, _, said = commanded(command, [*argv, "--html", str(path)], models)
+    assert code == 0, said
+    for device, width, height in DEVICES:
+        for scheme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = context.new_page()
+            asked: list[str] = []
+            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            sight = Sight(page, path.as_uri())
+            page.goto(sight.url)
+            assert not (found := serious(page, axe)), (device, scheme, found)
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+            if (device, scheme) in (("desktop", "light"), ("phone", "dark")):
+                sight.picture(f"html-{name}-{device}", whole=device == "phone")
+            assert len(asked) == 1
+            assert not sight.said
+            context.close()
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    text = page.inner_text("body")
+    for expected in (*words, f"tonnage {command} ", f"Tonnage {__version__}", f"{datetime.now(UTC):%Y-%m-%d}"):
+        assert expected in text, (expected, text[:3000])
+    if column:
+        head = page.locator("thead th", has_text=re.compile(f"^{column}")).first
+        at = head.evaluate("cell => cell.cellIndex")
+        cells = (
+            "([at]) => [...document.querySelector('tbody').rows].map(row => row.cells[at]?.textContent ?? '')"
+        )
+        for direction in ("ascending", "descending"):
+            before = page.evaluate(cells, [at])
+            head.locator("button").click()
+            assert head.get_attribute("aria-sort") == direction
+            after = page.evaluate(cells, [at])
+            assert sorted(after) == sorted(before)
+            assert after != before
+    sheets, text = printed(page)
+    for expected in words:
+        assert expected.replace(" ", "") in text.replace(" ", ""), (expected, text[:3000])
+    assert sheets <= {"plan": 1, "compare": 2, "train": 2, "sweep": 3, "replay": 3}[name]
+    page.close()
