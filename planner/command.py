@@ -39,6 +39,14 @@ examples:
 COLUMNS = "what the trace calls arrival, prompt_tokens, output_tokens, ...: arrival=t,prompt_tokens=in,..."
 
 
+# What the flags of one deployment may say here as well (sweep/choices.py).
+_SEVERAL = {
+    "gpu": "; several, with commas: one table, side by side; 2xa100-80g: two of them",
+    "quantization": "; several, with commas, none for the checkpoint's own: one table",
+    "kv_cache_dtype": "; several, with commas: one table",
+}
+
+
 def parser() -> Parser:
     """Flags are vLLM's own names."""
     p = Parser(
@@ -51,6 +59,9 @@ def parser() -> Parser:
     p.add_argument("others", metavar="MODEL", nargs="*", help="more models: one table, side by side")
     add_token_flag(p)
     add_groups(p, Deployment)
+    for action in p._actions:
+        if action.dest in _SEVERAL:
+            action.help = f"{action.help}{_SEVERAL[action.dest]}"
     _output_flags(p.add_argument_group("answers and output"))
     _trace_flags(p.add_argument_group("requests of a trace"))
     return p

@@ -237,3 +237,9 @@ def test_a_terminal_that_is_not_utf_8_gets_ascii_bars(monkeypatch, command, argu
     assert import_module(command).run(arguments) == 0
     shown = terminal.shown()
     assert ("█" in shown, "####" in shown) == ((True, False) if encoding == "utf-8" else (False, True))
+
+
+@pytest.mark.parametrize("name", ["gpu", "quantization", "kv-cache-dtype"])
+def test_help_says_which_flags_take_several_values(name, capsys):
+    assert run([f"--help={name}"]) == 0
+    assert "several, with commas" in " ".join(capsys.readouterr().out.split())

@@ -70,8 +70,8 @@ def overview() -> dashboard.Dashboard:
         number(
             "First token, of its limit",
             "99th percentile of tonnage_time_to_first_token_seconds over tonnage:first_token_limit_seconds "
-            "(prometheus/rules/thresholds.yml): above 1 an alert fires.",
-            "short",
+            "(prometheus/rules/thresholds.yml): above 100 % an alert fires.",
+            "percentunit",
             # without traffic a quantile is NaN: left out, so that NaN is what no limit gives
             f"max({quantile(0.99, 'tonnage_time_to_first_token_seconds')} >= 0) / scalar({FIRST_TOKEN_LIMIT})",
             steps=_LIMIT,
@@ -80,12 +80,12 @@ def overview() -> dashboard.Dashboard:
             more=_LATENCY,
         )
         .no_value("no traffic")
-        .decimals(1),
+        .decimals(0),
         number(
             "Errors, of their limit",
             'tonnage_requests_total{outcome="error"} over all of tonnage_requests_total, as a share of '
-            "tonnage:error_limit_ratio (prometheus/rules/thresholds.yml): above 1 an alert fires.",
-            "short",
+            "tonnage:error_limit_ratio (prometheus/rules/thresholds.yml): above 100 % an alert fires.",
+            "percentunit",
             f"max({_errors('model, instance')}) / scalar({ERROR_LIMIT})",
             steps=_LIMIT,
             mappings=(reads(_0=("none", "green")), _NO_LIMIT),
@@ -93,7 +93,7 @@ def overview() -> dashboard.Dashboard:
             more=_ADMISSION,
         )
         .no_value("no traffic")
-        .decimals(1),
+        .decimals(0),
         drift(3, _MEMORY),
         lines(
             "What is full: KV pool by server",
