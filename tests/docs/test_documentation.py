@@ -12,6 +12,8 @@ import documented
 import pytest
 from shown import how_exact
 
+from tonnage import planner
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 PAGES = [documented.ROOT / "README.md", *sorted((documented.ROOT / "docs").rglob("*.md"))]
 
@@ -46,6 +48,18 @@ def test_python_is_as_shown() -> None:
         found = doctest.testfile(str(documented.ROOT / "docs/python.md"), module_relative=False)
     assert found.attempted >= 4
     assert found.failed == 0
+
+
+def test_the_python_page_has_every_name_that_is_offered() -> None:
+    listed = re.findall(
+        r"^::: tonnage\.planner\.(\w+)$", (documented.ROOT / "docs/python.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(planner.__all__)
+
+
+def test_examples_in_python_are_run() -> None:
+    """The second one by test_served.py."""
+    assert {page.name for page in PAGES if ">>> " in page.read_text()} == {"python.md", "openai.md"}
 
 
 def test_the_way_of_a_byte_has_today_s_figures() -> None:

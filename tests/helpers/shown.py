@@ -107,4 +107,4 @@ def stray(page: Path) -> list[str]:
     ]
     prose = _FENCE.sub("", text)
     found += [line for line in prose.splitlines() if line.startswith("    ")]
-    return [line.strip() for line in found if _BEGINS.match(line.strip().removeprefix("$ "))]
+    return [line.strip() for line in found if _BEGINS.match(line.strip()) or line.strip().startswith("$ ")]
