@@ -140,6 +140,7 @@ def panels(path: Path, api: str, start: float) -> list[dict[str, Any]]:
                 "title": panel["title"],
                 "type": panel["type"],
                 "unit": defaults["unit"],
+                "decimals": defaults.get("decimals"),
                 "stacked": defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal",
                 "grid": panel["gridPos"],
                 "steps": defaults.get("thresholds", {}).get("steps", []),
