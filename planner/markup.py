@@ -130,11 +130,11 @@ for (const head of document.querySelectorAll("thead th")) {
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
     """In a box that scrolls by itself. ``rows``, ``foot``: markup of ``<tr>``; ``words``: heads of columns of
-    text, which are to the left as the first is. Above five columns a row is a card on a phone."""
+    text, which are to the left as the first is. Above three columns a row is a card on a phone."""
     top = "".join(f"<th{' class=words' if head in words else ''}>{escape(head)}</th>" for head in heads)
     below = f"<tfoot>{foot}</tfoot>" if foot else ""
     body = f"<tbody>{''.join(rows)}</tbody>"
-    wide = " class=wide" if len(heads) > 5 else ""
+    wide = " class=wide" if len(heads) > 3 else ""
     return f"<div class=scroll><table{wide}><thead><tr>{top}</tr></thead>{body}{below}</table></div>"
 
 

@@ -109,7 +109,7 @@ def test_terms_plans_beside_and_other_gpus(sight: Sight) -> None:
     assert shown == [["This one", "gpu h200-141g"], ["Plan 2", "gpu h100-80g"], ["Plan 3", "gpu l40s-48g"],
                      ["Plan 4", "gpu a100-80g"]]  # fmt: skip
     assert sight.page.url.count("beside=") == 3
-    sight.page.locator("#keep").scroll_into_view_if_needed()
+    sight.page.evaluate("() => document.getElementById('keep').scrollIntoView()")
     sight.picture("beside")
     sight.page.click("[aria-label='Take plan 3 away']")
     sight.settle()
