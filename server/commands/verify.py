@@ -60,9 +60,9 @@ def run(argv: list[str]) -> int:
 
 
 async def _measure(engine: Engine, settings: Settings) -> list[Row]:
+    start = asyncio.create_task(engine.start())
     try:
         with Waiting(f"loading {settings.model}") as tick:
-            start = asyncio.create_task(engine.start())
             while not start.done():
                 tick()
                 await asyncio.wait([start], timeout=0.2)
@@ -75,7 +75,11 @@ async def _measure(engine: Engine, settings: Settings) -> list[Row]:
             await batch
         return rows(engine)
     finally:
-        await engine.stop()
+        try:
+            await engine.stop()
+        finally:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)  # one that Ctrl-C broke off fails
 
 
 async def _full_batch(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from multiprocessing import resource_tracker
 from typing import Any
 
 from tonnage.cache.admission import Policy
@@ -181,6 +182,8 @@ class VLLMEngine(Engine):
 
     def _load(self, arguments: dict[str, Any]) -> Any:
         """Blocks for half a minute and more; in a thread, so that /health answers meanwhile."""
+        # multiprocessing's own process, whose start lifts what holds SIGINT back (Python 3.11)
+        resource_tracker.ensure_running()
         with interrupt_held():
             llm = load(arguments, self._cores, lambda: not self._stopping)
         if self._stopping:

@@ -74,7 +74,8 @@ def close_files(llm: Any) -> None:
     garbage collector (v1/engine/core_client.py: BackgroundResources).
     """
     held = llm.engine_core.resources
-    held()  # once more: an error on its way, here or in vLLM's own thread, leaves the sockets open
+    with contextlib.suppress(AttributeError):  # what the first time has deleted
+        held()  # once more: an error on its way, here or in vLLM's own thread, leaves the sockets open
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():
         if thread.name == _MONITOR:  # it looks at the processes
