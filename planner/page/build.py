@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -13,12 +14,16 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 
 _DATA = Path(__file__).parent / "data"
 _FIELD = "--build"
+_KEEPER = "offline.js"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same planner gives the same bytes
 
 
-def build(folder: Path, pyodide: str | None = None) -> None:
+def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:
     """Write the page into ``folder``, which is made, or holds an older page. Raises PageError, before
-    anything there is touched where it can be known."""
+    anything there is touched where it can be known.
+
+    ``kept``: browsers keep it, so that it opens without a network.
+    """
     source = pyodide_folder(pyodide)
     try:
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "planner.zip").is_file():
@@ -30,6 +35,8 @@ def build(folder: Path, pyodide: str | None = None) -> None:
             (made / "pyodide").mkdir()
             for name in FILES:
                 shutil.copyfile(source / name, made / "pyodide" / name)
+            if kept:
+                _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
             for path in [path for path in made.rglob("*") if path.is_file()]:  # what else is there stays
                 os.replace(path, folder / path.relative_to(made))
@@ -39,10 +46,22 @@ def build(folder: Path, pyodide: str | None = None) -> None:
 
 def _write(made: Path) -> None:
     for path in _DATA.iterdir():
-        if path.suffix in (".html", ".css", ".js"):
+        if path.suffix in (".html", ".css", ".js") and path.name != _KEEPER:
             shutil.copyfile(path, made / path.name)
     _zip(made / "planner.zip", planner_files())
     _zip(made / "models.zip", model_files())
+
+
+def _keep(made: Path) -> None:
+    """A service worker, told all files, and the page told of it."""
+    names = ["./", *sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())]
+    for path, empty, full in (
+        (_DATA / _KEEPER, "const FILES = [];", f"const FILES = {json.dumps(names)};"),
+        (made / "index.html", '<html lang="en">', f'<html lang="en" data-keeper="{_KEEPER}">'),
+    ):
+        text = path.read_text()
+        assert empty in text, path.name
+        (made / path.name).write_text(text.replace(empty, full))
 
 
 def planner_files() -> dict[str, bytes]:

@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
                 if getattr(args, name) is not None:
                     raise DeploymentError("--build writes files and serves nothing", field=f"--{name}",
                                           hint="leave one out")  # fmt: skip
-            build(Path(args.build), args.pyodide)
+            build(Path(args.build), args.pyodide, kept=True)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
             return 0
         with tempfile.TemporaryDirectory() as place:

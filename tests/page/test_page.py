@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 from browsing import Sight, commanded
 
 from tonnage.planner.page.browser import choices
-from tonnage.planner.page.build import model_files
+from tonnage.planner.page.build import build, model_files
+from tonnage.planner.page.command import server
 
 NAMES = sorted(name.removesuffix("/config.json") for name in model_files())
 GPUS = ("h100-80g", "a100-40g", "l40s-48g", "t4-16g", "b200-180g", "mi300x-192g")
@@ -175,6 +178,23 @@ def test_nothing_else_is_asked_for(browser: Any, site: str) -> None:
     assert len(asked) > 5
     assert all(url.startswith((site, "data:", "blob:")) for url in asked)
     assert not sight.said
+    context.close()
+
+
+def test_a_built_page_opens_without_its_host(browser: Any, tmp_path: Path) -> None:
+    build(tmp_path / "page", os.environ.get("TONNAGE_PYODIDE"), kept=True)
+    context = browser.new_context()
+    with server(tmp_path / "page", "127.0.0.1", 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        sight = Sight(context.new_page(), f"http://127.0.0.1:{serving.server_address[1]}/")
+        sight.open("?model=Qwen/Qwen3-8B&gpu=l4-24g").settle()
+        before = sight.page.evaluate("() => window.tonnage.out")
+        sight.page.evaluate("() => navigator.serviceWorker.ready")  # all is kept by then
+        serving.shutdown()
+    sight.open("?model=Qwen/Qwen3-8B&gpu=l4-24g").settle()
+    assert sight.page.evaluate("() => window.tonnage.out") == before
+    sight.open("?model=Qwen/Qwen3-32B&gpu=a100-80g").settle()
+    assert "Qwen3-32B" in sight.page.evaluate("() => window.tonnage.out")
     context.close()
 
 

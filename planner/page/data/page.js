@@ -162,4 +162,6 @@ tell("start").then(async (found) => {
   listen();
   window.tonnage.loaded = performance.now();
   await open();
+  const { keeper } = document.documentElement.dataset; // absent where a command or a server is the host
+  if (keeper) await navigator.serviceWorker?.register(keeper).catch(console.info); // it may be forbidden
 }).catch((error) => fail(`Python did not start: ${error.message}`));
