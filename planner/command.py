@@ -40,7 +40,7 @@ COLUMNS = "what the trace calls arrival, prompt_tokens, output_tokens, ...: arri
 
 
 # What the flags of one deployment may say here as well (sweep/choices.py).
-_SEVERAL = {
+SEVERAL = {
     "gpu": "; several, with commas: one table, side by side; 2xa100-80g: two of them",
     "quantization": "; several, with commas, none for the checkpoint's own: one table",
     "kv_cache_dtype": "; several, with commas: one table",
@@ -60,8 +60,8 @@ def parser() -> Parser:
     add_token_flag(p)
     add_groups(p, Deployment)
     for action in p._actions:
-        if action.dest in _SEVERAL:
-            action.help = f"{action.help}{_SEVERAL[action.dest]}"
+        if action.dest in SEVERAL:
+            action.help = f"{action.help}{SEVERAL[action.dest]}"
     _output_flags(p.add_argument_group("answers and output"))
     _trace_flags(p.add_argument_group("requests of a trace"))
     return p

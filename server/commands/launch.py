@@ -29,6 +29,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.capacity import held_to
 from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.hf.model.formats import MADE_BY_FLAG, require_loadable
+from tonnage.server.engines.hf.model.support import require_supported
 from tonnage.server.engines.lora import lora_modules
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
@@ -89,6 +90,7 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     if source.kind == "hub":
         _require_here(source)
     if settings.backend == "hf":
+        require_supported(source.config["model_type"])
         require_loadable(plan, source.config)
     plan = held_to(plan, settings.model, deployment)
     print_plan(plan, False, file)

@@ -242,7 +242,7 @@ def test_a_stream_in_flight_does_not_hold_up_the_stop() -> None:
 
 
 def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder: Path) -> None:
-    """The planner knows the family, the engine does not serve it, which is found when it starts."""
+    """The planner knows the family, the engine does not serve it, which is said before what else is missing."""
     config = {
         "model_type": "falcon",
         "architectures": ["FalconForCausalLM"],

@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from tonnage.planner.api import plan
+from tonnage.planner.command import SEVERAL
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.errors import DeploymentError
@@ -62,7 +63,8 @@ def test_an_option_of_the_plan_is_made_from_its_field(command: str) -> None:
     for action in PARSERS[command]._actions:
         for flag in {options[option] for option in action.option_strings if option in options}:
             assert action.dest == flag.name
-            assert action.help == flag.said
+            several = SEVERAL.get(flag.name, "") if command in ("plan", "replicas") else ""
+            assert action.help == flag.said + several
             assert action.type == (None if flag.kind == "bool" else flag.read)
             assert action.default in (None, argparse.SUPPRESS)
             assert action.choices is None

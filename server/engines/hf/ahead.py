@@ -145,7 +145,7 @@ def _tell(compiler: Compiler) -> None:
     """Say on stdout, to the process that waits, how far this one is."""
     while True:
         done, of = compiler.progress()
-        print(f"{done} of {of} functions", flush=True)
+        os.write(1, f"{done} of {of} functions\n".encode())  # Python aborts where it ends amid a print of ours
         time.sleep(0.5)
 
 
