@@ -78,15 +78,23 @@ def test_the_keyboard_alone(sight: Sight) -> None:
     assert page.evaluate("() => document.activeElement.textContent") == "To the answer"
     press("Enter")
     assert page.evaluate("() => document.activeElement.id") == "answer"
+    assert page.evaluate("() => window.tonnage.settled()")  # nothing was asked again,
+    assert page.evaluate("() => location.hash") == ""  # the address is the plan's still
     tab_to("weights")
     press("Enter")
-    assert "how it comes about" in page.evaluate("() => document.activeElement.textContent")
+    assert page.evaluate("() => document.activeElement.textContent") == "Weights: how it comes about"
     tab_to("keep")
     page.locator("#flag-gpu").focus()
     press("ArrowDown")
     sight.settle()
     assert page.evaluate(focused) == "flag-gpu"  # drawing does not take it away
     assert sight.plan()["deployment"]["gpu"] != "h100-80g"
+    assert page.inner_text("#terms h2") == "Weights: how it comes about"  # and what was opened stays so
+    page.locator("#gpus").get_by_role("button", name="a100-80g", exact=True).focus()
+    press("Enter")
+    sight.settle()
+    assert sight.plan()["deployment"]["gpu"] == "a100-80g"
+    assert page.evaluate(focused) == "answer"  # what was pressed is gone: not to the top of the page
 
 
 def test_printed_on_one_page(browser: Any, site: str) -> None:

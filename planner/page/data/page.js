@@ -73,9 +73,11 @@ function draw({ out, err }) {
     return fail(/is not in the local hub cache/.test(err) ? elsewhere(view.flags.model) : err.trim().replace(/^tonnage: /, ""));
   }
   const plan = JSON.parse(out), training = view.command === "train";
+  const within = byId("result").contains(document.activeElement);
   const kept = inAddress(view.flags.model ?? "") ? [] : [make("p", { className: "soft noprint",
     textContent: "The address has all of this plan but the files, which stay in this browser." })];
   byId("result").replaceChildren(...(training ? drawTraining(plan) : drawPlan(plan)), ...kept, ...places());
+  if (within) byId("answer").focus({ preventScroll: true }); // what was pressed may be gone
   byId("glance").textContent = (training ? trainingInShort : planInShort)(plan);
   byId("glance").className = plan.fits ? "yes noprint" : "no noprint";
   seen.disconnect();
@@ -141,7 +143,14 @@ function listen() {
   };
   for (const name of ["plan", "train"]) byId(`tab-${name}`).onclick = () => { otherCommand(name); changed(); };
   document.addEventListener("flags", () => { drawForm(); changed(); }); // a button of the answer
-  window.onpopstate = window.onhashchange = open;
+  for (const link of document.querySelectorAll("a[href='#answer']")) {
+    link.onclick = (event) => { // the hash is a plan's
+      event.preventDefault();
+      byId("answer").scrollIntoView();
+      byId("answer").focus();
+    };
+  }
+  window.onpopstate = window.onhashchange = () => location.search + location.hash !== address() && open();
 }
 
 // the plan of the address

@@ -23,7 +23,7 @@ export function drawPlan(plan) {
   const rank = plan.ranks[plan.worst_rank], ranges = plan.intervals, cache = plan.kv_cache;
   const sized = COMPONENTS.map(([name, title, starts]) => [name, title, rank[`${name}_bytes`], starts]);
   const explain = make("div", { id: "terms" });
-  const open = (title, starts) => () => drawTerms(explain, title, plan.terms.filter((one) => one.name.startsWith(starts)));
+  const open = (title, starts) => opener(explain, title, plan.terms.filter((one) => one.name.startsWith(starts)));
   const parts = sized.filter(([, , bytes]) => bytes > 0).map(([name, title, bytes, starts]) => [name, title, bytes, open(title, starts)]);
   const rows = sized.filter(([, , bytes]) => bytes !== 0).map(([name, title, bytes, starts]) => [
     words(make("span", { className: `key ${name}` }), term(bytes < 0 ? "Missing" : title, open(title, starts))),
@@ -74,10 +74,21 @@ function advised(text) {
   }), `: ${gives}`);
 }
 
-export function drawTerms(place, title, found) {
+let opened = ""; // the component whose terms are shown: they stay, and follow what is changed
+
+// what a component's button does: its terms are drawn, and read from their beginning
+export function opener(place, title, found) {
+  if (title === opened) drawTerms(place, title, found);
+  return () => {
+    opened = title;
+    drawTerms(place, title, found);
+    place.firstChild.focus();
+  };
+}
+
+function drawTerms(place, title, found) {
   place.replaceChildren(make("h2", { textContent: `${title}: how it comes about`, tabIndex: -1 }),
     found.length ? table(["term", "value", "formula", "source"], found.map((one) =>
       [words(...breaking(one.name)), grouped(one.value), words(one.formula), words(one.source)]), "Terms")
       : make("p", { textContent: "What is left of the memory after the other components." }));
-  place.firstChild.focus();
 }

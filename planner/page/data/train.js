@@ -1,6 +1,6 @@
 // A training plan as the page shows it.
 import { bar, between, figures, grouped, make, size, table, term, words } from "./dom.js";
-import { drawTerms, notes, verdict } from "./plan.js";
+import { notes, opener, verdict } from "./plan.js";
 
 const COLOURS = {
   "weights": "weights", "frozen weights": "weights", "gradients": "kv_pool", "optimizer states": "cuda_graph",
@@ -11,12 +11,12 @@ export const inShort = (plan) => `${plan.fits ? "Fits" : "Does not fit"}: ${size
 
 export function drawTraining(plan) {
   const explain = make("div", { id: "terms" });
-  const open = (one) => () => drawTerms(explain, one.name, [{ ...one, value: one.bytes }]);
+  const open = (one) => opener(explain, one.name, [{ ...one, value: one.bytes }]);
   const colour = (one) => COLOURS[one.name] ?? "framework";
   const onGpu = plan.lines.filter((one) => one.place === "gpu" && one.bytes > 0);
   const memory = plan.setup.device_memory ?? plan.gpu_bytes;
   const parts = onGpu.map((one) => [colour(one), one.name, one.bytes, open(one)]);
-  if (memory > plan.gpu_bytes) parts.push(["free", "left over", memory - plan.gpu_bytes, () => drawTerms(explain, "left over", [])]);
+  if (memory > plan.gpu_bytes) parts.push(["free", "left over", memory - plan.gpu_bytes, opener(explain, "left over", [])]);
   const rows = plan.lines.map((one) => [
     words(make("span", { className: `key ${one.place === "gpu" ? colour(one) : "free"}` }), term(one.name, open(one))),
     words(one.place), size(one.bytes), between([one.low, one.high], size) || "exact", grouped(one.bytes),
