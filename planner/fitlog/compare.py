@@ -133,6 +133,7 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     source = resolve_model(model)
     flags = deployment_of(found, args)
     flags, notes = _with_format(flags, found, source)
+    notes += _against_the_log(found, args)
     size, sized = _size(source, flags, found, args, notes)
     engine = engine_of(flags.engine)
     skipped = _not_compared(engine, size, source, found, args, notes)
@@ -193,9 +194,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
         asked.setdefault("device_memory", int(found.figures["device_bytes"]))
     if found.version is not None:
         asked.setdefault("engine_version", found.version)
-    said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
-    if length := found.figures.get("max_model_len"):
-        said["max_model_len"] = int(length)
+    said = _said(found)
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
@@ -208,6 +207,25 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
             )
         return replace(flags, device_memory=flags.device_memory or _ENDLESS)
     return flags
+
+
+def _said(found: StartLog | LogFigures) -> dict[str, Any]:
+    """Flags that the log printed."""
+    said = {name: value for name in _LOGGED if (value := _logged(name, found.flags)) is not None}
+    if length := found.figures.get("max_model_len"):
+        said["max_model_len"] = int(length)
+    return said
+
+
+def _against_the_log(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
+    """Notes of flags that say something else than the log; ``auto`` says nothing."""
+    asked, said = given(args, Deployment), _said(found)
+    for name in asked:
+        if name in said and asked[name] not in ("auto", said[name]):
+            yield f"{flags_of(Deployment)[name].option} {asked[name]} is not used: the log says {said[name]}"
+    version = asked.get("engine_version")
+    if found.version is not None and version not in (None, found.version):
+        yield f"planned for version {version} (--engine-version); the log is of {found.version}"
 
 
 def _logged(name: str, said: Mapping[str, str]) -> Any:

@@ -25,7 +25,11 @@ _explicit = False  # a token was given by flag; HF_HUB_DISABLE_IMPLICIT_TOKEN is
 
 def modelscope() -> bool:
     """Whether models come from ModelScope, by the engines' own switch."""
-    return any(os.environ.get(name, "").strip().lower() in ("1", "true") for name in _SWITCHES)
+    return any(map(_on, _SWITCHES))
+
+
+def _on(switch: str) -> bool:
+    return os.environ.get(switch, "").strip().lower() in ("1", "true")
 
 
 def endpoint() -> str:
@@ -113,6 +117,12 @@ class _TokenFlag(argparse.Action):
         found = _checked(str(values), "--hf-token")
         if found is None:
             raise ModelNotFound("is empty", field="--hf-token")
+        if modelscope():
+            switch = next(filter(_on, _SWITCHES))
+            raise ModelNotFound(
+                f"is not sent to ModelScope, which {switch} asks for models", field="--hf-token",
+                hint=f"set MODELSCOPE_API_TOKEN, or unset {switch}",
+            )  # fmt: skip
         os.environ["HF_TOKEN"], _explicit = found, True
 
 

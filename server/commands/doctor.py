@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tonnage.cache.ahead import LEVELS, level_here
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
@@ -46,8 +46,8 @@ _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 def run(argv: list[str]) -> int:
     """Always 0: a missing package is an answer, not a failure. Raises TonnageError for an unknown model."""
     arguments = parser().parse_args(argv)
-    if arguments.model:
-        resolve_model(arguments.model)  # an unknown one is told before all the looking
+    # an unknown one is told before all the looking
+    source = resolve_model(arguments.model) if arguments.model else None
     found = devices()
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -57,8 +57,8 @@ def run(argv: list[str]) -> int:
         "machine_code": _machine_code(),
         "backends": _backends(),
     }
-    if arguments.model:
-        report["model"] = _model(arguments.model)
+    if source is not None:
+        report["model"] = _model(source)
     if arguments.fields or arguments.json:
         honours = _honours()
         report["fields"] = {
@@ -151,9 +151,12 @@ def _backends() -> dict[str, str]:
     return {"hf": hf, "vllm": vllm, "fake": "usable: counts blocks, runs no model"}
 
 
-def _model(name: str) -> dict[str, Any]:
-    choice = choose_backend(name)
-    return {"name": name, "auto": asdict(choice), "hf": why_not_hf(name) or "served"}
+def _model(source: ModelSource) -> dict[str, Any]:
+    return {
+        "name": source.id,
+        "auto": asdict(choose_backend(source)),
+        "hf": why_not_hf(source) or "served",
+    }
 
 
 def _honours() -> dict[str, frozenset[str]]:

@@ -19,7 +19,7 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit, ModelNotFound
 from tonnage.planner.headers.hub import modelscope
 from tonnage.planner.headers.names import hub_model, revision_of
 from tonnage.planner.output.terminal import print_plan
-from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.terms import quantization_notes
 from tonnage.planner.plans import Plan
 from tonnage.planner.quantization.read import read_quantization
@@ -54,26 +54,27 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     return settings
 
 
-def resolved(settings: Settings, file: TextIO) -> Settings:
-    """``settings`` with the backend that ``auto`` stands for, printed to ``file``. Raises ExtraMissing before
-    that, where the engine or what a setting needs is not installed."""
+def resolved(settings: Settings, file: TextIO) -> tuple[Settings, ModelSource]:
+    """The model, and ``settings`` with the backend that ``auto`` stands for, printed to ``file``. Raises
+    ExtraMissing before that, where the engine or what a setting needs is not installed."""
     require_serving(settings.backend)
     if settings.kv_events_config is not None:
         require("events", "--kv-events-config")
     if settings.otlp_traces_endpoint is not None:
         require("otel", "--otlp-traces-endpoint")
-    choice = choose_backend(settings.model) if settings.backend == "auto" else None
-    backend = settings.backend if choice is None else choice.backend
     quantization = settings.deployment().quantization
+    source = resolve_model(settings.model)
+    choice = choose_backend(source) if settings.backend == "auto" else None
+    backend = settings.backend if choice is None else choice.backend
     if backend == "hf" and quantization in MADE_BY_FLAG:
         require("bnb", f"--quantization {quantization}")
     if choice is not None:
         print(f"backend {choice.backend}: {choice.reason}", file=file, flush=True)
-    return settings.model_copy(update={"backend": backend})
+    return settings.model_copy(update={"backend": backend}), source
 
 
-def planned(settings: Settings, file: TextIO) -> Plan:
-    """The plan of what is about to be loaded, printed to ``file`` first.
+def planned(settings: Settings, source: ModelSource, file: TextIO) -> Plan:
+    """The plan of what is about to be loaded, printed to ``file`` first. ``source``: the model of ``settings``.
 
     Makes the demo model when it is asked for and not there. Raises DoesNotFit before anything is loaded, and
     DeploymentError for more memory than the machine or its container has; before the plan is printed
@@ -82,17 +83,17 @@ def planned(settings: Settings, file: TextIO) -> Plan:
     deployment = settings.deployment()
     if settings.backend != "fake":
         _check_host(deployment)
-    plan = make_plan(settings.model, deployment)
-    if plan.fits and settings.model == "demo":
+    plan = plan_source(source, deployment)
+    if plan.fits and source.kind == "demo":
         ensure_demo()
-        plan = make_plan(settings.model, deployment)
-    source = resolve_model(settings.model)
+        source = resolve_model(settings.model)
+        plan = plan_source(source, deployment)
     if source.kind == "hub":
         _require_here(source)
     if settings.backend == "hf":
         require_supported(source.config["model_type"])
         require_loadable(plan, source.config)
-    plan = held_to(plan, settings.model, deployment)
+    plan = held_to(plan, source, deployment)
     print_plan(plan, False, file)
     file.flush()
     if not plan.fits:

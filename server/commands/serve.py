@@ -60,8 +60,8 @@ def run(argv: list[str]) -> int:
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)
     with stoppable(), listen(settings.host, settings.port) as sock:
-        settings = resolved(settings, sys.stdout)
-        plan = planned(settings, sys.stdout)
+        settings, source = resolved(settings, sys.stdout)
+        plan = planned(settings, source, sys.stdout)
         stop = _Stop(settings.drain_seconds)
         engine = SupervisedEngine(
             lambda: make_engine(settings, plan),

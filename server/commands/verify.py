@@ -33,8 +33,8 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     settings = settings_from(arguments)
     with stoppable():
-        settings = resolved(settings, sys.stderr if arguments.json else sys.stdout)
-        plan = planned(settings, sys.stderr if arguments.json else sys.stdout)
+        settings, source = resolved(settings, sys.stderr if arguments.json else sys.stdout)
+        plan = planned(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
         # Not served, but there: the plan counts the API process, and so does what is measured.
         api = create_app(settings, engine)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from tonnage.cache.admission import Limits
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Plan
+from tonnage.planner.source.resolve import ModelSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,12 @@ def limits_of(plan: Plan) -> Limits:
     )
 
 
-def held_to(plan: Plan, model: str, deployment: Deployment) -> Plan:
-    """``plan`` of ``model`` under ``deployment`` with a pool that an engine on a GPU can be held to: requests
+def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
+    """``plan`` of ``source`` under ``deployment`` with a pool that an engine on a GPU can be held to: requests
     reserve blocks of it, and the engine is told its size instead of measuring what is left. That is the lower
     end of its interval, where it holds one sequence; a pool that a flag decides stays."""
     if plan.deployment.device == "cpu" or "kv_pool_bytes" not in plan.intervals:
         return plan
     low = max(1, int(plan.intervals["kv_pool_bytes"][0]))
-    smaller = make_plan(model, replace(deployment, kv_cache_memory_bytes=low))
+    smaller = plan_source(source, replace(deployment, kv_cache_memory_bytes=low))
     return smaller if smaller.fits else plan

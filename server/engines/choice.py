@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.engines.hf.model.support import require_supported
 
 # vLLM's registry and platform are asked in a process of their own: the import takes seconds and torch, and
@@ -78,9 +78,8 @@ def ask_vllm() -> VLLMInstallation | None:
     return VLLMInstallation(found, device, frozenset(architectures))
 
 
-def choose_backend(model: str) -> Choice:
-    """The backend for ``model``. Raises the planner's errors for a model that cannot be found."""
-    source = resolve_model(model)
+def choose_backend(source: ModelSource) -> Choice:
+    """The backend for a model that was found."""
     reason = _why_not_vllm(source.config, source.path)
     if reason is None:
         return Choice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
@@ -105,9 +104,8 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
     return None
 
 
-def why_not_hf(model: str) -> str | None:
-    """The reason the hf backend gives for not serving ``model``; None: it serves it."""
-    source = resolve_model(model)
+def why_not_hf(source: ModelSource) -> str | None:
+    """The reason the hf backend gives for not serving a model; None: it serves it."""
     try:
         require_supported(str(source.config.get("model_type")))
     except TonnageError as error:

@@ -18,8 +18,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.handle import DeploymentHandle
 
 from tonnage.planner.errors import DeploymentError, DoesNotFit
-from tonnage.planner.planning.build import make_plan
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.plans import Plan
+from tonnage.planner.source.resolve import resolve_model
 from tonnage.server.app import create_app
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.capacity import held_to
@@ -128,11 +129,10 @@ def _scaling(options: ClusterOptions) -> dict[str, Any]:
 
 
 def _planned(settings: Settings) -> Plan:
-    plan = make_plan(settings.model, settings.deployment())
     if settings.model == "demo":
         ensure_demo()
-        plan = make_plan(settings.model, settings.deployment())
-    plan = held_to(plan, settings.model, settings.deployment())
+    source, deployment = resolve_model(settings.model), settings.deployment()
+    plan = held_to(plan_source(source, deployment), source, deployment)
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
     return plan

@@ -154,7 +154,7 @@ def _tonnage(words: list[str], whole: bool) -> None:
             ["demo", *(word for word in words[1:] if word not in (SMALL, "demo"))]
         )
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            plan = planned(resolved(settings_from(arguments), io.StringIO()), io.StringIO())
+            plan = planned(*resolved(settings_from(arguments), io.StringIO()), io.StringIO())
         assert plan.fits, said.getvalue()
     elif name not in ASKS and (whole or target or set(words) & {*FILLED.values()}):
         _runs([{"log": "kept"}.get(word, word) if "--calibration" in words else word for word in words], target)
@@ -274,7 +274,8 @@ def _printf(words: list[str], variables: dict[str, str]) -> None:
         for word in words[1:-2]:
             name, _, value = word.partition("=")
             environment.setenv(name, value)
-        assert planned(settings_from(parser_of("serve").parse_args([])), io.StringIO()).fits
+        settings = settings_from(parser_of("serve").parse_args([]))
+        assert planned(*resolved(settings, io.StringIO()), io.StringIO()).fits
 
 
 def _systemctl(words: list[str], variables: dict[str, str]) -> None:

@@ -209,6 +209,19 @@ def test_what_the_log_does_not_say(llama, tmp_path, capsys):
     assert "--max-num-seqs" not in assumed
 
 
+def test_a_flag_that_contradicts_the_log_is_named(llama, capsys):
+    """The log is the witness; what was asked beside it is not dropped in silence."""
+    base = [FP8_KV, "--model", llama, "--gpu", "h100-80g"]
+    (plain,) = told(capsys, *base)["logs"]
+    (agrees,) = told(capsys, *base, "--kv-cache-dtype", "fp8")["logs"]
+    assert agrees["notes"] == plain["notes"]
+    (log,) = told(capsys, *base, "--kv-cache-dtype", "bfloat16", "--engine-version", "0.10.0")["logs"]
+    said = "\n".join(log["notes"])
+    assert "--kv-cache-dtype bfloat16 is not used: the log says fp8" in said
+    assert "planned for version 0.10.0 (--engine-version); the log is of 0.19.0" in said
+    assert log["terms"]["tokens_of_logged_pool"] == plain["terms"]["tokens_of_logged_pool"]
+
+
 def test_another_checkpoint_is_noticed(llama, tmp_path, capsys):
     """Weights alone, of a model in 4 bits: compared without a GPU, and said to be others."""
     short = tmp_path / "short.log"

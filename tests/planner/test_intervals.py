@@ -13,7 +13,7 @@ from tonnage.planner.output.tables import plan_table
 from tonnage.planner.output.terminal import plain_lines
 from tonnage.planner.planning.build import Sizer, plan_source
 from tonnage.planner.plans import Plan
-from tonnage.planner.source.resolve import ModelSource
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import GiB
 from tonnage.server.engines.capacity import held_to
 
@@ -108,15 +108,15 @@ def test_a_pool_that_may_be_too_small_is_said():
 
 def test_serve_reserves_from_the_lower_end(tmp_path):
     (tmp_path / "config.json").write_text(FOLDER.read_text())
-    flags = Deployment(**ON_GPU)
+    source, flags = resolve_model(str(tmp_path)), Deployment(**ON_GPU)
     asked = plan(**ON_GPU)
-    held = held_to(asked, str(tmp_path), flags)
+    held = held_to(asked, source, flags)
     assert held.rank.kv_pool_bytes == asked.intervals["kv_pool_bytes"][0]
     assert held.kv_cache.tokens == asked.intervals["tokens"][0]
     assert "kv_pool_bytes" not in held.intervals
-    assert held_to(held, str(tmp_path), flags) is held
+    assert held_to(held, source, flags) is held
     on_cpu = plan(engine="hf", device="cpu", device_memory=64 * GiB)
-    assert held_to(on_cpu, str(tmp_path), Deployment(engine="hf")) is on_cpu
+    assert held_to(on_cpu, source, Deployment(engine="hf")) is on_cpu
 
 
 def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):

@@ -14,9 +14,11 @@ from hub_server import hub_server
 from packaging.requirements import Requirement
 
 from tonnage.planner.errors import DeploymentError, ModelNotFound
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.cli import COMMANDS, EXTRAS, main
 from tonnage.server.commands.launch import planned, resolved, settings_from
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines import choice
 from tonnage.server.extras import INCLUDES, MODULES, ExtraMissing, missing, require, require_serving
 from tonnage.server.parsers import serve as parser
 from tonnage.server.settings import Settings
@@ -144,25 +146,31 @@ def test_what_is_there_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def settings_of(*arguments: str) -> Settings:
-    return settings_from(parser().parse_args(arguments))
+def model_of(*arguments: str) -> tuple[Settings, ModelSource]:
+    return resolved(settings_from(parser().parse_args(arguments)), sys.stderr)
 
 
-def test_a_model_of_the_hub_is_served_once_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["hf", "auto"])
+def test_a_model_of_the_hub_is_served_once_it_is_here(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its plan takes the headers alone; that `serve` wants the files is said before it prints one."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "vllm_version", lambda: None)
     demo, out = ensure_demo(), io.StringIO()
     with hub_server() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         hub.files = {("org/model", "v1"): {"config.json": (demo / "config.json").read_bytes()}}
         with pytest.raises(ModelNotFound, match=r"hf download org/model --revision v1 brings it"):
-            planned(settings_of("org/model@v1", "--backend", "hf", "--max-model-len", "512"), out)
+            planned(*model_of("org/model@v1", "--backend", backend, "--max-model-len", "512"), out)
+        asked = [path for path, _ in hub.asked]
+        assert len(asked) == len(set(asked)), "the hub is asked for nothing twice"
     assert out.getvalue() == ""
     commit = "0123456789" * 4
     here = tmp_path / "models--org--model" / "snapshots" / commit
     here.parent.mkdir(parents=True)
     here.symlink_to(demo)
-    plan = planned(settings_of(f"org/model@{commit}", "--backend", "hf", "--max-model-len", "512"), out)
+    plan = planned(*model_of(f"org/model@{commit}", "--backend", "hf", "--max-model-len", "512"), out)
     assert Path(plan.model.path) == here
     assert "Fits." in out.getvalue()
 
@@ -170,5 +178,5 @@ def test_a_model_of_the_hub_is_served_once_it_is_here(tmp_path: Path, monkeypatc
 def test_what_the_hf_engine_cannot_load_is_refused_before_a_plan_is_printed() -> None:
     out = io.StringIO()
     with pytest.raises(DeploymentError, match="gptq is made by a calibration"):
-        planned(settings_of("demo", "--backend", "hf", "--quantization", "gptq"), out)
+        planned(*model_of("demo", "--backend", "hf", "--quantization", "gptq"), out)
     assert out.getvalue() == ""
