@@ -25,7 +25,7 @@ _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("f
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """How the model is to be served; field names are vLLM's flags, sizes are bytes. None means: as the engine
-    chooses. Options, settings and checks are made from these lines (:mod:`tonnage.planner.flags`)."""
+    chooses. Options, settings and checks are made from these lines (``tonnage.planner.flags``)."""
 
     engine: EngineName = flag(
         "hf", "whose rules and overheads (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,

@@ -5,7 +5,7 @@
 From that line are made the option of every command (``--max-model-len``), its reader and its line of
 ``--help``, the server's setting and environment variable, and the check of a value given from Python. None as a
 default means: as the engine chooses. What a value means beside the others and for a model is checked where it
-is known (:mod:`tonnage.planner.planning.deployment`, :mod:`tonnage.planner.training.setup`).
+is known (``tonnage.planner.planning.deployment``, ``tonnage.planner.training.setup``).
 """
 
 from __future__ import annotations

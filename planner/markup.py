@@ -226,7 +226,7 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
 
 
 def write_page(path: str, title: str, body: str, words: Sequence[str] = (), facts: Facts = ()) -> None:
-    """:func:`page` as a file."""
+    """``page`` as a file."""
     save(path, page(title, body, words, facts))
 
 

@@ -1,5 +1,5 @@
 """The Plan: computed once before anything loads, then what the pool is sized by, what admission reserves
-from, and what the metrics compare reality with. Built by :func:`tonnage.planner.planning.build.make_plan`."""
+from, and what the metrics compare reality with. Built by ``tonnage.planner.planning.build.make_plan``."""
 
 from __future__ import annotations
 

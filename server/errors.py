@@ -1,6 +1,6 @@
 """Errors of the API: a closed set of codes, and the one place that turns them into HTTP.
 
-Everything the server refuses goes through :func:`render`: an OpenAI envelope with string codes, the status,
+Everything the server refuses goes through ``render``: an OpenAI envelope with string codes, the status,
 and the headers that tell a client whether to try again. "Never" (400, ``x-should-retry: false``) and "not
 now" (429/503, ``Retry-After``) are different answers; the OpenAI SDK reads these headers.
 """

@@ -1,7 +1,7 @@
 """Options: what one server is started with beside the flags of the plan.
 
-Declared here and nowhere else (:mod:`tonnage.planner.flags`): ``tonnage serve --help``, the environment
-variables ``TONNAGE_*``, the keys of ``--config`` and :class:`tonnage.server.settings.Settings` are made of
+Declared here and nowhere else (``tonnage.planner.flags``): ``tonnage serve --help``, the environment
+variables ``TONNAGE_*``, the keys of ``--config`` and ``tonnage.server.settings.Settings`` are made of
 these lines. No library of the server is imported, so that help and completion need none.
 """
 

@@ -1,8 +1,8 @@
 """Settings: one model for flags, ``TONNAGE_*`` environment variables, a TOML file and code.
 
 Field names are vLLM's flags where vLLM has one. They are declared in
-:class:`tonnage.planner.deployment.Deployment` (what the plan is made of)
-and :class:`tonnage.server.options.Options`.
+``tonnage.planner.deployment.Deployment`` (what the plan is made of)
+and ``tonnage.server.options.Options``.
 """
 
 from __future__ import annotations

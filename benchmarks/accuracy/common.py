@@ -30,7 +30,7 @@ class Inputs:
         return None if path is None else parse_config(path.read_bytes(), str(path))
 
     def config_path(self, name: str) -> Path | None:
-        """Where the config of :meth:`config` lies."""
+        """Where the config of ``config`` lies."""
         if self.configs is None:
             return None
         stem = name.replace("/", "__", 1)

@@ -3,7 +3,7 @@ and of tests/planner/test_kv_oracle.py. It shares no code with the planner.
 
 ``expected(config, tokens)`` -> (bytes that grow with the sequence, bytes of state) for 16-bit caches and 16-bit
 states (fp32 where the model says so), or None for a model it does not know. ``index_bytes``: of the key that a
-sparse indexer keeps of a token, by its elements (16 bits each, or as vLLM: :func:`vllm_index_bytes`).
+sparse indexer keeps of a token, by its elements (16 bits each, or as vLLM: ``vllm_index_bytes``).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def read_trace(
     columns: Mapping[str, str] | None = None,
 ) -> Trace:  # fmt: skip
     """The first ``limit`` requests of a trace file, whatever its format. ``columns``: what it calls the fields
-    of the request log (:func:`.columns.parse_columns`), where it is none of the three.
+    of the request log (``columns.parse_columns``), where it is none of the three.
 
     Raises TraceError: no such file, unknown format, no request, or a line (with its number) that does not
     parse, unless ``skip_bad_lines``, which counts them.

@@ -1,7 +1,7 @@
 """The GPU catalogue: memory of one device, with a source per figure (catalogue.json); a device by its name.
 
 ``reported_gib`` is what CUDA or ROCm reports and vLLM's utilization is a share of; where nobody published
-it, the nominal memory less :data:`NOMINAL_RESERVE` stands in, and :attr:`Gpu.basis` says so.
+it, the nominal memory less ``NOMINAL_RESERVE`` stands in, and ``Gpu.basis`` says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gpu:
     """``memory_bytes``: what an engine can divide. ``capability``: CUDA's compute capability
     (developer.nvidia.com/cuda-gpus), None for other vendors. ``bandwidth``, ``flops``: peak bytes and dense
     16-bit tensor operations a second of the SXM (or only) variant, None where not known. What it costs is in
-    :mod:`.prices`."""
+    ``prices``."""
 
     name: str
     aliases: tuple[str, ...]

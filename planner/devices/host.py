@@ -27,7 +27,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_features_of(device: str) -> frozenset[str]:
-    """:func:`cpu_features` where the plan is for a CPU: this machine's, as the memory of ``--gpu cpu`` is."""
+    """``cpu_features`` where the plan is for a CPU: this machine's, as the memory of ``--gpu cpu`` is."""
     return cpu_features() if device == "cpu" else frozenset()
 
 

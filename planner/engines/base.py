@@ -1,6 +1,6 @@
 """Engine: what the planner asks of the program that is to run a model.
 
-One object an engine, in a file (or a folder) of its own name, found by :func:`~.registry.engine_of`. The
+One object an engine, in a file (or a folder) of its own name, found by ``engine_of``. The
 answers here are those of an engine without a rule of its own; what differs by version is a table beside the
 engine that has versions, a row for each at which something changed.
 """
@@ -102,7 +102,7 @@ class Engine(ABC):
             )
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
-        """What a length that passed :meth:`check_length` means nevertheless."""
+        """What a length that passed ``check_length`` means nevertheless."""
         return ()
 
     def settle_step(
@@ -155,7 +155,7 @@ class Engine(ABC):
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version, stored: str | None
     ) -> str:
         """What keys and values are stored in, of a model in ``dtype``. ``stored``: what the checkpoint asks for
-        (:func:`.quantization.read.stored_kv_dtype`). Raises DeploymentError."""
+        (``quantization.read.stored_kv_dtype``). Raises DeploymentError."""
         asked = flags.kv_cache_dtype
         if asked == "auto":
             return dtype
@@ -178,7 +178,7 @@ class Engine(ABC):
         return architecture.tensors
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """:meth:`tensors` of a file, where they are kept as it has them (``keeps_gguf``)."""
+        """``tensors`` of a file, where they are kept as it has them (``keeps_gguf``)."""
         return tensors
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
@@ -210,7 +210,7 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """:meth:`runtime_terms` on a GPU. ``fitted``: other coefficients than the shipped ones (scores with a
+        """``runtime_terms`` on a GPU. ``fitted``: other coefficients than the shipped ones (scores with a
         source left out)."""
         from tonnage.planner.engines.runtime import gpu
 
@@ -255,7 +255,7 @@ class Engine(ABC):
 
     @abstractmethod
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """:meth:`build_pool` of a model that generates."""
+        """``build_pool`` of a model that generates."""
 
     def settle_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
@@ -276,7 +276,7 @@ class Engine(ABC):
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """:meth:`num_blocks` where the pool's bytes are not given."""
+        """``num_blocks`` where the pool's bytes are not given."""
         return max(0, chosen.limit - fixed) // size
 
     def block_bounds(

@@ -1,6 +1,6 @@
 """This project's engine: defaults and checks of its flags, which caches it stores, the geometry of its pool.
 
-Layers are grouped as in vLLM (:mod:`.grouping`), so that a plan for either engine counts alike.
+Layers are grouped as in vLLM (``grouping``), so that a plan for either engine counts alike.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class LlamaCpp(Engine):
         return 1
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
-        """Any: it warns (:meth:`length_notes`)."""
+        """Any: it warns (``length_notes``)."""
 
     def length_notes(self, asked: int, architecture: Architecture) -> tuple[str, ...]:
         """llama-context.cpp: "n_ctx_seq (%u) > n_ctx_train (%u) -- possible training context overflow"."""
@@ -135,7 +135,7 @@ class LlamaCpp(Engine):
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """As :meth:`tensors`, of a file."""
+        """As ``tensors``, of a file."""
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)

@@ -1,6 +1,6 @@
 """What the lines of an engine's start-up log say: each engine reads its own (Engine.read_log_line).
 
-Patterns are matched against a line without its blanks (:func:`squeezed`): a log that a terminal, a mail or a
+Patterns are matched against a line without its blanks (``squeezed``): a log that a terminal, a mail or a
 pod's runtime has wrapped breaks lines anywhere, within a number too. Blanks in a pattern are for its reader.
 """
 

@@ -1,1 +1,1 @@
-"""One adapter per model family: a checked config in, an :class:`Architecture` out. See ``registry``."""
+"""One adapter per model family: a checked config in, an ``Architecture`` out. See ``registry``."""

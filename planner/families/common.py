@@ -62,7 +62,7 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
 
 
 def read_rope(fields: Fields) -> tuple[str, float]:
-    """:func:`rope_kind` of a model with one table; ``rope_parameters`` is what transformers 5 writes."""
+    """``rope_kind`` of a model with one table; ``rope_parameters`` is what transformers 5 writes."""
     fields.ignore("rope_theta")
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
     if new is not None:
@@ -92,7 +92,7 @@ def cache_layers(
 
 
 def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """:func:`geometry` as :class:`Heads`. The defaults hold where the file does not have the field."""
+    """``geometry`` as ``Heads``. The defaults hold where the file does not have the field."""
     return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 

@@ -1,4 +1,4 @@
-"""What a model type is, to the planner and to the engines: one :class:`Family`, in the module that builds it.
+"""What a model type is, to the planner and to the engines: one ``Family``, in the module that builds it.
 
 A module of this folder keeps its rows in ``FAMILIES`` (model_type -> Family); registry.py finds them there, so
 that a new family is one file.

@@ -73,7 +73,7 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _adapted(config: Mapping[str, Any]) -> Architecture:
-    """:func:`_build`, remembering the last answer."""
+    """``_build``, remembering the last answer."""
     global _last
     small = {key: value for key, value in config.items() if key != "quantization_config"}
     written = repr(small)

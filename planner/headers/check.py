@@ -137,7 +137,7 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
 
 
 def copies_by_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
-    """:func:`stored_tied_copies` of an index alone."""
+    """``stored_tied_copies`` of an index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 

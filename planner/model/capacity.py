@@ -1,4 +1,4 @@
-"""How many requests a pool holds at once, from what one takes (:mod:`.requests`), and both in words."""
+"""How many requests a pool holds at once, from what one takes (``requests``), and both in words."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def never_preempted(usable: int, blocks: RequestBlocks, together: int) -> int:
 class RequestCapacity:
     """How many requests of ``prompt_tokens`` + ``output_tokens`` a pool holds at once.
 
-    ``at_once``: none preempted, whichever steps they are at (:func:`never_preempted`); ``bounds``: the same at
+    ``at_once``: none preempted, whichever steps they are at (``never_preempted``); ``bounds``: the same at
     the ends of the pool's interval. ``at_last``: admitted one after the other and grown to their last tokens.
     ``started``: admitted and their prompts processed; more of them than ``at_once`` are preempted later.
     ``together``: prompts that may be computed at one time. ``limit``: --max-num-seqs, below which all of these

@@ -103,7 +103,7 @@ def shown(value: object) -> str:
 
 
 class Fields:
-    """One family's view of a config. Remembers what was read, so that :meth:`check_unread` can tell
+    """One family's view of a config. Remembers what was read, so that ``check_unread`` can tell
     which fields nobody understood. ``aliases`` maps a standard name to the name the family's files use;
     ``absent`` has the values of fields that the file leaves out."""
 

@@ -184,7 +184,7 @@ class Sizer:
         self._parts: dict[tuple[object, ...], list[Part]] = {}
 
     def size(self, deployment: Deployment) -> Size:
-        """Raises as :func:`make_plan`; what the engine itself refuses, in its own words too."""
+        """Raises as ``make_plan``; what the engine itself refuses, in its own words too."""
         try:
             return self._size(deployment)
         except EngineRefusal as error:
@@ -274,7 +274,7 @@ def parts_of(
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
     """What a rank of each pipeline stage holds; of a GGUF file its own types, where the engine keeps them.
-    ``stored_copies``: as :func:`check_checkpoint` found them."""
+    ``stored_copies``: as ``check_checkpoint`` found them."""
     parts = held_parts(architecture, quantization, flags, stored_copies)
     engine = engine_of(flags.engine)
     if source.kind != "gguf" or not engine.keeps_gguf:

@@ -28,7 +28,7 @@ def spelled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def deployment_of(given: Mapping[str, Any]) -> Deployment:
     """The Deployment of the fields ``given``; what is left out follows from them: engine vllm with a GPU or a
-    version, else hf; with a draft model one token drafted a step. Raises DeploymentError (:func:`check_given`).
+    version, else hf; with a draft model one token drafted a step. Raises DeploymentError (``check_given``).
     """
     given = spelled(given)
     fields = dict(given)

@@ -87,7 +87,7 @@ _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
 def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     """The draft's own length where it is less than ``chosen`` has and the engine goes no further
-    (VllmConfig._limit_max_model_len_to_draft, vLLM 0.33). Raises TonnageError as :func:`add_draft`."""
+    (VllmConfig._limit_max_model_len_to_draft, vLLM 0.33). Raises TonnageError as ``add_draft``."""
     flags = chosen.flags
     name = flags.speculative_model
     if name is None or name == OWN_LAYERS or not engine_of(flags.engine).draft_limits(chosen.version):

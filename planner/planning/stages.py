@@ -30,7 +30,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``rank``: one of the stage's ranks; its pool is empty until :meth:`with_blocks`."""
+    """``rank``: one of the stage's ranks; its pool is empty until ``with_blocks``."""
 
     rank: RankPlan
     weights: HeldWeights
@@ -128,7 +128,7 @@ def held_parts(
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
     """What a rank of each pipeline stage holds. Raises DeploymentError and UnsupportedArchitecture for a model
-    that cannot be divided so. ``stored_copies``: as for :func:`.weights.sum_weights`."""
+    that cannot be divided so. ``stored_copies``: as for ``weights.sum_weights``."""
     parts = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
     return [(part, hold_weights(part, quantization, flags, stored_copies)) for part in parts]
 

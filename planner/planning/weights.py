@@ -80,7 +80,7 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """What one rank, whose share ``architecture`` is, holds; arguments as for :func:`sum_weights`."""
+    """What one rank, whose share ``architecture`` is, holds; arguments as for ``sum_weights``."""
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)

@@ -1,4 +1,4 @@
-"""How one linear weight [out, in] is stored: a :class:`LinearFormat` of some :class:`Kind` (formats/)."""
+"""How one linear weight [out, in] is stored: a ``LinearFormat`` of some ``Kind`` (formats/)."""
 
 from __future__ import annotations
 

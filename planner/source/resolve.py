@@ -1,4 +1,4 @@
-"""A model's name -> :class:`ModelSource`: ``demo``, a folder, a file or a model of the hub."""
+"""A model's name -> ``ModelSource``: ``demo``, a folder, a file or a model of the hub."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Activations a training step keeps for its backward pass, layer by layer.
 
-Where a family is written as a recipe (planner/model/recipe.py), its layers are run on a :class:`Tape`; other
+Where a family is written as a recipe (planner/model/recipe.py), its layers are run on a ``Tape``; other
 decoders are estimated from the shapes of their tensors.
 """
 
@@ -136,7 +136,7 @@ def taped(recipe: Recipe | None) -> bool:
 
 
 def bare_recipe(architecture: Architecture) -> Recipe:
-    """What an estimate needs beside :class:`ShapeSum`: the parts around the layers."""
+    """What an estimate needs beside ``ShapeSum``: the parts around the layers."""
     hidden, rotary = architecture.hidden_size, architecture.rotary
     norm = Norm("", hidden, family_of(architecture.model_type).final_norm)
     return Recipe(

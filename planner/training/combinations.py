@@ -30,7 +30,7 @@ class Combinations:
 def combinations(
     planner: Planner, setup: TrainingSetup, singles: tuple[Trick, ...], most: int = MOST_TRIED
 ) -> Combinations:
-    """Of the tricks ``singles`` (:func:`.tricks.tricks`) those that save memory, but not enough alone: by twos,
+    """Of the tricks ``singles`` (``tricks.tricks``) those that save memory, but not enough alone: by twos,
     and, where neither one trick nor two are enough, by threes and fours, what saves most first. At most
     ``most`` are planned; sets that say two values of a flag are none."""
     base = planner.plan(setup)

@@ -1,4 +1,4 @@
-"""The training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a :class:`Tape`,
+"""The training interpreter of a recipe (planner/model/recipe.py): a layer as operations on a ``Tape``,
 in the order in which its module runs them (transformers 5.19, models/*/modeling_*.py; experts as its default,
 ``grouped_mm``, runs them: integrations/moe.py)."""
 

@@ -1,5 +1,5 @@
 """TrainingPlan: the bytes of one rank on GPU, CPU and NVMe, whether they fit, and what a step sends. Made by
-:class:`tonnage.planner.training.build.Planner`."""
+``tonnage.planner.training.build.Planner``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _capability(text: str, field: str) -> str:
 class TrainingSetup:
     """All flags of ``tonnage train``. Sizes are bytes, bandwidths bytes per second and direction; None: the
     planner chooses (and says what). Options and checks are made from these lines
-    (:mod:`tonnage.planner.flags`)."""
+    (``tonnage.planner.flags``)."""
 
     stack: str | None = flag(
         None, "whose modules, loss and loop, and its defaults (default: a plain loop that keeps its gradients)",

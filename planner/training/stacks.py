@@ -1,6 +1,6 @@
 """Training stacks: what each keeps where a plain loop over transformers' modules does otherwise.
 
-A :class:`Stack` holds decisions, each with the file it was read from; no figure of it is fitted.
+A ``Stack`` holds decisions, each with the file it was read from; no figure of it is fitted.
 benchmarks/training_accuracy.py --stacks holds the plans against the totals the stacks publish.
 """
 

@@ -138,7 +138,7 @@ def parse_body(
 ) -> tuple[Model, tuple[str, ...]]:
     """A validated instance of ``fields.model``, and the names of the fields that had no effect.
 
-    ``honours``: what the engine acts on; ``most``: values, see :func:`most_values`. Raises ApiError naming the
+    ``honours``: what the engine acts on; ``most``: values, see ``most_values``. Raises ApiError naming the
     field and what is right.
     """
     _check_values(body, most)

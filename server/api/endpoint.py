@@ -1,7 +1,7 @@
 """The HTTP half of every generating endpoint: one request in, one counted outcome.
 
 Body, disconnects, time limit, streams, errors and the headers are the same for completions, chat and
-responses; what differs is a :class:`Service`.
+responses; what differs is a ``Service``.
 """
 
 from __future__ import annotations

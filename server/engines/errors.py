@@ -1,4 +1,4 @@
-"""What an engine raises; :mod:`tonnage.server.errors` turns each into an answer by its ``code``."""
+"""What an engine raises; ``tonnage.server.errors`` turns each into an answer by its ``code``."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class FakeEngine(Engine):
     ``policy`` None: guaranteed mode.
 
     ``load_seconds``: how long ``start`` takes; ``start_error``: what it then raises. ``memory``: what it says
-    was measured. :meth:`die` ends it as a crash would.
+    was measured. ``die`` ends it as a crash would.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ _TREE_SECONDS = 1.0
 
 
 class PeakSampler:
-    """A thread that keeps the largest :func:`process_tree_bytes` seen, every ``interval`` seconds.
+    """A thread that keeps the largest ``process_tree_bytes`` seen, every ``interval`` seconds.
 
     Less often where a sample is so dear that the thread would take more than 5 % of a core. A peak shorter than
     the interval can be missed, and so can the first second of a new process. Use as a context manager, or

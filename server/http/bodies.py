@@ -45,7 +45,7 @@ class BodyBytes:
     async def in_turn(self, size: int, parse: Callable[[], Parsed]) -> Parsed:
         """``parse()``, of a body of ``size``. Large ones go one after the other and leave the event loop as
         much time as they took: however many arrive at once, others wait for one of them. Raises ApiError as
-        :meth:`hold`."""
+        ``hold``."""
         if size <= FREE_BYTES:
             return parse()
         self.hold(0, size)

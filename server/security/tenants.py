@@ -126,7 +126,7 @@ class Quotas:
         account.sequences += sequences
 
     def leave(self, tenant: Tenant, sequences: int, unused_tokens: int) -> None:
-        """Give back what :meth:`enter` took; tokens only as far as they were not used."""
+        """Give back what ``enter`` took; tokens only as far as they were not used."""
         account = self._account(tenant)
         account.sequences -= sequences
         if tenant.tokens_per_minute is not None:

@@ -70,7 +70,7 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As :meth:`encode`, for a thread beside the event loop: other threads run meanwhile (tokenizers 0.23
+        """As ``encode``, for a thread beside the event loop: other threads run meanwhile (tokenizers 0.23
         keeps the GIL in ``encode`` and ``decode``, not in their batches)."""
         found = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
@@ -88,12 +88,12 @@ class Tokenizer:
         return text
 
     def decode_apart(self, token_ids: Sequence[int]) -> str:
-        """As :meth:`decode`, for a thread beside the event loop."""
+        """As ``decode``, for a thread beside the event loop."""
         (text,) = self._rust.decode_batch([list(token_ids)])
         return str(text)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """As :meth:`decode`, with the special tokens."""
+        """As ``decode``, with the special tokens."""
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -111,7 +111,7 @@ class Tokenizer:
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """:meth:`token_text` of each, for a thread beside the event loop."""
+        """``token_text`` of each, for a thread beside the event loop."""
         texts: list[str] = self._rust.decode_batch([[token] for token in token_ids], skip_special_tokens=False)
         return texts
 
@@ -189,7 +189,7 @@ class ByteDetokenizer:
 class Detokenizer:
     """Token ids in, text out, never half a character.
 
-    The pieces joined, :meth:`flush` included, are the text of all the ids decoded at once. Each step decodes
+    The pieces joined, ``flush`` included, are the text of all the ids decoded at once. Each step decodes
     only the last few tokens: ``_ids`` begins where a piece began, because decoders look at their first token
     (SentencePiece ones strip its space). ``tokenizers.decoders.DecodeStream`` is not used: it has no flush
     (an answer cut in the middle of a character loses its end) and raises where a decoder rewrites earlier text.

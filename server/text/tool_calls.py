@@ -45,7 +45,7 @@ class CallReader(Protocol):
 
 
 class ToolParser(Protocol):
-    """Knows how one family of models writes calls (:mod:`tonnage.server.engines.vllm.tool_parser`)."""
+    """Knows how one family of models writes calls (``tonnage.server.engines.vllm.tool_parser``)."""
 
     def use(
         self, tools: Sequence[ToolDict], messages: Sequence[Mapping[str, Any]], *, parallel: bool

@@ -46,7 +46,7 @@ class Samples:
         return None if found is None else sum(value for _, value in self.of(found))
 
     def count(self, *names: str) -> int | None:
-        """:meth:`total` of what is counted in whole numbers."""
+        """``total`` of what is counted in whole numbers."""
         value = self.total(*names)
         return None if value is None else round(value)
 

@@ -15,6 +15,8 @@ from shown import how_exact
 from tonnage import planner
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
+# What Sphinx reads as a link: the site and help() print it as it stands.
+ROLE = re.compile(r":(?:py:)?(?:attr|class|const|data|exc|func|meth|mod|obj|ref):`")
 PAGES = [documented.ROOT / "README.md", *sorted((documented.ROOT / "docs").rglob("*.md"))]
 
 
@@ -89,3 +91,10 @@ def test_the_readme_counts_the_models() -> None:
 def test_the_accuracy_page_is_of_today_s_planner() -> None:
     done = subprocess.run([sys.executable, documented.ROOT / "benchmarks/accuracy_page.py", "--check"])
     assert done.returncode == 0, "python benchmarks/accuracy_page.py writes it"
+
+
+def test_docstrings_have_no_roles_of_sphinx() -> None:
+    folders = ("planner", "cache", "server", "deploy", "benchmarks", "tests/helpers")
+    sources = [path for folder in folders for path in (documented.ROOT / folder).rglob("*.py")]
+    assert len(sources) > 300
+    assert not [path for path in sources if ROLE.search(path.read_text())]

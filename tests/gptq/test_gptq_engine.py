@@ -1,7 +1,7 @@
 """The Hugging Face engine on checkpoints that GPTQModel made, GPTQ and AWQ: the tokens of ``generate`` on the
 same checkpoint, the planned bytes. The first two layers of the demo model, so that quantizing takes seconds.
 
-Run by ``make test-gptq`` alone, as :mod:`test_gptq_real` says.
+Run by ``make test-gptq`` alone, as ``test_gptq_real`` says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GPTQ and AWQ checkpoints of the demo model behind ``tonnage serve``: an answer over HTTP, and the planned
 bytes after the load and after the first forward. All its layers, quantized here by GPTQModel; one start each.
 
-Run by ``make test-gptq`` alone, as :mod:`test_gptq_real` says.
+Run by ``make test-gptq`` alone, as ``test_gptq_real`` says.
 """
 
 from __future__ import annotations

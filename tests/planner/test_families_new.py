@@ -241,7 +241,7 @@ def test_tensors_and_cache_are_those_of_transformers(name: str, says: dict[str, 
 
 
 def kept(layer: CacheLayer) -> tuple[Any, ...]:
-    """What the planner says of a layer, as :func:`held` says it of transformers'."""
+    """What the planner says of a layer, as ``held`` says it of transformers'."""
     if layer.shares is not None:
         return ("shared",)
     if layer.kind == "state":

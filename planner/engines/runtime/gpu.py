@@ -57,7 +57,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
     """Bytes below and above a sum by their shares of a device of ``memory`` bytes. Libraries and kernels take
-    as much on a small one: never less than :data:`_LEAST`."""
+    as much on a small one: never less than ``_LEAST``."""
     return max(_LEAST, int(shares[0] * memory)), max(_LEAST, int(shares[1] * memory))
 
 

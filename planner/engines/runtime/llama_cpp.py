@@ -108,7 +108,7 @@ def _states(architecture: Architecture) -> tuple[int, int, int] | None:
 
 def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estimate:
     """llama-server on a CPU, beside model, caches and compute buffer. ``partial``: as for
-    :func:`host_memory`."""
+    ``host_memory``."""
     vocabulary = architecture.vocab_size
     # of ggml's CPU backend: what a matrix is multiplied with, in 16 bits (ggml-cpu.c, ggml_graph_plan)
     work = 2 * chosen.max_num_batched_tokens * max(architecture.intermediate_size, architecture.hidden_size)
@@ -140,7 +140,7 @@ def context_memory(chosen: Resolved) -> Estimate:
 
 def host_memory(hosted: Hosted, partial: int, masked: int) -> HostMemory:
     """``partial``: bytes of one sequence in layers that cannot be rolled back (sliding, states), of which a
-    checkpoint is a copy. ``masked``: as for :func:`compute_buffer`."""
+    checkpoint is a copy. ``masked``: as for ``compute_buffer``."""
     chosen, slots = hosted.chosen, hosted.chosen.max_num_seqs
     tokens = chosen.max_num_batched_tokens
     residual, mask = 4 * tokens * hosted.architecture.hidden_size, 2 * tokens * masked

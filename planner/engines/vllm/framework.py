@@ -3,7 +3,7 @@
 What is there before the snapshot (CUDA's context, NCCL's communicators: 0.51 GiB on an H100, 1.5 with several
 ranks) is the engine's too but does not come off the pool: vLLM counts from there (worker/gpu_worker.py
 init_device, utils/mem_utils.py memory_profiling; vLLM 0.9.1 to 0.33). V1 before that took off whatever was in
-use (:data:`_CONTEXT`). Two parts:
+use (``_CONTEXT``). Two parts:
 
 * the workspace of fused all-reduce, derived: three allocations that the driver rounds up to what multicast
   memory is handed out in;

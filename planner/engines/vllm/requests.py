@@ -1,4 +1,4 @@
-"""What a request takes of vLLM's pool, by its block manager (:mod:`tonnage.planner.model.requests`).
+"""What a request takes of vLLM's pool, by its block manager (``tonnage.planner.model.requests``).
 
 Source: vllm 0.32.0, v1/core/kv_cache_coordinator.py and v1/core/kv_cache_utils.py
 (resolve_kv_cache_block_sizes, partial_hash_hits_enabled).

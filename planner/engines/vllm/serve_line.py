@@ -56,7 +56,7 @@ _OWN = (
 
 
 def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[str]:
-    """:meth:`.base.Engine.own_flags`, with formats that need a flag."""
+    """``base.Engine.own_flags``, with formats that need a flag."""
     line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]

@@ -4,8 +4,8 @@
 The sentences are those of vLLM's sources, 0.8.5 to 0.33.0: config/model.py (length, heads, dtype), config/vllm.py
 (dtype of the cache), config/parallel.py and v1/worker/gpu_worker.py (GPUs), v1/worker/utils.py (memory in use),
 v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py (the pool), config/compilation.py (states),
-distributed/utils.py (what ranks divide), model_executor/models/registry.py (classes). :func:`sentence`
-gives an error its own; :func:`foresee` finds what a complete plan runs into, in the order vLLM would.
+distributed/utils.py (what ranks divide), model_executor/models/registry.py (classes). ``sentence``
+gives an error its own; ``foresee`` finds what a complete plan runs into, in the order vLLM would.
 """
 
 from __future__ import annotations

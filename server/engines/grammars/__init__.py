@@ -12,6 +12,6 @@ it; what the engine then does with it is bounded by llguidance itself, and by a 
 ``masks``    the way of one answer through its grammar; the masks of a step within their budget
 ============ ==========================================================================================
 
-hf: trials and what is compiled are in the engine's process (:mod:`tonnage.server.engines.hf.grammars`). vLLM:
-trials are the API process's, the rest is in its engine core (:mod:`tonnage.server.engines.vllm.grammars`).
+hf: trials and what is compiled are in the engine's process (``tonnage.server.engines.hf.grammars``). vLLM:
+trials are the API process's, the rest is in its engine core (``tonnage.server.engines.vllm.grammars``).
 """

@@ -66,7 +66,7 @@ class CompiledTag:
 
 
 class TagMatcher:
-    """As :class:`.masks.GrammarMatcher`."""
+    """As ``masks.GrammarMatcher``."""
 
     def __init__(self, tag: CompiledTag, compiled: Any, ends: tuple[int, ...], vocab_size: int) -> None:
         import xgrammar  # it is there once a tag was compiled

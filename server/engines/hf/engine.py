@@ -92,9 +92,9 @@ def _config(path: str) -> dict[str, Any]:
 
 
 class HFEngine(Engine):
-    """A child process that generates; see :class:`tonnage.server.engines.base.Engine`.
+    """A child process that generates; see ``tonnage.server.engines.base.Engine``.
 
-    ``threads`` is the number of compute threads (default: :func:`default_threads`).
+    ``threads`` is the number of compute threads (default: ``default_threads``).
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Loaded, self-checked and profiled. Bytes are measured storages, ``activation_bytes`` what one full step
-    took beside them (:mod:`.model.profile`); ``num_blocks`` the pool's real first dimension.
+    took beside them (``model.profile``); ``num_blocks`` the pool's real first dimension.
     ``warm_weights_bytes``: the weights once more after that step, where a kernel may have repacked what it
     used."""
 

@@ -48,7 +48,7 @@ log = logging.getLogger("tonnage.server")
 
 
 class VLLMEngine(Engine):
-    """A vLLM engine in child processes of its own; see :class:`tonnage.server.engines.base.Engine`.
+    """A vLLM engine in child processes of its own; see ``tonnage.server.engines.base.Engine``.
 
     ``enforce_eager`` (default: on a CPU) runs without torch.compile and CUDA graphs: a compiled CPU start
     takes minutes. ``loras``: name of each LoRA adapter -> its folder; loaded before the engine is ready.

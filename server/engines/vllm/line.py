@@ -20,7 +20,7 @@ class Line:
     """In front of one engine core with ``limits``. ``clock``: seconds.
 
     vLLM's n sequences of a request are scheduled in the same step, before the first has cached anything, so
-    each computes the prompt for itself: unlike in :mod:`tonnage.cache.admission` nothing is shared by forks.
+    each computes the prompt for itself: unlike in ``tonnage.cache.admission`` nothing is shared by forks.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class Line:
     def place(self, priority: int) -> int:
         """vLLM's priority of a request that comes now; lower is first.
 
-        As in :mod:`tonnage.cache.scheduler.queue`: arrival plus priority times AGEING_SECONDS, so that an entry
+        As in ``tonnage.cache.scheduler.queue``: arrival plus priority times AGEING_SECONDS, so that an entry
         is overtaken only by what arrives within a bounded time after it.
         """
         return round((self._clock() + priority * AGEING_SECONDS) * _PLACES_A_SECOND)

@@ -29,7 +29,7 @@ _MONITOR = "MPClientEngineMonitor"
 
 async def hang(heard: Callable[[], int], limit: Callable[[], int | None]) -> tuple[list[int], float]:
     """Returns once there are engine cores and they have been still for ``limit()`` looks: their process ids and
-    the seconds that was. Arguments as :func:`tonnage.server.engines.stillness.still`'s."""
+    the seconds that was. Arguments as ``tonnage.server.engines.stillness.still``'s."""
     while not (cores := _engine_cores()):  # noqa: ASYNC110 -- vLLM tells nobody
         await asyncio.sleep(stillness.LOOK_SECONDS)
     watched = stillness.Stillness(*cores, main_threads=True, parked=PARKED_TICKS)

@@ -1,6 +1,6 @@
 """How a family of models writes tool calls: vLLM's parsers (0.32), for whichever engine generates the text.
 
-Nothing of vLLM is imported before :func:`load_tool_parser`: it brings torch into the API process (nine seconds
+Nothing of vLLM is imported before ``load_tool_parser``: it brings torch into the API process (nine seconds
 and about 470 MiB on the machine of benchmarks/README.md), so only with --enable-auto-tool-choice.
 """
 

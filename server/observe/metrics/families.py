@@ -21,7 +21,7 @@ class Page:
     """The families of one server, in the order they are written. ``labels``: on every series.
 
     Label values come from bounded sets, so that what is kept is bounded too. ``write`` order within a scrape
-    is the caller's; :meth:`take` returns the text and starts the next page.
+    is the caller's; ``take`` returns the text and starts the next page.
     """
 
     def __init__(self, **labels: str) -> None:

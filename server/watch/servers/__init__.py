@@ -1,6 +1,6 @@
 """The servers that can be watched: how each is recognised, what it tells, how a page of it is read.
 
-Each file holds one :class:`Server`; :func:`servers` has the order in which they are tried. A Tonnage server may
+Each file holds one ``Server``; ``servers`` has the order in which they are tried. A Tonnage server may
 also speak vLLM's names (``--metrics-compat vllm``), so it comes first.
 """
 

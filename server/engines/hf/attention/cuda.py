@@ -1,7 +1,7 @@
 """Which attention kernel a GPU gets: the first of `KERNELS` that is installed and can read the pool.
 
 None of them has run on a GPU in this project yet. The tests give each the reference's arithmetic (FlexAttention
-its own, on a CPU) and compare; at every start the self-check (:mod:`..model.selfcheck`) compares the chosen one
+its own, on a CPU) and compare; at every start the self-check (``model.selfcheck``) compares the chosen one
 on the real device with the model's own attention and goes on to the next where they differ.
 """
 

@@ -45,7 +45,7 @@ def load_vllm() -> Kernel:
 
 
 class FlashAttention(PagedAttention):
-    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, kernel: Kernel) -> None:
         super().__init__(batch, pool)

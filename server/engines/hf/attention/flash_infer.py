@@ -27,7 +27,7 @@ def load(pool: PagedPool) -> list[Any]:
 
 
 class FlashInferAttention(PagedAttention):
-    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)

@@ -55,7 +55,7 @@ class Buffers:
 
 
 class FlexAttention(PagedAttention):
-    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, buffers: Buffers) -> None:
         super().__init__(batch, pool)

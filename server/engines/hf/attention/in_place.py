@@ -1,4 +1,4 @@
-"""Attention in place on the blocks (:mod:`..kernels.attention`) behind the interface of :mod:`.gather`."""
+"""Attention in place on the blocks (``kernels.attention``) behind the interface of ``gather``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Scratch:
 
 
 class InPlaceAttention:
-    """Attention of one step; see :class:`tonnage.server.engines.hf.attention.gather.GatherAttention`."""
+    """Attention of one step; see ``tonnage.server.engines.hf.attention.gather.GatherAttention``."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int, scratch: Scratch) -> None:
         layout = pool.layout
@@ -71,7 +71,7 @@ class InPlaceAttention:
     def arguments(
         self, group: int, slot: int, heads: int, scaling: float, softcap: float | None
     ) -> tuple[Any, ...]:
-        """Of :func:`..kernels.attention.attend` for one layer, after the addresses of q, k, v and the
+        """Of ``kernels.attention.attend`` for one layer, after the addresses of q, k, v and the
         output."""
         layout = self._pool.layout
         return (

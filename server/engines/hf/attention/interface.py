@@ -1,7 +1,7 @@
 """Attention over the paged pool, registered with transformers under one name.
 
-Behind one call: :mod:`.in_place` reads bfloat16 blocks where they lie (CPU), the kernels of :mod:`.cuda` do so
-on a GPU, :mod:`.gather` is plain torch for every device and dtype and the reference of the tests.
+Behind one call: ``in_place`` reads bfloat16 blocks where they lie (CPU), the kernels of ``cuda`` do so
+on a GPU, ``gather`` is plain torch for every device and dtype and the reference of the tests.
 """
 
 from __future__ import annotations

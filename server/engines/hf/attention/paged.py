@@ -41,7 +41,7 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
 
 
 class PagedAttention(ABC):
-    """One step's attention, called as :class:`.gather.GatherAttention` is; subclasses read K and V."""
+    """One step's attention, called as ``gather.GatherAttention`` is; subclasses read K and V."""
 
     def __init__(self, batch: Batch, pool: PagedPool) -> None:
         self.pool, self.device = pool, pool.tensor.device

@@ -135,7 +135,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: tuple[float, float]
 ) -> torch.Tensor:
-    """act(x gate^T) * (x up^T) for weights that `serves`; ``activation`` as in :func:`.rows.gate_row`."""
+    """act(x gate^T) * (x up^T) for weights that `serves`; ``activation`` as in ``rows.gate_row``."""
     columns, k = gate.shape
     if not x.is_contiguous():
         x = x.contiguous()

@@ -21,7 +21,7 @@ from tonnage.server.engines.hf.kernels import linear, small
 
 
 class GatedMLP(nn.Module):
-    """What :func:`_is_gated_mlp` finds, for the types."""
+    """What ``_is_gated_mlp`` finds, for the types."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """What :func:`_is_rms_norm` finds; some families say ``variance_epsilon``."""
+    """What ``_is_rms_norm`` finds; some families say ``variance_epsilon``."""
 
     weight: nn.Parameter
     eps: float

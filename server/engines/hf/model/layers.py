@@ -1,6 +1,6 @@
-"""Decoder layers as one kernel call each (:mod:`..kernels.layer`), where a layer is no more than its modules.
+"""Decoder layers as one kernel call each (``kernels.layer``), where a layer is no more than its modules.
 
-After :func:`.fuse.fuse`, and only where every module of a layer was given a kernel. Each layer is then tried:
+After ``fuse.fuse``, and only where every module of a layer was given a kernel. Each layer is then tried:
 its own code around these modules and the one call must give the same bits, and write the same K and V. A
 family whose layers do anything else (a factor on the residual, another order) so keeps its own code by itself.
 """

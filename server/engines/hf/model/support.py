@@ -2,7 +2,7 @@
 
 transformers 5.19.0: an architecture qualifies when every layer calls the registered attention function with the
 step's own K/V, hands keyword arguments down, and depends on positions and masks only token by token. The
-self-check at start (:mod:`.selfcheck`) proves it for the model at hand; the list (``Family.hf``) keeps
+self-check at start (``selfcheck``) proves it for the model at hand; the list (``Family.hf``) keeps
 surprises out.
 """
 

@@ -1,7 +1,7 @@
 """What a request asks of the logits before a token is drawn, and the log probabilities it asks to see.
 
 In the order of vLLM's sampler (v1/sample/sampler.py, 0.32.0): grammar, min_tokens, logit_bias, penalties; then
-temperature and truncation in :mod:`.draw`. Log probabilities are of the model's own logits.
+temperature and truncation in ``draw``. Log probabilities are of the model's own logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tonnage.server.engines.request import SamplingParams
 
 
 class Matcher(Protocol):
-    """A grammar on its way through one answer; see :mod:`.grammar`."""
+    """A grammar on its way through one answer; see ``grammar``."""
 
     def mask(self, logits: torch.Tensor) -> None:
         """Set the tokens that may not follow to -inf, in place; ``logits`` [vocabulary]."""
