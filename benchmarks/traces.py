@@ -130,5 +130,3 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
         add([*pieces, fresh + 63])
     return [Load(r.pieces, min(r.prompt_tokens, len(r.pieces) * 512), r.output_tokens) for r in out]
 
-
-SYNTHETIC = ("loop", "zipf", "scan", "chat", "shift")

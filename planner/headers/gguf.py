@@ -43,20 +43,13 @@ class GGUFArray:
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     """``metadata``: str, int, float, bool, list or GGUFArray by key; ``tensors`` in file order, shapes in
-    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin, ``offsets``: from there
-    to each of them, multiples of ``alignment``."""
+    PyTorch order (GGUF stores them reversed). ``data_start``: where the tensors begin in bytes, ``offsets``:
+    from there to each of them."""
 
     metadata: dict[str, Any]
     tensors: tuple[HeaderTensor, ...]
     data_start: int = 0
-    alignment: int = 32
     offsets: tuple[int, ...] = ()
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the file by its own header: llama.cpp pads the last tensor too (gguf.cpp)."""
-        padded = (-(-tensor.nbytes // self.alignment) * self.alignment for tensor in self.tensors)
-        return self.data_start + sum(padded)
 
 
 class _Cursor:
@@ -168,7 +161,7 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
     start = -(-cursor.at // alignment) * alignment
     _check_spans(infos, size - start, cursor.where)
     offsets = tuple(offset for offset, _ in infos)
-    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, alignment, offsets)
+    return GGUFHeader(metadata, tuple(tensor for _, tensor in infos), start, offsets)
 
 
 def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:

@@ -174,7 +174,6 @@ class Block:
     bits: int
     group: int
     scale_bits: int
-    per_tensor_bytes: int
     what: str
 
     @property
@@ -183,10 +182,10 @@ class Block:
 
 
 BLOCKS = (
-    Block("mxfp4", 4, 32, 8, 0, "E2M1 values, one E8M0 scale (a power of two) per 32"),
-    Block("nvfp4", 4, 16, 8, 4, "E2M1 values, one E4M3 scale per 16 and one fp32 per tensor"),
-    Block("nf4", 4, 64, 32, 64, "16 levels of a normal distribution, one fp32 absmax per 64"),
-    Block("nf4-double", 4, 64, 8, 64, "the same, the absmax itself in 8 bits with one fp32 per 256 of them"),
+    Block("mxfp4", 4, 32, 8, "E2M1 values, one E8M0 scale (a power of two) per 32"),
+    Block("nvfp4", 4, 16, 8, "E2M1 values, one E4M3 scale per 16 and one fp32 per tensor"),
+    Block("nf4", 4, 64, 32, "16 levels of a normal distribution, one fp32 absmax per 64"),
+    Block("nf4-double", 4, 64, 8, "the same, the absmax itself in 8 bits with one fp32 per 256 of them"),
 )
 
 

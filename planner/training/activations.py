@@ -59,8 +59,7 @@ class Activations:
     """``layers``: (kind, how many of the model's layers, what each keeps) and the parts around them.
 
     ``stream``: bytes per token of the residual stream, what full checkpointing keeps of a layer. ``hidden``:
-    width of what the head reads. ``logit``: bytes per token of one 16-bit or 32-bit copy of the logits;
-    ``loss``: what the loss keeps.
+    width of what the head reads. ``loss``: what the loss keeps.
     """
 
     layers: tuple[tuple[LayerKind, int, Kept], ...]
@@ -69,7 +68,6 @@ class Activations:
     head: Kept
     loss: Size
     stream: int
-    logit: int
     logit_width: int
     vocab: int
     hidden: int
@@ -225,7 +223,6 @@ def activations_of(
         # log_softmax keeps its fp32 result, the loss the shifted labels
         loss=Size(token=4 * vocab + 8, fixed=4),
         stream=hidden * stream,
-        logit=vocab,
         logit_width=convention.compute if convention.autocast else stream,
         vocab=vocab,
         hidden=recipe.embedding.width,

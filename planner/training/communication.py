@@ -41,12 +41,6 @@ class Communication(NamedTuple):
 NO_COMMUNICATION = Communication((), 0, 0, 0, None, 0, "")
 
 
-def zero3_inter_node_bits(parameters: int, nodes: int) -> int:
-    """48 M / nodes: bits each node sends per step under stage 3 with 16-bit values (two gathers, one
-    reduction, 3 x 16 bits a parameter, of which a node sends its 1/nodes part)."""
-    return 48 * parameters // nodes
-
-
 def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
     """Bytes of a collective over ``ranks`` that cross one node's port: with r nodes in it, each node sends
     its 1/r part to the others (r = 2: half)."""

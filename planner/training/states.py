@@ -36,7 +36,7 @@ class States:
 
     ``frozen``: weights that are not trained; ``casts``: 16-bit copies autocast may keep; ``counters``:
     step counters on the host. ``full_weights``: the rank's weights before sharing out (what is gathered);
-    ``layer``, ``outer``: elements of the largest decoder layer and of what is outside the layers.
+    ``layer``: elements of the largest decoder layer.
     ``persistent``: bytes of small parameters ZeRO-3 keeps whole.
     """
 
@@ -51,7 +51,6 @@ class States:
     parameters: int  # of the rank's part of the model, before sharing out
     trainable: int
     layer: int
-    outer: int
     largest: int
     full_gradients: int
     full_frozen: int
@@ -122,9 +121,8 @@ def states_on_rank(
     convention = convention_of(setup)
     pieces = _pieces(trained, architecture, setup, stage)
     weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
-    parameters = trainable = full_gradients = full_frozen = outer = largest = projected = packed = 0
+    parameters = trainable = full_gradients = full_frozen = largest = projected = packed = 0
     per_layer = per_layer_trained = outer_trained = layer_gathered = outer_gathered = end_gathered = 0
-    flat_trainable = 0
     for piece in pieces:
         held, count, n = piece.held, piece.tensors, piece.elements
         total = n * count
@@ -132,7 +130,6 @@ def states_on_rank(
         largest = max(largest, n)
         gathered = convention.compute * n if held.trainable else ceil_div(held.frozen_bytes * n, held.elements)
         if held.layers[0] is None:
-            outer += total
             outer_gathered += gathered * count
             end_gathered = max(end_gathered, gathered)
             outer_trained += total if held.trainable else 0
@@ -167,7 +164,6 @@ def states_on_rank(
         optimizer += states if s == total else ceil_div(states * s, total)
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
         casts += _cast(held, total, convention)
-        flat_trainable += total
     if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
         # one flat parameter per unit, padded once: each layer, and the root with the rest
         whole = sum(p.elements * p.tensors for p in pieces)
@@ -180,7 +176,7 @@ def states_on_rank(
             for p in pieces
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
-    if setup.strategy in ("zero1", "zero2") and flat_trainable:
+    if setup.strategy in ("zero1", "zero2") and trainable:
         # one flat buffer, one padding
         ranks = pieces[0].ranks
         optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
@@ -188,7 +184,7 @@ def states_on_rank(
         counters = 0
     return States(
         weights, frozen, master, gradients, optimizer + shared_bytes(setup.optimizer), counters, casts,
-        persistent, parameters, trainable, per_layer, outer, largest,
+        persistent, parameters, trainable, per_layer, largest,
         full_gradients, full_frozen, projected, packed, per_layer_trained, outer_trained,
         layer_gathered, outer_gathered, end_gathered,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.training import deepspeed
 from tonnage.planner.training.build import Planner
-from tonnage.planner.training.communication import communication_of, zero3_inter_node_bits
+from tonnage.planner.training.communication import communication_of
 from tonnage.planner.training.methods import Held, Trained
 from tonnage.planner.training.model import model_from
 from tonnage.planner.training.optimizers import state_bytes
@@ -168,8 +168,8 @@ def test_40b_between_two_nodes_is_120_gb(config_of):
     setup = TrainingSetup(strategy="zero3", gpus=8, nodes=2, convention="zero", intra_node=300 * 10**9,
                           inter_node=50 * 10**9)  # fmt: skip
     found = communication_of(setup, states(setup), 0)
+    # two gathers and one reduction of 16 bits a parameter, of which each of two nodes sends half
     assert found.inter_node_bytes == 120 * 10**9
-    assert zero3_inter_node_bits(40_000_000_000, 2) == 8 * 120 * 10**9
     assert found.seconds == pytest.approx(120 / (50 * 0.8))  # 80 % of the specification
 
 

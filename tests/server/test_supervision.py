@@ -20,8 +20,6 @@ from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.heap import settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 
-TOLD_WITHIN = 2.0  # seconds after the kill
-
 
 async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan) -> None:
     class Loading(FakeEngine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.builders import dashboard, stat
 
 from panels.figures import drift, ready, room, waiting
 from panels.parts import (
@@ -28,15 +28,27 @@ from panels.parts import (
 _MEMORY, _ADMISSION = to("memory", "Memory"), to("admission", "Admission and queue")
 _LATENCY, _FLEET = to("latency", "Latency and throughput"), to("fleet", "Fleet")
 _EXACT = "weights|kv_pool|process"
-_LIMIT = ((None, "green"), (0.8, "orange"), (1, "red"))
-_NO_LIMIT = nothing("no limit loaded")
+# Share of the requests that ended in an error.
+_ERRORS = (
+    f"""sum by (model, instance) ({rate("tonnage_requests_total", 'outcome="error"')})"""
+    f" / (sum by (model, instance) ({rate('tonnage_requests_total')}) > 0)"
+)
 _RESERVED = f"1 - tonnage_headroom_blocks{{{ONE}}} / tonnage_pool_usable_blocks{{{ONE}}}"
 
 
-def _errors(by: str) -> str:
-    """Share of the requests that ended in an error."""
-    failed = f"""sum by ({by}) ({rate("tonnage_requests_total", 'outcome="error"')})"""
-    return f"{failed} / (sum by ({by}) ({rate('tonnage_requests_total')}) > 0)"
+def _of_limit(title: str, text: str, expression: str, more: dashboard.DashboardLink) -> stat.Panel:
+    """A share of the limit that an alert compares with."""
+    built = number(
+        title,
+        text,
+        "percentunit",
+        expression,
+        steps=((None, "green"), (0.8, "orange"), (1, "red")),
+        mappings=(reads(_0=("none", "green")), nothing("no limit loaded")),
+        width=3,
+        more=more,
+    )
+    return built.no_value("no traffic").decimals(0)
 
 
 def overview() -> dashboard.Dashboard:
@@ -44,7 +56,7 @@ def overview() -> dashboard.Dashboard:
         "overview",
         "Overview",
         "Is it well, what is full, who waits, does the plan hold.",
-        ready(3, _FLEET),
+        ready(width=3, more=_FLEET),
         number(
             "Alerts",
             "ALERTS of ours that fire now; each has a runbook, in Alertmanager and in prometheus/rules.",
@@ -65,36 +77,24 @@ def overview() -> dashboard.Dashboard:
             width=3,
             more=_MEMORY,
         ),
-        room(3, _MEMORY),
-        waiting(3, _ADMISSION),
-        number(
+        room(width=3, more=_MEMORY),
+        waiting(width=3, more=_ADMISSION),
+        _of_limit(
             "First token, of its limit",
             "99th percentile of tonnage_time_to_first_token_seconds over tonnage:first_token_limit_seconds "
             "(prometheus/rules/thresholds.yml): above 100 % an alert fires.",
-            "percentunit",
             # without traffic a quantile is NaN: left out, so that NaN is what no limit gives
             f"max({quantile(0.99, 'tonnage_time_to_first_token_seconds')} >= 0) / scalar({FIRST_TOKEN_LIMIT})",
-            steps=_LIMIT,
-            mappings=(reads(_0=("none", "green")), _NO_LIMIT),
-            width=3,
-            more=_LATENCY,
-        )
-        .no_value("no traffic")
-        .decimals(0),
-        number(
+            _LATENCY,
+        ),
+        _of_limit(
             "Errors, of their limit",
             'tonnage_requests_total{outcome="error"} over all of tonnage_requests_total, as a share of '
             "tonnage:error_limit_ratio (prometheus/rules/thresholds.yml): above 100 % an alert fires.",
-            "percentunit",
-            f"max({_errors('model, instance')}) / scalar({ERROR_LIMIT})",
-            steps=_LIMIT,
-            mappings=(reads(_0=("none", "green")), _NO_LIMIT),
-            width=3,
-            more=_ADMISSION,
-        )
-        .no_value("no traffic")
-        .decimals(0),
-        drift(3, _MEMORY),
+            f"max({_ERRORS}) / scalar({ERROR_LIMIT})",
+            _ADMISSION,
+        ),
+        drift(width=3, more=_MEMORY),
         lines(
             "What is full: KV pool by server",
             "1 - tonnage_headroom_blocks / tonnage_pool_usable_blocks (taken: reserved to requests that run) "
@@ -150,7 +150,7 @@ def overview() -> dashboard.Dashboard:
                 "the limit of the alert (tonnage:error_limit_ratio). The log of that server names each "
                 "failed request.",
                 "percentunit",
-                query(_errors("model, instance")),
+                query(_ERRORS),
                 query(ERROR_LIMIT, "alert limit"),
             )
             .no_value("no traffic")

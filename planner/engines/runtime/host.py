@@ -7,7 +7,7 @@ Files that are only mapped or read (the model's, libraries') are page cache, tol
 from __future__ import annotations
 
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.host import HostMemory, HostPart
+from tonnage.planner.model.host import HostPart
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import RankPlan, Resolved
@@ -39,10 +39,6 @@ class Hosted:
     block_bytes: int
     num_blocks: int
     tokens: int
-
-
-def not_known(why: str) -> HostMemory:
-    return HostMemory(unknown=why)
 
 
 def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
