@@ -20,8 +20,9 @@ from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.records import asdict, replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
-from tonnage.planner.sweep.grid import Grid, SweepRow, cheapest, default_grid, sweep
-from tonnage.planner.sweep.order import check_sort, ordered
+from tonnage.planner.sweep.grid import Grid, default_grid, sweep
+from tonnage.planner.sweep.order import cheapest, check_sort, ordered
+from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import price_lines, print_rows
 from tonnage.planner.units import parse_count
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
-from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.sweep.rows import SweepRow
 
 _LAST = float("inf")
 # figure by which the lower comes first
@@ -35,3 +35,11 @@ def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
         return 0 if row.fits else 1 if not row.refused else 2, figure, -row.sequences if by else 0.0
 
     return sorted(rows, key=key) if by else list(rows)
+
+
+def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
+    """Rows that run so many sequences at once, the cheapest first: at the lower end of what
+    their pools may be, since somebody buys them."""
+    return sorted(
+        (row for row in rows if row.fits and row.least_sequences >= concurrency), key=lambda r: r.cost
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tonnage.planner.markup import Facts, bar, key, paragraphs, table, write_page
-from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import device_cell
 from tonnage.planner.units import gib
 

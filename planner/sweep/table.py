@@ -7,7 +7,7 @@ from typing import TextIO
 
 from tonnage.planner.devices.prices import cost_of
 from tonnage.planner.screen import Screen
-from tonnage.planner.sweep.grid import SweepRow
+from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
 
 _Column = tuple[str, str, Callable[[SweepRow], str]]  # title, side, text of a row

@@ -121,7 +121,8 @@ def test_serve_reserves_from_the_lower_end(tmp_path):
 
 def test_an_offer_holds_its_sequences_at_the_lower_end(tmp_path):
     from tonnage.planner.devices.catalogue import find_gpu
-    from tonnage.planner.sweep.grid import Grid, cheapest, sweep
+    from tonnage.planner.sweep.grid import Grid, sweep
+    from tonnage.planner.sweep.order import cheapest
 
     source = ModelSource("it", "it", json.loads(FOLDER.read_text()), "folder")
     grid = Grid((find_gpu("h100-80g"),), ("as is",), ("auto",), (1,))

@@ -22,7 +22,8 @@ from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.planning.advice import advise, serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.source.resolve import resolve_model
-from tonnage.planner.sweep.grid import Grid, cheapest, sweep
+from tonnage.planner.sweep.grid import Grid, sweep
+from tonnage.planner.sweep.order import cheapest
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 FLAGS = Deployment(engine="vllm", max_model_len=8192, max_num_seqs=64)

@@ -1,0 +1,159 @@
+"""What the combinations of a sweep share, each part computed once.
+
+Weights depend on (quantization, TP), the pool's geometry on (KV dtype, TP, batch), the runtime terms on
+(GPU, KV dtype, TP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.catalogue import Gpu
+from tonnage.planner.engines.pool import PoolSpec
+from tonnage.planner.engines.registry import engine_of
+from tonnage.planner.engines.runtime.estimate import Runtime
+from tonnage.planner.engines.support import Support, support
+from tonnage.planner.errors import TonnageError
+from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.requests import RequestLaw
+from tonnage.planner.planning.build import (
+    auto_dtype,
+    check_checkpoint,
+    notes_of_calibration,
+    parts_of,
+    stored_format,
+    with_draft,
+    within_draft,
+)
+from tonnage.planner.planning.deployment import complete
+from tonnage.planner.planning.stages import Added, rank_architecture, runtime_of
+from tonnage.planner.planning.terms import lora_bytes
+from tonnage.planner.planning.weights import HeldWeights
+from tonnage.planner.plans import Resolved
+from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
+from tonnage.planner.quantization.scheme import Quantization
+from tonnage.planner.records import replace
+from tonnage.planner.source.resolve import ModelSource
+
+V = TypeVar("V")
+
+
+class Parts:
+    """Parts of the plans of one model; ``deployment``: the flags that no combination varies. ``scheme``: a name
+    of --quantization, or "as is" for the checkpoint's own. A part that cannot be made raises its TonnageError
+    for every combination that it belongs to; what the model itself is refused for, the constructor raises."""
+
+    def __init__(self, source: ModelSource, deployment: Deployment) -> None:
+        self.architecture = architecture_of(source.config)
+        self.engine = engine_of(deployment.engine)
+        self._source, self._deployment = source, deployment
+        self._dtype, self._stored = auto_dtype(source), stored_kv_dtype(source.config)
+        self._copies = check_checkpoint(source, self.architecture)
+        self._found: dict[tuple[object, ...], Any] = {}
+
+    def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int) -> tuple[Resolved, tuple[str, ...]]:
+        """The flags of a combination without its format, and notes on what they are not."""
+
+        def make() -> tuple[Resolved, tuple[str, ...]]:
+            flags = replace(
+                self._deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes,
+                kv_cache_dtype=kv_dtype, tensor_parallel_size=ranks,
+            )  # fmt: skip
+            found = complete(replace(flags, gpu=gpu.name), self.architecture, self._dtype, self._stored)
+            chosen, notes = within_draft(self.architecture, found)
+            return chosen, (*notes, *notes_of_calibration(chosen))
+
+        return self._once(("resolve", gpu.name, kv_dtype, ranks), make)
+
+    def pool(self, chosen: Resolved) -> PoolSpec:
+        def make() -> PoolSpec:
+            pooled, *_ = with_draft(self._source, self.architecture, chosen.flags)
+            return self.engine.build_pool(pooled, chosen)
+
+        return self._once(("pool", *_of_pool(chosen)), make)
+
+    def law(self, chosen: Resolved) -> RequestLaw:
+        """What a request takes of the pool."""
+        return self._once(
+            ("law", *_of_pool(chosen)),
+            lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
+        )
+
+    def weights(self, chosen: Resolved, scheme: str) -> tuple[HeldWeights, Added]:
+        """Weights on the device, and bytes of LoRA slots and draft."""
+        asked = chosen.flags
+        kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
+
+        def make() -> tuple[HeldWeights, Added]:
+            flags = replace(
+                self._deployment, tensor_parallel_size=asked.tensor_parallel_size, device=asked.device,
+                quantization=_flag(scheme), dtype=asked.dtype, gpu=kernel,
+            )  # fmt: skip
+            quantization = self._quantization(scheme)
+            check_quantization(self.architecture, quantization, flags.engine)
+            ((_, held),) = parts_of(self._source, self.architecture, quantization, flags, self._copies)
+            _, draft, draft_high, *_ = with_draft(self._source, self.architecture, flags)
+            return held, Added(lora_bytes(self.architecture, flags), draft, draft_high)
+
+        key = ("weights", scheme, asked.tensor_parallel_size, asked.device, asked.dtype, kernel)
+        return self._once(key, make)
+
+    def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
+        """Of the formats, only one changes what a step takes: MXFP4's experts have no buffer of their own."""
+        flags = chosen.flags
+        kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
+
+        def make() -> Runtime:
+            as_asked = replace(flags, quantization=kind)
+            *_, draft = with_draft(self._source, self.architecture, as_asked)
+            return runtime_of(
+                self._part(flags.tensor_parallel_size), replace(chosen, flags=as_asked, draft=draft)
+            )
+
+        key = ("runtime", flags.gpu, flags.kv_cache_dtype, flags.tensor_parallel_size, kind)
+        return self._once(key, make)
+
+    def support(self, chosen: Resolved, scheme: str) -> Support:
+        """Whether the engine runs it, whatever the memory."""
+        flags = chosen.flags
+
+        def make() -> Support:
+            stored = stored_format(self._source, self._quantization(scheme))
+            return support(self.engine, chosen, stored, self.architecture)
+
+        return self._once(("support", flags.gpu, scheme, flags.kv_cache_dtype, flags.dtype), make)
+
+    def _quantization(self, scheme: str) -> Quantization:
+        return self._once(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
+
+    def _part(self, ranks: int) -> Architecture:
+        """What one of ``ranks`` GPUs holds."""
+        flags = replace(self._deployment, tensor_parallel_size=ranks)
+        return self._once(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
+        """The value of ``key``, made the first time; a TonnageError is kept and raised again as itself."""
+        if key not in self._found:
+            try:
+                self._found[key] = make()
+            except TonnageError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, TonnageError):
+            raise found
+        value: V = found
+        return value
+
+
+def _flag(scheme: str) -> str | None:
+    """What --quantization would be."""
+    return None if scheme == "as is" else scheme
+
+
+def _of_pool(chosen: Resolved) -> tuple[object, ...]:
+    """What a pool's geometry depends on."""
+    flags = chosen.flags
+    return flags.kv_cache_dtype, flags.device, flags.tensor_parallel_size, chosen.max_num_batched_tokens
