@@ -129,4 +129,3 @@ def synthetic(kind: str, requests: int, seed: int = 0) -> list[Load]:
             raise ValueError(f"{kind} is no kind of trace")
         add([*pieces, fresh + 63])
     return [Load(r.pieces, min(r.prompt_tokens, len(r.pieces) * 512), r.output_tokens) for r in out]
-
