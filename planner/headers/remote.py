@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from email.message import Message
@@ -87,13 +87,16 @@ def _told(name: str) -> Iterator[None]:
 
 class Remote:
     """Files of one model at ``<endpoint>/<repo>/resolve/<revision>/``. Raises ModelNotFound for a token that is
-    none."""
+    none.
 
-    def __init__(self, model: HubModel) -> None:
+    ``open``: what sends a request, as an opener of urllib does; a browser's page is another.
+    """
+
+    def __init__(self, model: HubModel, open: Callable[..., Any] | None = None) -> None:
         self._model, self._page = model, f"{endpoint()}/{quote(model.repo)}"
         self._base = f"{self._page}/resolve/{quote(revision_of(model), safe='')}/"
         self._token = token()
-        self._open = urllib.request.build_opener(_SameHost).open
+        self._open = open or urllib.request.build_opener(_SameHost).open
 
     def read(self, name: str, limit: int) -> bytes | None:
         """A whole small file; None when there is none. Raises CheckpointError above ``limit`` bytes."""
@@ -125,6 +128,11 @@ class Remote:
             rest, _ = self._range(name, len(data), 8 + length - len(data))
             data += rest
         return parse_header(data[8 : 8 + length], size - 8 - length, name)
+
+    def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
+        """The same of several files, a few at a time."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(self.header, names))
 
     def _range(self, name: str, start: int, count: int) -> tuple[bytes, int]:
         """(bytes, size of the whole file)."""
@@ -233,20 +241,19 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
     return config
 
 
-def fetch_checkpoint(remote: Remote) -> Checkpoint:
-    """Headers of ``model.safetensors`` or of all shards; the index alone where those are too many."""
+def fetch_checkpoint(remote: Remote, *, headers: bool = True) -> Checkpoint:
+    """Headers of ``model.safetensors`` or of all shards; the index alone where those are too many, or not to be
+    read."""
     text = remote.read(INDEX, MAX_INDEX_BYTES)
     if text is None:
         try:
-            return Checkpoint(remote.header("model.safetensors"))
+            return Checkpoint(remote.header("model.safetensors") if headers else None)
         except CheckpointError as error:
             if error.message == "is missing":
                 return Checkpoint()
             raise
     index = parse_index(text)
     shards = shards_of(index)
-    if len(shards) > _MAX_SHARDS:
+    if len(shards) > _MAX_SHARDS or not headers:
         return Checkpoint(index=index)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        headers = list(pool.map(remote.header, shards))
-    return Checkpoint(merge_shards(dict(zip(shards, headers, strict=True)), index))
+    return Checkpoint(merge_shards(dict(zip(shards, remote.headers(shards), strict=True)), index))

@@ -9,15 +9,17 @@ from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tonnage.planner.devices.catalogue import catalogue
 from tonnage.planner.devices.prices import cost_of
 from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.engines.vllm.versions import releases
-from tonnage.planner.errors import CheckpointError
+from tonnage.planner.errors import CheckpointError, ModelNotFound, TonnageError
 from tonnage.planner.flags import flags_of
 from tonnage.planner.headers import partial
 from tonnage.planner.headers.gguf import read_gguf
+from tonnage.planner.headers.names import hub_model
 from tonnage.planner.quantization.read import flag_formats
 from tonnage.planner.training.setup import TrainingSetup
 
@@ -29,6 +31,7 @@ _KV_CACHE_DTYPES = {
     "llama.cpp": ("f16", "q8_0", "q4_0"),
     "hf": ("bfloat16", "float16", "float32"),
 }
+_readings: dict[str, Any] = {}
 _TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "attention", "strategy")
 
 
@@ -70,6 +73,28 @@ def begins(path: str, size: int) -> bool:
     except CheckpointError as error:
         return "truncated" not in error.message
     return True
+
+
+def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes, str]]) -> str:
+    """JSON: what is to be fetched next of a model of the hub, as page/hub.py's Reading says it; its name, once
+    it is here; or why it is refused. ``answers``: to what was wanted before; none: from the beginning."""
+    from tonnage.planner.page.hub import Answer, Reading  # loads an HTTP client
+
+    given = [Answer(status, tuple(headers), bytes(body), failed) for status, headers, body, failed in answers]
+    try:
+        if not given:
+            if (model := hub_model(name)) is None:
+                raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
+            _readings[name] = Reading(model)
+        reading = _readings[name]
+        done = reading.go_on(given)
+    except TonnageError as error:
+        _readings.pop(name, None)
+        return json.dumps({"refused": str(error)})
+    if done:
+        del _readings[name]
+        return json.dumps({"model": str(reading.model), "note": reading.note})
+    return json.dumps({"wanted": reading.wanted})
 
 
 def costs(gpus: int) -> str:

@@ -6,13 +6,25 @@ Only config.json, the index and the headers of safetensors files are fetched; we
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tonnage.planner.errors import ModelNotFound
 from tonnage.planner.headers.hub import hub_cache, modelscope, modelscope_caches, offline
 from tonnage.planner.headers.index import Checkpoint
 from tonnage.planner.headers.names import HubModel, revision_of
+
+if TYPE_CHECKING:
+    from tonnage.planner.headers.remote import Remote  # loads an HTTP client
+
+_HINT = "give a local folder with config.json, or a name the hub knows"
+_READ: dict[HubModel, tuple[dict[str, Any], Checkpoint]] = {}
+
+
+def keep(model: HubModel, config: dict[str, Any], found: Checkpoint) -> None:
+    """``fetch`` answers with these from now on: where a browser has read them."""
+    _READ[model] = config, found
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
@@ -33,18 +45,26 @@ def cached_snapshot(model: HubModel) -> Path | None:
 def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
     """config.json, and what its safetensors files or their index say. Raises ModelNotFound naming
     what was tried and what to do."""
-    hint = "give a local folder with config.json, or a name the hub knows"
+    if model in _READ:
+        config, found = _READ[model]
+        return deepcopy(config), found
     if offline():
         raise ModelNotFound(
-            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=hint
+            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
         )
-    from tonnage.planner.headers.remote import Remote, fetch_checkpoint, fetch_config
+    from tonnage.planner.headers.remote import Remote
 
-    remote = Remote(model)
+    return read(model, Remote(model))
+
+
+def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict[str, Any], Checkpoint]:
+    """The same by ``remote``. ``headers``: or the index alone."""
+    from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config
+
     try:
         config = fetch_config(remote)
         if config is None:
             raise ModelNotFound("there is no config.json", field="model")
-        return config, fetch_checkpoint(remote)
+        return config, fetch_checkpoint(remote, headers=headers)
     except ModelNotFound as error:
-        raise ModelNotFound(f"{model}: {error.message}", field="model", hint=error.hint or hint) from None
+        raise ModelNotFound(f"{model}: {error.message}", field="model", hint=error.hint or _HINT) from None

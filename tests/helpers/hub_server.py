@@ -2,11 +2,13 @@
 
 Answers as huggingface_hub 1.x reads them (utils/_http.py): an unknown model is 401 for who shows no token and
 404 for who does, X-Error-Code names the reason. Small files are redirected within the hub, large ones to the
-storage.
+storage. Both say what a page of another host may read, as the hub and cas-bridge.xethub.hf.co do
+(github.com/huggingface/datasets/issues/7931); neither knows OPTIONS.
 """
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +34,9 @@ class Hub:
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Authorization)
     asked_of_storage: list[tuple[str, str | None]] = field(default_factory=list)
     cookies: list[str | None] = field(default_factory=list)  # of both
+    referrers: list[str | None] = field(default_factory=list)  # of both
+    ranges: bool = True  # whether the storage answers them
+    readable: bool = True  # whether a page of another host may read what the storage sends
 
 
 class FileAnswers(BaseHTTPRequestHandler):
@@ -57,6 +62,18 @@ class FileAnswers(BaseHTTPRequestHandler):
 
 class _Answers(FileAnswers):
     hub: Hub
+    exposed = ""
+
+    def end_headers(self) -> None:
+        if self.exposed:
+            self.send_header("Access-Control-Allow-Origin", "*")
+            self.send_header("Access-Control-Expose-Headers", self.exposed)
+        super().end_headers()
+
+    def noted(self, asked: list[tuple[str, str | None]]) -> None:
+        asked.append((self.path, self.headers.get("Authorization")))
+        self.hub.cookies.append(self.headers.get("Cookie"))
+        self.hub.referrers.append(self.headers.get("Referer"))
 
     def refuse(self, status: int, headers: dict[str, str] | None = None) -> None:
         # a proxy may repeat what it was sent
@@ -92,12 +109,13 @@ class _Answers(FileAnswers):
 
 
 class _HubAnswers(_Answers):
+    exposed = "X-Error-Code, X-Error-Message, Content-Range, ETag"
+
     def do_GET(self) -> None:
         hub = self.hub
-        hub.asked.append((self.path, self.headers.get("Authorization")))
-        hub.cookies.append(self.headers.get("Cookie"))
+        self.noted(hub.asked)
         if self.path.startswith("/api/resolve-cache/models/"):
-            org, name, revision, file = self.path.split("/")[4:]
+            org, name, revision, file = self.path.partition("?")[0].split("/")[4:]
             if (data := self.found(f"{org}/{name}", unquote(revision), file)) is not None:
                 self.send(data)
             return
@@ -116,21 +134,26 @@ class _HubAnswers(_Answers):
 
 
 class _StorageAnswers(_Answers):
+    @property
+    def exposed(self) -> str:
+        return "Accept-Ranges, Content-Range, ETag" if self.hub.readable else ""
+
     def do_GET(self) -> None:
-        self.hub.asked_of_storage.append((self.path, self.headers.get("Authorization")))
-        self.hub.cookies.append(self.headers.get("Cookie"))
+        self.noted(self.hub.asked_of_storage)
         org, name, revision, file = self.path.partition("?")[0].split("/")[1:]
-        self.send(self.hub.files[f"{org}/{name}", unquote(revision)][file])
+        self.send(self.hub.files[f"{org}/{name}", unquote(revision)][file], self.hub.ranges)
 
 
 @contextmanager
-def hub_server() -> Iterator[Hub]:
-    """The hub at 127.0.0.1, its storage at localhost: another host."""
+def hub_server(tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
+    """The hub at 127.0.0.1, its storage at localhost: another host. ``tls``: both by HTTPS."""
     hub = Hub()
     kinds = [type(kind.__name__, (kind,), {"hub": hub}) for kind in (_HubAnswers, _StorageAnswers)]
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), kind) for kind in kinds]
+    for server in servers if tls else []:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     hub.url, hub.storage = (
-        f"http://{host}:{server.server_port}"
+        f"http{'s' if tls else ''}://{host}:{server.server_port}"
         for host, server in zip(("127.0.0.1", "localhost"), servers, strict=True)
     )
     for server in servers:

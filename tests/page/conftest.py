@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def launch() -> Iterator[Callable[..., Any]]:
+    """Starts a Chromium with the arguments given."""
     from playwright.sync_api import sync_playwright
 
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     assert found is not None, "chromium is not installed (apt-get install chromium)"
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
+        yield lambda *args: playwright.chromium.launch(executable_path=found, args=["--no-sandbox", *args])
+
+
+@pytest.fixture(scope="session")
+def browser(launch: Callable[..., Any]) -> Iterator[Any]:
+    running = launch()
+    yield running
+    running.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Models of one's own on the page: pasted, dropped, linked and from the hub."""
+"""Models of one's own on the page: pasted, dropped and linked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tonnage.planner.families.registry import build_architecture
 from tonnage.planner.page.build import model_files
 
 INDEX = "model.safetensors.index.json"
-OPEN = {"access-control-allow-origin": "*"}
 CONFIG = model_files()["Qwen/Qwen3-4B/config.json"]
 SPECS = [one for one in build_architecture(json.loads(CONFIG)).tensors if one.is_parameter and not one.tied_to]
 TOTAL = 2 * sum(one.elements for one in SPECS)
@@ -188,38 +187,3 @@ def test_what_is_dropped_alone(sight: Sight) -> None:
     sight.page.goto("about:blank")
     sight.page.goto(sight.url + "?model=own/gone-1234abcd&gpu=h100-80g&engine=vllm&engine-version=0.33.0")
     sight.refused("drop it here")
-
-
-def test_a_config_of_the_hub(sight: Sight) -> None:
-    """Asked for by a button alone; of the files it looks for only config and index are there."""
-    asked = []
-
-    def hub(route: Any) -> None:
-        asked.append(route.request.url)
-        name = route.request.url.rpartition("/")[2]
-        if name in ("config.json", INDEX) and "gated" not in route.request.url:
-            body = CONFIG if name == "config.json" else index()["buffer"]
-            route.fulfill(body=body, headers=OPEN)
-        else:
-            route.fulfill(status=401 if name == "config.json" else 404, headers=OPEN)
-
-    sight.page.route("https://huggingface.co/**", hub)
-    sight.open()
-    for name, words in (("someone/Own-4B@v2", ""), ("someone/gated", "401")):
-        sight.page.fill("#model", name)
-        sight.page.locator("#model").blur()
-        assert "can come from the hub" in sight.page.inner_text("#status")
-        sight.page.click("#hub")
-        if words:
-            sight.refused(words)
-        else:
-            sight.planned(name)
-            assert sight.plan()["model"]["via"] == "index"
-    assert all(url.startswith("https://huggingface.co/someone/") for url in asked)
-    assert "https://huggingface.co/someone/Own-4B/resolve/v2/config.json" in asked
-    before = len(asked)
-    sight.page.goto(sight.url + "?model=someone/Own-4B")  # a link asks for nothing unless one says so
-    sight.refused("someone/Own-4B")
-    assert sight.page.is_visible("#hub")
-    assert len(asked) == before
-    sight.said = [words for words in sight.said if "the server responded" not in words]  # the browser's words

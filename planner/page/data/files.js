@@ -1,4 +1,4 @@
-// Models of one's own: a config that was pasted, files that were dropped or chosen, a config of the hub.
+// Models of one's own: a config that was pasted, files that were dropped or chosen.
 import { keepConfig } from "./address.js";
 import { tell } from "./python.js";
 
@@ -11,7 +11,6 @@ const INDEX = "model.safetensors.index.json", CONFIG = "config.json";
 export class Refused extends Error {}
 
 const encode = (text) => new TextEncoder().encode(text);
-const decode = (bytes) => new TextDecoder().decode(bytes);
 const firstBytes = async (file, count) => new Uint8Array(await file.slice(0, count).arrayBuffer());
 
 // a name that other content does not have: plans that are kept, and links, go on meaning what they meant
@@ -88,26 +87,4 @@ async function ofGguf(file) {
     if (await put(path, content, { first: true, size: file.size })) break;
   }
   return path;
-}
-
-// config.json and what a plan reads beside it, as tonnage plan fetches them
-export async function ofHub(model) {
-  const [name, revision = "main"] = model.split("@");
-  const get = async (file) => {
-    const address = `https://huggingface.co/${name}/resolve/${encodeURIComponent(revision)}/${file}`;
-    const response = await fetch(address).catch(() => { throw new Refused("The hub cannot be reached: paste config.json below."); });
-    if (response.ok) return new Uint8Array(await response.arrayBuffer());
-    if (file !== CONFIG) return null;
-    throw new Refused(`The hub answers ${response.status} for ${name}: ${response.status === 404 ? "there is no such model, or no config.json in it."
-      : "of a gated model config.json can be pasted below."}`);
-  };
-  const content = await get(CONFIG), config = decode(content);
-  typeOf(config);
-  const beside = [INDEX];
-  if (!config.includes('"quantization_config"')) beside.push("hf_quant_config.json");
-  if (config.includes('"vision_config"')) beside.push("preprocessor_config.json", "video_preprocessor_config.json");
-  const found = await Promise.all(beside.map(async (file) => [file, await get(file)]));
-  await put(`${model}/${CONFIG}`, content, { first: true });
-  for (const [file, bytes] of found) if (bytes) await put(`${model}/${file}`, bytes);
-  return model;
 }

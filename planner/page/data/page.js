@@ -2,8 +2,9 @@
 import { address, argv, inAddress, readAddress, view } from "./address.js";
 import { beside, lines, otherGpus, places } from "./beside.js";
 import { byId, make } from "./dom.js";
-import { ofConfig, ofFiles, ofHub, ofLink, Refused } from "./files.js";
+import { ofConfig, ofFiles, ofLink, Refused } from "./files.js";
 import { drawForm, newest, otherCommand, showModel, startForm } from "./form.js";
+import { noteOf, ofHub } from "./hub.js";
 import { drawPlan, inShort as planInShort } from "./plan.js";
 import { onFailure, tell } from "./python.js";
 import { drawTraining, inShort as trainingInShort } from "./train.js";
@@ -66,16 +67,17 @@ const fail = (words) => say(words, "no");
 
 function draw({ out, err }) {
   window.tonnage.out = out;
-  say("");
+  say(underway || objection, objection && "no");
   byId("glance").hidden = true;
   if (!out) {
     byId("result").replaceChildren();
-    return fail(/is not in the local hub cache/.test(err) ? elsewhere(view.flags.model) : err.trim().replace(/^tonnage: /, ""));
+    const words = /is not in the local hub cache/.test(err) ? elsewhere(view.flags.model) : err.trim().replace(/^tonnage: /, "");
+    return underway || objection || fail(words);
   }
   const plan = JSON.parse(out), training = view.command === "train";
   const within = byId("result").contains(document.activeElement);
-  const kept = inAddress(view.flags.model ?? "") ? [] : [make("p", { className: "soft noprint",
-    textContent: "The address has all of this plan but the files, which stay in this browser." })];
+  const kept = [noteOf(view.flags.model), !inAddress(view.flags.model ?? "") && "The address has all of this plan but the files, which stay in this browser."]
+    .filter(Boolean).map((textContent) => make("p", { className: "soft noprint", textContent }));
   byId("result").replaceChildren(...(training ? drawTraining(plan) : drawPlan(plan)), ...kept, ...places());
   if (within) byId("answer").focus({ preventScroll: true }); // what was pressed may be gone
   byId("glance").textContent = (training ? trainingInShort : planInShort)(plan);
@@ -90,43 +92,48 @@ const seen = new IntersectionObserver(([entry]) => { byId("glance").hidden = ent
 
 // -- the model --
 
-// whether the hub would have to be asked: by the button alone
+// files of the hub are read when the button is pressed, and not before
 const fetched = new Set();
-const unknown = (name) => name.includes("/") && !all.models.includes(name) && !name.startsWith("own/") && !fetched.has(name);
+const ofTheHub = (name) => name.includes("/") && !name.startsWith("own/") && !fetched.has(name);
 
 const elsewhere = (name) => (name.startsWith("own/")
   ? "This link's model is a file of whoever made it: drop it here, or choose another model."
-  : `${name} is not in the list: its config can come from the hub (the button below its name), or be pasted.`);
+  : `${name} is not in the list: its files can be read on the hub (the button below its name), or its config pasted.`);
 
-function offerHub(name) {
-  byId("hub").hidden = !unknown(name);
-  if (unknown(name)) say(elsewhere(name));
+let choice = 0, underway = "", objection = ""; // what is said of the last choice, whatever is drawn meanwhile
+
+// finding: a name, or what will be one; words: what takes a while
+async function choose(finding, words = "") {
+  const mine = ++choice;
+  [underway, objection] = [words, ""];
+  if (words) say(words);
+  try {
+    const found = await finding;
+    if (mine !== choice) return; // another was chosen meanwhile
+    view.flags.model = found;
+  } catch (error) {
+    if (mine !== choice) return;
+    underway = "";
+    objection = error instanceof Refused ? error.message : `That file cannot be read: ${error.message}`;
+    return fail(objection);
+  }
+  underway = "";
+  showModel();
+  byId("hub").hidden = !ofTheHub(view.flags.model);
+  changed();
 }
 
-async function choose(finding) {
-  try {
-    view.flags.model = await finding;
-  } catch (error) {
-    if (error instanceof Refused) return fail(error.message);
-    return fail(`That file cannot be read: ${error.message}`);
-  }
-  showModel();
-  offerHub(view.flags.model);
-  changed();
+function askHub(name) {
+  const mine = choice + 1;
+  const said = (words) => { if (mine === choice) say(underway = words); };
+  choose(ofHub(name, said).then((found) => { fetched.add(found); return found; }), `Asking the hub for ${name}`);
 }
 
 function listen() {
   const model = byId("model");
-  model.onchange = () => {
-    const name = model.value.trim();
-    unknown(name) ? offerHub(name) : choose(name);
-  };
+  model.onchange = () => choose(model.value.trim());
   byId("known").onchange = () => byId("known").value && choose(byId("known").value);
-  byId("hub").onclick = () => {
-    const name = model.value.trim();
-    say(`Asking the hub for ${name}`);
-    choose(ofHub(name).then(() => { fetched.add(name); return name; }));
-  };
+  byId("hub").onclick = () => askHub(model.value.trim());
   byId("form").onsubmit = (event) => event.preventDefault();
   byId("paste").onchange = () => byId("paste").value.trim() && choose(ofConfig(byId("paste").value.trim()));
   const files = (list) => list.length && choose(ofFiles(list, view.flags.model ?? ""));
@@ -158,11 +165,11 @@ async function open() {
   for (const [name, config] of await readAddress()) await ofLink(name, config);
   const { command, flags } = view;
   command === "plan" && flags["engine-version"] === undefined ? newest(flags.engine ?? "vllm") : drawForm();
-  byId("hub").hidden = !unknown(view.flags.model ?? "");
+  byId("hub").hidden = !ofTheHub(view.flags.model ?? "");
   changed();
 }
 
-window.tonnage = { answers: 0, tell, argv: () => [...argv(), ...extra], settled: () => settled === turn && !running };
+window.tonnage = { answers: 0, tell, argv: () => [...argv(), ...extra], settled: () => settled === turn && !running && !underway };
 onFailure(fail);
 tell("start").then(async (found) => {
   all = found;

@@ -28,6 +28,12 @@ async function start() {
   return JSON.parse(browser.choices());
 }
 
+function empty(folder) {
+  for (const name of python.FS.readdir(folder)) {
+    if (name !== "." && name !== "..") python.FS.unlink(`${folder}/${name}`);
+  }
+}
+
 const KINDS = {
   start,
   ask: ({ command, argv }) => {
@@ -36,6 +42,17 @@ const KINDS = {
     answer.destroy();
     return { code, out, err };
   },
+  // what to fetch next of a model of the hub, after the answers to what was wanted before
+  hub: ({ name, answers }) => {
+    const given = python.toPy(answers), found = JSON.parse(browser.hub(name, given));
+    given.destroy();
+    const shipped = `${HOME}/${found.model}`;
+    if (found.model && python.FS.analyzePath(shipped).exists) { // its config alone, which would come first
+      empty(shipped);
+      python.FS.rmdir(shipped);
+    }
+    return found;
+  },
   costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
   // a file of a model; its folder is made, and emptied where it is the first of another model. Of a file of `size`
   // bytes `content` may be the beginning: whether that is enough
@@ -43,11 +60,7 @@ const KINDS = {
     const full = `${HOME}/${path}`;
     const folder = full.slice(0, full.lastIndexOf("/"));
     python.FS.mkdirTree(folder);
-    if (first) {
-      for (const name of python.FS.readdir(folder)) {
-        if (name !== "." && name !== "..") python.FS.unlink(`${folder}/${name}`);
-      }
-    }
+    if (first) empty(folder);
     python.FS.writeFile(full, content);
     return size > content.length ? browser.begins(full, size) : true;
   },

@@ -1,0 +1,103 @@
+"""A model of the hub on the page: what ``tonnage plan org/name`` asks for, fetched by the page itself.
+
+Python says what is wanted, the page fetches it and gives the answers, until nothing more is: rules, limits and
+refusals are those of headers/remote.py.
+"""
+
+from __future__ import annotations
+
+import io
+from email.message import Message
+from http import HTTPStatus
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request
+from urllib.response import addinfourl
+
+from tonnage.planner.headers.index import MAX_INDEX_BYTES
+from tonnage.planner.headers.names import HubModel
+from tonnage.planner.headers.remote import Remote
+from tonnage.planner.model.tensor import HeaderTensor
+from tonnage.planner.records import dataclass
+from tonnage.planner.source.hub import keep, read
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``failed``: why there is none, in the browser's words; ``body``: of a range no more than that."""
+
+    status: int = 0
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+    failed: str = ""
+
+
+class _Wanted(Exception):
+    """What was asked for is not here yet."""
+
+
+class _NoRange(Exception):
+    """The beginning of a file cannot be read from here."""
+
+
+class Reading(Remote):
+    """What was read of a model so far. ``wanted``: (address, Range header or "", bytes at most) to fetch."""
+
+    def __init__(self, model: HubModel) -> None:
+        super().__init__(model, self._answer)
+        self.model = model
+        self.wanted: list[tuple[str, str, int]] = []
+        self.note = ""
+        self._answers: dict[tuple[str, str], Answer] = {}
+        self._headers: dict[str, tuple[HeaderTensor, ...]] = {}
+
+    def go_on(self, answers: list[Answer]) -> bool:
+        """Whether the model is here, after the answers to what was wanted. Raises what fetch does."""
+        for (address, span, _), answer in zip(self.wanted, answers, strict=True):
+            self._answers[address, span] = answer
+        self.wanted = []
+        try:
+            config, found = read(self.model, self, headers=not self.note)
+        except _Wanted:
+            return False
+        except _NoRange as error:
+            self.note = str(error)
+            return self.go_on([])
+        keep(self.model, config, found)
+        if self.note:
+            instead = "config.json alone" if found.index is None else "the index"
+            self.note = f"{self.note}: planned from {instead}, the command reads the files' headers"
+        return True
+
+    def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
+        for name in names:
+            if name not in self._headers:
+                try:
+                    self._headers[name] = self.header(name)
+                except _Wanted:
+                    continue  # all of them are asked for at once
+        if self.wanted:
+            raise _Wanted
+        return [self._headers[name] for name in names]
+
+    def _answer(self, request: Request, timeout: float) -> Any:
+        span = request.get_header("Range") or ""
+        answer = self._answers.get((request.full_url, span))
+        if answer is None:
+            first, _, last = span.removeprefix("bytes=").partition("-")
+            most = int(last) - int(first) + 1 if span else MAX_INDEX_BYTES
+            self.wanted.append((request.full_url, span, most + 1))
+            raise _Wanted
+        if answer.failed and span:
+            raise _NoRange(f"the browser may not read the beginning of a file there ({answer.failed})")
+        if answer.failed:
+            raise URLError(answer.failed)
+        headers = Message()
+        for name, value in answer.headers:
+            headers[name] = value
+        body = io.BytesIO(answer.body)
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            raise HTTPError(request.full_url, answer.status, "", headers, body)
+        if span and (answer.status != HTTPStatus.PARTIAL_CONTENT or "Content-Range" not in headers):
+            raise _NoRange("the server does not say which part of a file it sends")
+        return addinfourl(body, headers, request.full_url, answer.status)
