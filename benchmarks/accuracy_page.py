@@ -9,11 +9,17 @@ each source, model and GPU is left out of the fit, too.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import mean, median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accuracy.startups import Start
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -40,6 +46,26 @@ class Line:
         return (self.planned - self.printed) / self.device
 
 
+def named(start: Start) -> str:
+    """What was started: vLLM's version, the model, and the flags that tell it from its like."""
+    flags = start.flags
+    said = {
+        "tp": flags.tensor_parallel_size if flags.tensor_parallel_size > 1 else None,
+        "pp": flags.pipeline_parallel_size if flags.pipeline_parallel_size > 1 else None,
+        "dtype": flags.dtype if flags.dtype != "auto" else None,
+        "quantization": flags.quantization,
+        "kv-cache-dtype": flags.kv_cache_dtype if flags.kv_cache_dtype != "auto" else None,
+        "max-model-len": flags.max_model_len,
+    }
+    words = " ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+    return f"vLLM {flags.engine_version} {start.found.id}, {words}"
+
+
+def reported(words: str) -> str:
+    """A row of field_reports.jsonl as a reader finds it: ``#22 ...`` would be a heading."""
+    return re.sub(r"^#(\d+) (.*)$", r"\2, report \1", words.replace("vLLM None", "vLLM"))
+
+
 def lines() -> tuple[list[Line], list[str]]:
     """(every start that can be held against a plan, why the others cannot)."""
     from accuracy import runtime_fit, startups
@@ -57,61 +83,89 @@ def lines() -> tuple[list[Line], list[str]]:
         pool = plan.rank.kv_pool_bytes
         printed = start.logged["kv_pool_bytes"]
         found.append(
-            Line(start.name, "llm-d-planner, 0.19.0", pool, printed, int(low), int(high), plan.rank.total_bytes)
-        )
+            Line(
+                named(start), f"github.com/{startups.SWEEP}", pool, printed, int(low), int(high),
+                plan.rank.total_bytes,
+            )
+        )  # fmt: skip
     rows, others = runtime_fit.load_rows(Inputs(configs=DATA / "configs", reports=DATA / "field_reports.jsonl"))
     shipped = coefficients()
     for row in rows:
         if row.carries_bar:
             low, high = row.pool_interval(shipped)
             planned = row.planned_pool(shipped)
-            found.append(Line(row.name, row.source, int(planned), row.pool, int(low), int(high), row.device))
+            name = reported(row.name)
+            found.append(Line(name, row.source, int(planned), row.pool, int(low), int(high), row.device))
     return found, [*left_out, *others]
 
 
-def page(found: list[Line], left_out: list[str]) -> str:
+def summed(found: list[Line]) -> str:
     errors = sorted(abs(line.error) for line in found)
     inside = sum(line.low <= line.printed <= line.high for line in found)
+    return (
+        f"{len(found)} | {100 * mean(errors):.2f} % | {100 * median(errors):.2f} % | "
+        f"{100 * errors[int(0.9 * len(errors))]:.2f} % | {100 * errors[-1]:.2f} % | {inside}"
+    )
+
+
+def page(found: list[Line], left_out: list[str]) -> str:
+    from accuracy.startups import SWEEP
+
+    sweep = [line for line in found if line.source.endswith(SWEEP)]
     misses = [line for line in found if abs(line.error) > MISS]
+    outside = [line for line in found if not line.low <= line.printed <= line.high]
     table = [
-        f"| {line.name} | {line.source} | {line.planned:,} | {line.printed:,} | {100 * line.error:+.2f} % |"
-        f" {'yes' if line.low <= line.printed <= line.high else '**no**'} |"
+        f"| {line.name} | {100 * line.error:+.2f} % | {'**no**' if line in outside else 'yes'} |"
+        f" {line.planned / 2**30:,.3f} | {line.printed / 2**30:,.3f} |"
+        f" [{line.source.partition('/')[2]}](https://{line.source}) |"
         for line in sorted(found, key=lambda line: -abs(line.error))
     ]
-    summary = (
-        f"{len(found)} starts: the error is {100 * mean(errors):.2f} % of the GPU's memory on average, the "
-        f"median {100 * median(errors):.2f} %, "
-        f"nine of ten at most {100 * errors[int(0.9 * len(errors))]:.2f} %, "
-        f"the worst {100 * errors[-1]:.2f} %; {inside} of {len(found)} are inside the plan's interval. "
-        "Coefficients that no source states are fitted to these starts; with each source, each model and each "
-        "type of GPU left out of the fit: `python benchmarks/planner_accuracy.py --sections startups "
-        "pool_from_flags`, figures in `benchmarks/README.md`."
-    )
+    why: defaultdict[str, list[str]] = defaultdict(list)
+    for words in sorted(set(left_out)):
+        start, _, reason = words.partition(": ")
+        why[reason].append(reported(start))
     return "\n".join(
         [
             "# Accuracy",
             "",
-            "Every public start-up log of vLLM on GPUs that is in the repository, its KV pool as printed",
-            "beside the plan that `tonnage plan` makes of its flags. Written by",
-            "`python benchmarks/accuracy_page.py`.",
+            "Every public start-up log of vLLM on GPUs that is in the repository: its KV pool as printed",
+            "beside the plan that `tonnage plan` makes of its flags, the error in percent of the GPU's memory.",
+            "Written by `python benchmarks/accuracy_page.py`.",
             "",
-            summary,
+            "| starts | | mean | median | nine of ten | worst | inside the interval |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            f"| one sweep on H100s, vLLM 0.15 to 0.19 | {summed(sweep)} |",
+            f"| reports of others | {summed([line for line in found if line not in sweep])} |",
+            f"| all | {summed(found)} |",
+            "",
+            "Coefficients that no source states are fitted to these starts. What it is with each source, each",
+            "model and each type of GPU left out of the fit: `python benchmarks/planner_accuracy.py",
+            "--sections startups pool_from_flags`, figures in `benchmarks/README.md`.",
             "",
             "![Planned over printed](accuracy.svg)",
             "",
-            f"## Misses: {len(misses)} by more than {100 * MISS:.1f} % of the GPU",
+            "## Misses",
             "",
-            *(f"- {line.name} ({line.source}): {100 * line.error:+.2f} %" for line in misses),
+            f"More than {100 * MISS:.1f} % of the GPU, or outside the plan's interval:",
+            "",
+            *(
+                f"- {line.name}: {100 * line.error:+.2f} %{', outside' if line in outside else ''}"
+                for line in found
+                if line in misses or line in outside
+            ),
             "",
             "## All",
             "",
-            "| start | source | planned, bytes | printed, bytes | error, of the GPU | inside |",
-            "| --- | --- | ---: | ---: | ---: | --- |",
+            "KV pool in GiB, of the GPU that has least; reports are lines of `tests/data/field_reports.jsonl`,",
+            "the first of which is 0.",
+            "",
+            "| start | error | inside | planned | printed | source |",
+            "| --- | ---: | --- | ---: | ---: | --- |",
             *table,
             "",
             f"## Left out: {len(left_out)}",
             "",
-            *(f"- {words}" for words in sorted(set(left_out))),
+            *(f"- {reason}: {'; '.join(starts)}" for reason, starts in why.items()),
             "",
         ]
     )
@@ -121,7 +175,7 @@ def plot(found: list[Line]) -> str:
     """An SVG: printed pool, GiB (logarithmic), against the error in percent of the GPU."""
     from math import log10
 
-    width, height, left, bottom = 720, 300, 56, 36
+    width, height, left, bottom = 400, 260, 54, 36
     most = max(3.0, *(abs(100 * line.error) for line in found))
     low, high = min(line.printed for line in found), max(line.printed for line in found)
 
@@ -135,23 +189,24 @@ def plot(found: list[Line]) -> str:
     for percent in (-100 * MISS, 0.0, 100 * MISS):
         at = f"{y(percent):.1f}"
         dashes = ' stroke-dasharray="4 4"' if percent else ' stroke-width="2"'
-        bars.append(f'<line x1="{left}" x2="{width}" y1="{at}" y2="{at}" stroke="#999"{dashes}/>')
+        bars.append(f'<line x1="{left}" x2="{width}" y1="{at}" y2="{at}" stroke="#8a929a"{dashes}/>')
         bars.append(f'<text x="4" y="{y(percent) + 4:.1f}">{percent:+.1f} %</text>')
     dots = []
     for line in found:
         at = f'cx="{x(line.printed):.1f}" cy="{y(100 * line.error):.1f}"'
         title = f"<title>{escape(line.name)}: {100 * line.error:+.2f} %</title>"
-        dots.append(f'<circle {at} r="4" fill="#3b6ea5" fill-opacity="0.6">{title}</circle>')
+        dots.append(f'<circle {at} r="4" fill-opacity="0.6">{title}</circle>')
     ticks = [
         f'<text x="{x(gib * 2**30):.0f}" y="{height - 12}" text-anchor="middle">{gib} GiB</text>'
         for gib in (1, 3, 10, 30, 100, 300)
         if low <= gib * 2**30 <= high
     ]
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        'font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" font-family="sans-serif" font-size="13">'
         "<title>Error of the planned KV pool, of the GPU, by the pool printed</title>"
-        f'<rect width="{width}" height="{height}" fill="#fff"/>'
+        "<style>text{fill:#1f2328}circle{fill:#3b6ea5}"
+        "@media (prefers-color-scheme:dark){text{fill:#e6e8eb}circle{fill:#6ea3dc}}</style>"
     )
     return f"{head}{''.join((*bars, *ticks, *dots))}</svg>\n"
 

@@ -1,12 +1,13 @@
 """How right is the planner? Every public figure given, section by section, against `tonnage plan`'s arithmetic.
 
+    python benchmarks/planner_accuracy.py [--sections ...] [--json]
     python benchmarks/planner_accuracy.py --configs DIR --truth param_truth.tsv
         --checkpoints checkpoint_sizes.tsv --vllm vllm_kv_truth.tsv --reports field_reports.jsonl
         --receipts measured_receipts.tsv --startups startups_vllm_0190.jsonl --json
 
-Each input is optional; a section without its inputs is left out. Each section is a module of
-``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``. transformers is made
-unimportable before anything is planned: no figure here comes from instantiating a model.
+The first on the copies in tests/data. Each input is optional; a section without its inputs is left out. Each
+section is a module of ``benchmarks/accuracy`` with ``NAME`` and ``score(inputs) -> Section | None``.
+transformers is made unimportable before anything is planned: no figure here comes from instantiating a model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ SECTIONS = (
     "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "llama_cpp",
     "sglang", "startups",
 )  # fmt: skip
+
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+COPIES = {
+    "configs": DATA / "configs",
+    "truth": DATA / "configs/param_truth.tsv",
+    "checkpoints": DATA / "configs/checkpoint_sizes.tsv",
+    "vllm": DATA / "configs/vllm_kv_truth.tsv",
+    "reports": DATA / "field_reports.jsonl",
+    "receipts": DATA / "training/measured_receipts.tsv",
+    "startups": DATA / "startups/vllm_0190.jsonl",
+}
 
 
 def main() -> int:
@@ -42,7 +54,8 @@ def main() -> int:
     sys.modules["transformers"] = None  # type: ignore[assignment]
     from accuracy.common import Inputs
 
-    inputs = Inputs(**{f: getattr(options, f) for f in Inputs.__dataclass_fields__ if hasattr(options, f)})
+    given = {name: path for name in COPIES if (path := getattr(options, name)) is not None}
+    inputs = Inputs(**(given or COPIES))
     out = {}
     for name in options.sections:
         try:

@@ -30,13 +30,12 @@ class Inputs:
         return None if path is None else parse_config(path.read_bytes(), str(path))
 
     def config_path(self, name: str) -> Path | None:
-        """Where the config of ``config`` lies."""
-        if self.configs is None:
-            return None
+        """Where the config of ``config`` lies: in the folder, or beside the start-ups."""
         stem = name.replace("/", "__", 1)
-        for path in (self.configs / stem / "config.json", self.configs / f"{stem}.json"):
-            if path.is_file():
-                return path
+        for folder in (self.configs, self.startups and self.startups.parent):
+            for path in (folder / stem / "config.json", folder / f"{stem}.json") if folder else ():
+                if path.is_file():
+                    return path
         return None
 
     def names(self) -> list[str]:
