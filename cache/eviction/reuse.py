@@ -68,6 +68,7 @@ def _age_start(level: int, blocks: int) -> float:
 
 @inlined
 def _answer_level(tokens: int) -> int:
+    """In steps of four times as many tokens, from 128 on of twice."""
     if tokens < 2:
         return 0
     if tokens < 8:
@@ -308,7 +309,7 @@ def _fit_hazard(core: Core, origin: int, scale: float) -> None:
         expected += lived[age] * _lru_hazard(age)
     if expected == 0.0:
         return
-    level = (reused + 0.01) / expected
+    level = (reused + 0.01) / expected  # above 0 where nothing was reused
     for age in range(AGES):
         seen = spent = 0.0
         for near in range(max(0, age - NEIGHBOURS), min(AGES, age + NEIGHBOURS + 1)):

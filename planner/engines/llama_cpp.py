@@ -224,7 +224,7 @@ class LlamaCpp(Engine):
             gpus = [size for n, size in held.items() if not n.startswith("CPU") and "Host" not in n]
             if gpus or (held and term not in out.figures):
                 out.figures[term] = total(gpus or held.values())
-                out.rounding[term] = MiB / 200 * max(1, len(gpus))
+                out.rounding[term] = MiB / 200 * max(1, len(gpus))  # each is printed to 0.01 MiB
 
     def log_says_ready(self, line: str) -> bool:
         return any(mark in line for mark in _LOG_READY)

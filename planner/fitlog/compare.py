@@ -357,6 +357,7 @@ def _whole(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator
 
 
 def _printed(name: str) -> float:
+    """Half of the last digit that the log prints: of a concurrency two decimals ("55.43x"), of counts all."""
     return 0.005 if name == "max_concurrency" else 0.0
 
 

@@ -191,6 +191,7 @@ def _batch(
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.cuts_prompts(deployment, version, architecture, max_model_len):
+        # vLLM's DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py), for prompts that go in whole
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)

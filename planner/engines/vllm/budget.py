@@ -78,7 +78,8 @@ def _later(captured: Estimate, workspace: int) -> Estimate | None:
 
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
     """How far below and above the sum may be, as shares of the device: narrow where every part of the plan was
-    seen in start-up logs, wide where not. What nobody counted only adds."""
+    seen in start-up logs, wide where not. What nobody counted only adds. The multiples of what was fitted are
+    assumed."""
     if (has_towers(architecture) and architecture.vision is None) or _is_apart(chosen):
         return fitted.spread, 2 * fitted.spread
     if not _is_known(chosen, fitted):
