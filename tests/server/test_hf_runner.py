@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import check_tokens_of_generate, complete, requests, tiny_plan, write_tiny
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -20,7 +21,6 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import families
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.child import EngineLoop
@@ -28,7 +28,6 @@ from tonnage.server.engines.hf.model.loading import storage_bytes
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import require_supported, served
-from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import Scheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
@@ -62,79 +61,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_tiny(folder: Path, family: str) -> Path:
-    """A random model of the family, saved as any checkpoint is."""
+def tiny(folder: Path, family: str) -> Path:
     name, settings = FAMILIES[family]
-    config = getattr(transformers, name)(**settings)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # away from 0: greedy choices must not hang on rounding
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.15)
-    model.save_pretrained(folder)
-    return folder
-
-
-def tiny_plan(folder: Path, **changes: Any) -> Plan:
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 4 << 20,
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 40,
-        **changes,
-    }
-    return make_plan(str(folder), Deployment(**settings))
-
-
-def complete(
-    runner: ModelRunner, scheduler: Scheduler, requests: list[GenerationRequest]
-) -> dict[str, list[int]]:
-    """Run the requests to their end; the manager's laws are checked after every step."""
-    said: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        scheduler.add(request)
-    while not scheduler.idle:
-        batch, picked, _ = scheduler.schedule()
-        assert batch is not None
-        logits = runner.forward(batch)
-        drawing = scheduler.fork(picked)
-        tokens = sample(logits, [s.request.params for s in drawing], [s.random for s in drawing])
-        for chunk in scheduler.finish(drawing, tokens):
-            said[chunk.request_id] += chunk.token_ids
-        scheduler.manager.check_invariants()
-    return said
-
-
-def requests(prompts: list[list[int]], tokens: int) -> list[GenerationRequest]:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
-    return [GenerationRequest(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
+    return write_tiny(folder, getattr(transformers, name)(**settings))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_models_of_each_family_give_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, family)
-    plan = tiny_plan(folder)
-    runner = ModelRunner(plan)
+    folder = tiny(tmp_path, family)
+    runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(3, 300, length).tolist() for length in (1, 5, 17, 33, 70, 120)]
-    got = complete(runner, Scheduler(plan), requests(prompts, 20))
-    plain = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    plain.generation_config = transformers.GenerationConfig(max_new_tokens=20, pad_token_id=0)  # no EOS
-    for number, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
-        assert got[str(number)] == out[0, len(prompt) :].tolist()
+    check_tokens_of_generate(runner, folder, (1, 5, 17, 33, 70, 120), 20)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiny_models_in_bfloat16_pass_the_self_check_through_the_kernels(family: str, tmp_path: Path) -> None:
-    runner = ModelRunner(tiny_plan(write_tiny(tmp_path, family), dtype="bfloat16"))
+    runner = ModelRunner(tiny_plan(tiny(tmp_path, family), "bfloat16"))
     assert runner.attention == "in place"
     if not family.startswith("gpt"):
         layers = runner.model.config.num_hidden_layers
@@ -149,7 +91,7 @@ def test_tiny_models_in_bfloat16_pass_the_self_check_through_the_kernels(family:
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
 def test_bytes_per_token_are_those_of_a_plain_dynamic_cache(family: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, family)
+    folder = tiny(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = 20  # below the window, where a sliding layer holds every token too
     cache = DynamicCache()
@@ -215,11 +157,10 @@ def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(
 
 
 def test_poisoned_free_blocks_change_no_token(demo_runner: ModelRunner) -> None:
-    plan = demo_runner.plan
     demo_runner.pool.tensor.zero_()
-    clean = complete(demo_runner, Scheduler(plan), requests(PROMPTS, 12))
+    clean = complete(demo_runner, PROMPTS, 12)
     demo_runner.pool.tensor.fill_(float("nan"))
-    assert complete(demo_runner, Scheduler(plan), requests(PROMPTS, 12)) == clean
+    assert complete(demo_runner, PROMPTS, 12) == clean
 
 
 def test_permuted_blocks_change_no_logit(demo_runner: ModelRunner) -> None:
@@ -258,7 +199,7 @@ def test_known_failures_are_refused_by_name() -> None:
 
 
 def test_the_self_check_refuses_a_model_whose_attention_goes_elsewhere(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, "llama")
+    folder = tiny(tmp_path, "llama")
     runner = ModelRunner(tiny_plan(folder))
     layers = runner.model.model.layers
     kept = layers[1].self_attn.config
@@ -270,7 +211,7 @@ def test_the_self_check_refuses_a_model_whose_attention_goes_elsewhere(tmp_path:
 
 
 def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, "mistral-window")
+    folder = tiny(tmp_path, "mistral-window")
     plan = tiny_plan(folder)  # the plan knows a window of 24 tokens ...
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 4}))  # ... the model one of 4
@@ -281,7 +222,7 @@ def test_the_self_check_refuses_a_model_that_gives_other_logits(tmp_path: Path) 
 def test_nan_logits_end_their_own_request_and_no_other(tmp_path: Path) -> None:
     ours, theirs = Pipe()
     with ours, theirs:
-        loop = EngineLoop(tiny_plan(write_tiny(tmp_path, "llama")), theirs, 1)
+        loop = EngineLoop(tiny_plan(tiny(tmp_path, "llama")), theirs, 1)
         forward = loop.runner.forward
 
         def broken(batch: Batch) -> torch.Tensor:
@@ -304,7 +245,7 @@ def test_what_a_broken_request_wrote_is_found_by_nobody(tmp_path: Path) -> None:
     """Neither through the prefix cache nor as NaN in the rest of a block; every sequence of it is told once."""
     ours, theirs = Pipe()
     with ours, theirs:
-        loop = EngineLoop(tiny_plan(write_tiny(tmp_path, "llama")), theirs, 1)
+        loop = EngineLoop(tiny_plan(tiny(tmp_path, "llama")), theirs, 1)
         prompt = tuple(range(5, 38))
         params = SamplingParams(max_tokens=2, temperature=0.0)
         forward = loop.runner.forward

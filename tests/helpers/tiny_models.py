@@ -1,0 +1,77 @@
+"""Random models of a few layers: saved as any checkpoint is, planned, and held against generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.planning.build import make_plan
+from tonnage.planner.plans import Plan
+from tonnage.server.engines.hf.model.runner import ModelRunner
+from tonnage.server.engines.hf.sampling.draw import sample
+from tonnage.server.engines.hf.scheduler import Scheduler
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
+
+
+def write_tiny(folder: Path, config: transformers.PretrainedConfig) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from 0: greedy choices must not hang on rounding
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_plan(folder: Path, dtype: str = "float32") -> Plan:
+    small = Deployment(
+        dtype=dtype, kv_cache_memory_bytes=4 << 20, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=40
+    )
+    return make_plan(str(folder), small)
+
+
+def requests(prompts: list[list[int]], tokens: int) -> list[GenerationRequest]:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0)
+    return [GenerationRequest(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts)]
+
+
+def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """So many greedy tokens of each prompt, all served at once; the manager's laws are checked after every
+    step."""
+    scheduler = Scheduler(runner.plan)
+    said: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    for request in requests(prompts, tokens):
+        scheduler.add(request)
+    while not scheduler.idle:
+        batch, picked, _ = scheduler.schedule()
+        assert batch is not None
+        logits = runner.forward(batch)
+        drawing = scheduler.fork(picked)
+        drawn = sample(logits, [s.params for s in drawing], [s.random for s in drawing])
+        for chunk in scheduler.finish(drawing, drawn):
+            said[chunk.request_id] += chunk.token_ids
+        scheduler.manager.check_invariants()
+    return list(said.values())
+
+
+def check_tokens_of_generate(runner: ModelRunner, folder: Path, lengths: tuple[int, ...], tokens: int) -> None:
+    """Random prompts of these lengths, answered by the runner at once as by generate one at a time."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 300, length).tolist() for length in lengths]
+    got = complete(runner, prompts, tokens)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain.eval().generation_config = transformers.GenerationConfig(
+        max_new_tokens=tokens, pad_token_id=0
+    )  # no EOS
+    for answer, prompt in zip(got, prompts, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False)
+        assert answer == out[0, len(prompt) :].tolist()
