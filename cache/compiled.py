@@ -7,7 +7,8 @@ tests hold the two against each other. The kernels of the server's engine use th
 What was compiled ahead, where the package was installed (`tonnage.cache.ahead`), is read from there. Else
 compiling takes some seconds once per machine and version, and the result is kept in the user's cache folder
 (XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written (no home, no permission,
-no space), it is compiled at every start. Only what imports the manager pays for the import; `tonnage plan` does
+no space), it is compiled at every start. What no start has used for a month goes when another is kept: each
+version of these sources has its own folder. Only what imports the manager pays for the import; `tonnage plan` does
 not.
 """
 
@@ -16,6 +17,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,6 +36,8 @@ from tonnage.cache.ahead import AheadOrKept, Archive
 log = logging.getLogger("tonnage.cache")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_UNUSED_SECONDS = 30 * 86_400
 
 
 class Compiler:
@@ -55,7 +61,7 @@ class Compiler:
             content.update(text)
         cache = _cache_folder()
         folder = None if cache is None else cache / f"compiled-{digest.hexdigest()}"
-        self.folder = folder if not numba.config.DISABLE_JIT and _writable(folder) else None
+        self.folder = folder if not numba.config.DISABLE_JIT and _used(folder) else None
         self.kept = self.folder is not None
         self.archive = Archive(content.hexdigest())
         self.made: list[CPUDispatcher] = []
@@ -144,14 +150,29 @@ def _cache_folder() -> Path | None:
         return None
 
 
-def _writable(folder: Path | None) -> bool:
+def _used(folder: Path | None) -> bool:
+    """Whether it can be written to; if so it is there, and marked as in use."""
     if folder is None:
         return False
     try:
+        new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
     except OSError:
         return False
+    if new:
+        _remove_unused(folder.parent)
     return os.access(folder, os.W_OK)
+
+
+def _remove_unused(cache: Path) -> None:
+    """Who runs with one of them loses nothing: its code is in memory, and numba makes the folder again for what
+    is compiled later."""
+    for folder in cache.glob("compiled-*"):
+        with contextlib.suppress(OSError):
+            unused = time.time() - folder.stat().st_mtime > _UNUSED_SECONDS
+            if unused and re.fullmatch("compiled-[0-9a-f]{16}", folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 COMPILER = Compiler(Path(__file__).parent)

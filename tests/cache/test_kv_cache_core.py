@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -157,6 +158,49 @@ def test_kept_machine_code_depends_on_every_module_of_the_package(
         twin = tmp_path / other
         shutil.copytree(module.parent.parent, twin) if other == "copied" else twin.symlink_to("sources")
         assert compiled.Compiler(twin).folder not in (changed, None)
+
+
+def test_machine_code_that_no_start_has_used_for_a_month_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tonnage.cache import compiled
+
+    if numba.config.DISABLE_JIT:
+        return
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    sources = tmp_path / "module.py"
+    sources.write_text("ONE = 1")
+    runs = compiled.Compiler(tmp_path)
+    assert runs.folder is not None
+    assert runs(double)(1) == 2
+    others = [tmp_path / "kept" / name for name in ("compiled-0123456789abcdef", "compiled-by-others", "models")]
+    for folder in others:
+        (folder / "below").mkdir(parents=True)
+        (folder / "below" / "file").touch()
+    month = compiled._UNUSED_SECONDS
+    for folder in (runs.folder, *others):
+        os.utime(folder, (0, time.time() - month - 60))
+    compiled.Compiler(tmp_path)  # the same again: nothing is new, nothing goes, and it is in use
+    assert all(folder.exists() for folder in (runs.folder, *others))
+    sources.write_text("ONE = 2")
+    assert compiled.Compiler(tmp_path).folder != runs.folder
+    assert [folder.exists() for folder in (runs.folder, *others)] == [True, False, True, True]
+
+    os.utime(runs.folder, (0, time.time() - month - 60))
+    sources.write_text("ONE = 3")
+    compiled.Compiler(tmp_path)
+    assert not runs.folder.exists()
+    assert runs(triple)(1) == 3  # who ran with it goes on, and keeps what it compiles
+    assert runs.kept
+    assert [*runs.folder.rglob("*.nbi")]
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+def triple(value: int) -> int:
+    return 3 * value
 
 
 def test_where_nothing_can_be_kept_code_is_compiled_at_every_start(
