@@ -80,9 +80,10 @@ def _told(name: str) -> Iterator[None]:
         elif isinstance(error, HTTPException):  # whose words may be the server's
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            why = str(getattr(error, "reason", error))[:200]
+            reason = getattr(error, "reason", error)  # without the number that the system has for it
+            why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
-        raise ModelNotFound(f"cannot be fetched: {why}", field=name, hint=hint) from None
+        raise ModelNotFound(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
 
 
 class Remote:

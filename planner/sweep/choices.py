@@ -102,9 +102,10 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     if not choices.gpus:
         return [base]
     found = []
-    for name, count in choices.gpus:  # one after the other: rows in the order of the flag
+    # One after the other: rows in the order of the flag. Each once, whatever its spellings.
+    for gpu, count in dict.fromkeys((find_gpu(name), count) for name, count in choices.gpus):
         sizes = base.tensor_parallel_sizes if count is None else (count,)
-        found.append(replace(base, gpus=(find_gpu(name),), tensor_parallel_sizes=sizes))
+        found.append(replace(base, gpus=(gpu,), tensor_parallel_sizes=sizes))
     return found
 
 

@@ -23,7 +23,7 @@ from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
 from tonnage.planner.sweep.order import cheapest, check_sort, ordered
 from tonnage.planner.sweep.rows import SweepRow
-from tonnage.planner.sweep.table import price_lines, print_rows
+from tonnage.planner.sweep.table import length_lines, price_lines, print_rows
 from tonnage.planner.units import parse_count
 
 _SHOWN = 12  # offers printed for --target-concurrency
@@ -65,7 +65,7 @@ def run_sweep(choices: Choices, deployment: Deployment, wanted: int | None, args
         engine = engine_of(deployment.engine)
         flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
         names, lines = ", ".join(choices.models), price_lines(rows, prices)
-        lines = [*_notes(rows), *lines]
+        lines = [*length_lines(rows, lengths), *_notes(rows), *lines]
         write_sweep_page(args.html, names, rows, engine.shown_name(flags), args.words, lines)
     if args.json:
         best = _command(sources[0], deployment, rows[0]) if wanted is not None and rows else []
@@ -157,7 +157,7 @@ def _print_all(
     if len(rows) < found:
         order = "" if by is None else f" by {by}"
         print(f"... the first {len(rows):,} of {found:,}{order} (--sort, --top; --json lists all)")
-    for line in (*_notes(rows), *price_lines(rows, prices)):
+    for line in (*length_lines(rows, lengths), *_notes(rows), *price_lines(rows, prices)):
         print(line)
 
 

@@ -92,6 +92,21 @@ def _count(figure: float) -> str:
     return f"{figure:,.1f}" if figure < 1000 and figure != int(figure) else f"{figure:,.0f}"
 
 
+def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[str]:
+    """How long the sequences are that are counted: as many tokens as a model allows are not the same of all."""
+    own = {row.model: row.max_model_len for row in rows if row.max_model_len}
+    if lengths:
+        prompt, output = lengths[0]
+        first = f"Of requests of {prompt:,}+{output:,} tokens, the first length: at least, each"
+        return [first] if own and len(lengths) > 1 else []
+    if len(set(own.values())) < 2:
+        return [f"Sequences are of {length:,} tokens" for length in set(own.values())]
+    each = ", ".join(f"{model} {length:,}" for model, length in own.items())
+    return [
+        f"Sequences are of each model's own length: {each} tokens; alike with --request 2000+300, --max-model-len"
+    ]
+
+
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:
     """Where the prices are from, and which GPUs have none."""
     sources: dict[str, list[str]] = {}

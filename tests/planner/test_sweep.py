@@ -390,6 +390,29 @@ def test_models_and_gpus_side_by_side(models, capsys):
         assert row["usd_per_sequence"] == row["usd_per_hour"] / row["least_sequences"]
 
 
+def test_a_table_says_of_how_many_tokens_its_sequences_are(models, capsys):
+    """Otherwise the model that allows the fewest looks the cheapest."""
+    llama, other = models
+    two = [llama, other, "--gpu", "h100-80g"]
+    run(two)
+    assert f"Sequences are of each model's own length: {llama} 131,072, {other} 40,960 tokens" in told(capsys)
+    run([*two, "--max-model-len", "8192"])
+    assert "Sequences are of 8,192 tokens\n" in told(capsys)
+    run([*two, "--request", "2000+300"])
+    assert "equences are of" not in told(capsys)
+    run([*two, "--request", "2000+300", "--request", "500+100"])
+    assert "Of requests of 2,000+300 tokens, the first length: at least, each\n" in told(capsys)
+
+
+def test_a_gpu_by_two_of_its_names_is_one_row(llama, capsys):
+    run([llama, "--gpu", "h100,h100-80g,2xh100,2xh100-80g", "--json"])
+    assert [row["gpus"] for row in json.loads(told(capsys))["rows"]] == [1, 2]
+
+
+def told(capsys):
+    return capsys.readouterr().out
+
+
 def test_a_table_for_a_file(models, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert run([*models, *BESIDE, "--sort", "price-per-sequence", "--top", "5", "--html", str(page)]) == 0
