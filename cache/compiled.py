@@ -8,8 +8,8 @@ What was compiled ahead, where the package was installed (`tonnage.cache.ahead`)
 compiling takes some seconds once per machine and version, and the result is kept in the user's cache folder
 (XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it); where nothing can be written (no home, no permission,
 no space), it is compiled at every start. What no start has used for a month goes when another is kept: each
-version of these sources has its own folder. Only what imports the manager pays for the import; `tonnage plan` does
-not.
+version of these sources has its own folder. Only what imports the manager pays for the import; `tonnage plan`
+does not.
 """
 
 from __future__ import annotations

@@ -102,9 +102,7 @@ def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -
     if len(set(own.values())) < 2:
         return [f"Sequences are of {length:,} tokens" for length in set(own.values())]
     each = ", ".join(f"{model} {length:,}" for model, length in own.items())
-    return [
-        f"Sequences are of each model's own length: {each} tokens; alike with --request 2000+300, --max-model-len"
-    ]
+    return [f"Sequences are of each model's own length: {each} tokens; alike by --request or --max-model-len"]
 
 
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:

@@ -173,7 +173,8 @@ def test_machine_code_that_no_start_has_used_for_a_month_is_removed(
     runs = compiled.Compiler(tmp_path)
     assert runs.folder is not None
     assert runs(double)(1) == 2
-    others = [tmp_path / "kept" / name for name in ("compiled-0123456789abcdef", "compiled-by-others", "models")]
+    names = ("compiled-0123456789abcdef", "compiled-by-others", "models")
+    others = [tmp_path / "kept" / name for name in names]
     for folder in others:
         (folder / "below").mkdir(parents=True)
         (folder / "below" / "file").touch()
