@@ -1,5 +1,5 @@
 """HTML of plans, tables and replays in one look, that of ``tonnage page``: one file a page, no network. A page
-has one script, which sorts its tables; what a notebook shows has none, and its style touches nothing else.
+has one script, that of its tables; what a notebook shows has none, and its style touches nothing else.
 
 Colours are those of planner/page/data/style.css.
 """
@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.tables import FIRST, SCRIPT
 from tonnage.planner.units import gib
 
 # Classes that have the colours of Plan.memory_rows
@@ -70,6 +71,11 @@ h1{margin:0;font-size:1.5rem;overflow-wrap:anywhere}
 pre{background:var(--field);border:1px solid var(--line);border-radius:.4rem;padding:.6rem .8rem;margin:.6rem 0;
 font-size:.9rem;white-space:pre-wrap;overflow-wrap:anywhere}
 th button{all:unset;cursor:pointer}
+.find{display:flex;flex-wrap:wrap;gap:.4rem .8rem;align-items:center}
+.find input,.find button{font:inherit;color:inherit;background:var(--field);border:1px solid var(--line);
+border-radius:.3rem;padding:.25rem .6rem}
+.find input{flex:0 1 20rem;min-width:0}
+tbody tr[hidden]{display:none!important}
 th button::after{content:"\\2195";color:var(--soft);padding-left:.25em}
 th[aria-sort=ascending] button::after{content:"\\2191"}
 th[aria-sort=descending] button::after{content:"\\2193"}
@@ -85,55 +91,20 @@ min-width:0;text-align:left}
 .wide tbody td:first-child{font-weight:600}
 .wide td[data-label]:not(:first-child,[colspan],:empty)::before{content:attr(data-label) " ";color:var(--soft);
 font-size:.875rem}}
-@media print{:root{color-scheme:light}.tonnage{max-width:none;padding:0;font-size:9pt;line-height:1.3}
+@media print{:root{color-scheme:light}.find label,.find input,.find button{display:none}
+.tonnage{max-width:none;padding:0;font-size:9pt;line-height:1.3}
 .scroll{overflow:visible}td,th{padding:.12rem .3rem;white-space:normal}th button::after{content:""}}
-"""
-# On a phone each row of a wide table is a card, whose cells say their column; its heads stay, to sort by.
-# Cells that begin with a number sort by it and its unit, before cells of words; a row too short for the column
-# is last.
-_SORT = """
-const units = {KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40};
-const number = (text) => {
-  const found = /^(-?[\\d,]*\\.?\\d+) ?([KMGT]iB)?/.exec(text);
-  return found ? Number(found[1].replaceAll(",", "")) * (units[found[2]] ?? 1) : NaN;
-};
-for (const box of document.querySelectorAll(".scroll")) if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
-for (const head of document.querySelectorAll(".wide thead th")) {
-  for (const row of head.closest("table").tBodies[0].rows) {
-    const cell = row.cells[head.cellIndex];
-    if (cell) cell.dataset.label = head.textContent;
-  }
-}
-for (const head of document.querySelectorAll("thead th")) {
-  const cells = [...head.closest("table").tBodies[0].rows].map((row) => row.cells[head.cellIndex]);
-  if (!head.textContent || !cells.some((cell) => cell?.textContent)) continue;  // a column of bars
-  const button = document.createElement("button");
-  button.append(...head.childNodes);
-  head.append(button);
-  button.onclick = () => {
-    const turn = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
-    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
-    head.setAttribute("aria-sort", turn > 0 ? "ascending" : "descending");
-    const body = head.closest("table").tBodies[0];
-    const rows = [...body.rows].map((row) => [row, row.cells[head.cellIndex]?.textContent.trim()]);
-    rows.sort(([, a], [, b]) => {
-      if (a === undefined || b === undefined) return (a === undefined) - (b === undefined);
-      const [x, y] = [number(a), number(b)];
-      if (isNaN(x) !== isNaN(y)) return isNaN(x) - isNaN(y);
-      return turn * (x - y || a.localeCompare(b));
-    });
-    body.append(...rows.map(([row]) => row));
-  };
-}
 """
 
 
 def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = (), foot: str = "") -> str:
     """In a box that scrolls by itself. ``rows``, ``foot``: markup of ``<tr>``; ``words``: heads of columns of
-    text, which are to the left as the first is. Above three columns a row is a card on a phone."""
+    text, which are to the left as the first is. Above three columns a row is a card on a phone. Rows
+    after the FIRST are shown when they are asked for."""
     top = "".join(f"<th{' class=words' if head in words else ''}>{escape(head)}</th>" for head in heads)
     below = f"<tfoot>{foot}</tfoot>" if foot else ""
-    body = f"<tbody>{''.join(rows)}</tbody>"
+    drawn = (row if at < FIRST else row.replace("<tr", "<tr hidden", 1) for at, row in enumerate(rows))
+    body = f"<tbody>{''.join(drawn)}</tbody>"
     wide = " class=wide" if len(heads) > 3 else ""
     return f"<div class=scroll><table{wide}><thead><tr>{top}</tr></thead>{body}{below}</table></div>"
 
@@ -220,8 +191,9 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
     return (
         f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}{_PAGE_STYLE}{style}</style></head>"
-        f"<body>{_framed(f'{head}<main>{body}</main>')}<script>{_SORT}</script></body></html>\n"
+        f"<style>{_STYLE}{_PAGE_STYLE}{style}</style>"
+        "<noscript><style>tbody tr[hidden]{display:table-row!important}</style></noscript></head>"
+        f"<body>{_framed(f'{head}<main>{body}</main>')}<script>{SCRIPT}</script></body></html>\n"
     )
 
 

@@ -184,3 +184,51 @@ def test_html_files(browser: Any, axe: str, models: Path, name: str) -> None:
         assert expected.replace(" ", "") in text.replace(" ", ""), (expected, text[:3000])
     assert sheets <= {"plan": 1, "compare": 2, "train": 2, "sweep": 3, "replay": 3}[name]
     page.close()
+
+
+def test_a_sweep_of_thousands_of_rows(browser: Any, axe: str, models: Path) -> None:
+    """The first hundred; sorted and searched among all; all where they are asked for, or no script runs."""
+    code, _, said = commanded("plan", ["Qwen/Qwen3-8B", *VLLM, "--sweep", "--html", "all.html"], models)
+    assert code == 0, said
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    sight = Sight(page, (models / "all.html").as_uri())
+    page.goto(sight.url)
+    rows = page.locator("tbody tr")
+    told = page.locator(".find [role=status]")
+    found = re.fullmatch(r"The first 100 of ([\d,]+) rows", told.inner_text())
+    assert found is not None
+    total = int(found[1].replace(",", ""))
+    assert total > 2000
+    assert rows.count() == 100
+    assert not (serious_ones := serious(page, axe)), serious_ones
+    sight.picture("html-sweep-long")
+    cells = "[...document.querySelectorAll('tbody td:nth-child(5)')]"
+    sizes = f"() => {cells}.map((cell) => Number(cell.textContent.replaceAll(',', '')))"
+    head = page.locator("thead th", has_text="tokens")
+    head.locator("button").click()
+    least = page.evaluate(sizes)
+    head.locator("button").click()
+    most = page.evaluate(sizes)
+    assert len(least) == len(most) == 100
+    assert least == sorted(least)
+    assert most == sorted(most, reverse=True)
+    assert least[-1] < most[-1]  # of all rows, not of those shown before
+    page.get_by_label("Rows with the words").fill("H100-80g fp8")
+    fewer = rows.count()
+    assert 0 < fewer < 100
+    assert all("h100-80g" in text and "fp8" in text for text in rows.all_inner_texts())
+    assert told.inner_text() == f"{fewer} rows with these words"
+    page.get_by_label("Rows with the words").fill("")
+    page.get_by_role("button", name="Show all").click()
+    assert rows.count() == total
+    page.get_by_role("button", name="Show the first 100").click()
+    assert rows.count() == 100
+    assert page.evaluate(sizes) == most  # as it was sorted
+    assert not sight.said
+    context.close()
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(sight.url)
+    assert page.locator("tbody tr >> nth=-1").is_visible()
+    context.close()
