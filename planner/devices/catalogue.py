@@ -94,6 +94,12 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
         return local_gpu()
     if wanted in _by_name():
         return _by_name()[wanted]
+    count, cross, one = wanted.partition("x")
+    if cross and count.isdigit() and one in _by_name():
+        raise DeploymentError(
+            f"{name[:60]!r} is for a table of plans; here it names one GPU", field=field,
+            hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
+        )  # fmt: skip
     import difflib
 
     names = [gpu.name for gpu in catalogue()]

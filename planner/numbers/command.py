@@ -75,7 +75,12 @@ def table() -> list[dict[str, Any]]:
 
 def read_value(text: str) -> Real:
     """The number that ``text`` writes, exactly; infinities, NaN and zeros as floats. Raises DeploymentError."""
-    wrong = DeploymentError(f"{text.strip()[:40]!r} is not a number", field="VALUE")
+    word = text.strip().lower()
+    meant = [name for name in (*NAMES, *_SPELLED) if word in (name, name.partition("_")[0])]
+    wrong = DeploymentError(
+        f"{text.strip()[:40]!r} is not a number", field="VALUE",
+        hint=f"a format is asked for by --format {' or '.join(meant)}" if meant else None,
+    )  # fmt: skip
     try:
         number = Decimal(text.strip())
     except InvalidOperation:  # an exponent of more than 18 digits too

@@ -18,7 +18,7 @@ def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | No
     its ranks build the model."""
     reasons = []
     limits = (
-        ("gpu", setup.device_memory, "--device-memory"),
+        ("gpu", setup.device_memory, "the GPU's"),
         ("cpu", setup.cpu_memory, "--cpu-memory"),
         ("nvme", setup.nvme, "--nvme"),
     )

@@ -129,3 +129,10 @@ def test_a_gpu_without_a_figure_is_this_machines():
 def test_a_typing_error_is_answered():
     with pytest.raises(DeploymentError, match="did you mean h100-80g"):
         find_gpu("h100-80")
+
+
+def test_how_many_of_a_gpu_is_another_flag_where_one_is_named():
+    with pytest.raises(DeploymentError, match=r"--gpu h100-80g --tensor-parallel-size 8; of train --gpus 8"):
+        find_gpu("8xH100")
+    with pytest.raises(DeploymentError, match="not in the catalogue"):
+        find_gpu("8xh1000")

@@ -135,6 +135,7 @@ def test_table_and_fields_from_the_command_line(capsys):
     ("arguments", "words"),
     [
         (["pi"], ["VALUE", "'pi'"]),
+        (["fp8"], ["VALUE", "'fp8'", "--format fp8_e4m3 or fp8_e5m2"]),
         (["1", "--format", "fp12"], ["--format", "'fp12'"]),
         (["--format", "bf16", "--bits", "1,300,0"], ["--bits", "300", "8 bits"]),
         (["--format", "bf16", "--bits", "1,2"], ["--bits", "1,17,3"]),
