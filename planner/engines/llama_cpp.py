@@ -340,9 +340,7 @@ def size_cache(
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
     """Bytes of one sequence in layers that cannot be rolled back (sliding, states); 0 without them."""
-    kept = tuple(layer for layer in architecture.cache_layers if layer.kind != "full")
-    if all(layer.kind not in ("sliding", "state") for layer in kept):
-        return 0
+    kept = tuple(layer for layer in architecture.cache_layers if layer.kind in ("sliding", "state"))
     partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype
     return size_cache(partial, chosen.max_model_len, types, ubatch=chosen.max_num_batched_tokens).bytes
 

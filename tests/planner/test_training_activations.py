@@ -1,5 +1,5 @@
 """The activation model against ``saved_tensors_hooks`` on real models: a type whose layer is written down
-within 0.05 %, any other inside the interval its plan states.
+to the byte, almost (``near``), any other inside the interval its plan states.
 
 What autograd keeps of them is stored (tests/data/oracles); `make test-oracles` trains them again.
 """
@@ -42,6 +42,11 @@ def saved(request) -> Callable[..., int]:
     return ask
 
 
+def near(measured: int, family: str = "") -> object:
+    """Exact but for 56 bytes; two types, with adapters under autocast, keep 3 and 6 KiB that the tape lacks."""
+    return pytest.approx(measured, rel=0, abs={"opt-projected": 3_072, "hunyuan_v1_moe": 6_144}.get(family, 56))
+
+
 def exact(row: str) -> bool:
     """The planner has the layer of this model operation by operation."""
     return not models.training_model(row).estimated
@@ -62,7 +67,7 @@ def test_full_training(family, precision, attention, saved):
     setup = TrainingSetup(precision=precision, attention=attention)
     found = planned(family, setup, frozenset(), BATCH, LENGTH)
     if exact(family):
-        assert found == pytest.approx(measured, rel=0.0005)
+        assert found == near(measured)
     else:
         assert found * ESTIMATE_LOW <= measured <= found * ESTIMATE_HIGH
 
@@ -103,7 +108,7 @@ def test_adapters(family, precision, method, saved):
     measured = saved(real, family, autocast=precision == "bf16-mixed")
     setup = TrainingSetup(method=method, precision=precision, attention="sdpa", rank=4)
     targets = models.planner(family).trained(setup).targets
-    assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
+    assert planned(family, setup, targets, BATCH, LENGTH) == near(measured, family)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
@@ -121,7 +126,7 @@ def test_adapters_on_every_linear_layer(family, precision, saved):
         method="lora", precision=precision, attention="sdpa", rank=4, target_modules=("all-linear",)
     )
     targets = models.planner(family).trained(setup).targets
-    assert planned(family, setup, targets, BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
+    assert planned(family, setup, targets, BATCH, LENGTH) == near(measured, family)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
@@ -141,7 +146,7 @@ def test_lora_on_the_attention_of_routed_layers(family, precision, saved):
     targets = ("q_proj", "v_proj")
     setup = TrainingSetup(method="lora", precision=precision, attention="sdpa", rank=4, target_modules=targets)
     found = planned(family, setup, models.planner(family).trained(setup).targets, BATCH, LENGTH)
-    assert found == pytest.approx(measured, rel=0.005)
+    assert found == near(measured, family)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
@@ -150,7 +155,7 @@ def test_other_batches_and_lengths(family, batch, length, saved):
     """The tape is symbolic: sizes it was not written against, windows both used and not."""
     measured = saved(lambda: models.real_model(family), family, batch=batch, length=length)
     setup = TrainingSetup(precision="fp32", attention="sdpa")
-    assert planned(family, setup, frozenset(), batch, length) == pytest.approx(measured, rel=0.005)
+    assert planned(family, setup, frozenset(), batch, length) == near(measured)
 
 
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
@@ -162,7 +167,7 @@ def test_one_sequence_in_eager_attention(family, saved):
 
     measured = saved(real, family, batch=1, length=24)
     setup = TrainingSetup(precision="bf16", attention="eager")
-    assert planned(family, setup, frozenset(), 1, 24) == pytest.approx(measured, rel=0.0005)
+    assert planned(family, setup, frozenset(), 1, 24) == near(measured)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -179,7 +184,7 @@ def test_freeze_keeps_nothing_below_the_trained_layers(family, saved):
 
     measured = saved(real, family)
     setup = TrainingSetup(method="freeze", precision="fp32", attention="sdpa", trainable_layers=2)
-    assert planned(family, setup, frozenset(), BATCH, LENGTH) == pytest.approx(measured, rel=0.005)
+    assert planned(family, setup, frozenset(), BATCH, LENGTH) == near(measured)
 
 
 def test_dropout_keeps_its_mask(saved):
@@ -189,7 +194,7 @@ def test_dropout_keeps_its_mask(saved):
     )
     setup = TrainingSetup(precision="fp32", attention="eager")
     found = planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH, attn_pdrop=0.1)
-    assert found == pytest.approx(measured, rel=0.005)
+    assert found == near(measured)
     assert found > planned("gpt_bigcode", setup, frozenset(), BATCH, LENGTH) * 1.2
 
 
@@ -204,7 +209,7 @@ def test_dropout_of_scores_comes_before_their_cast(precision, saved):
     measured = saved(real, "seed_oss", autocast=precision == "bf16-mixed", attention_dropout=0.1)
     setup = TrainingSetup(precision=precision, attention="eager")
     found = planned("seed_oss", setup, frozenset(), BATCH, LENGTH, attention_dropout=0.1)
-    assert found == pytest.approx(measured, rel=0.0005)
+    assert found == near(measured)
 
 
 def test_checkpointing_keeps_the_layers_inputs(saved):
@@ -219,7 +224,7 @@ def test_checkpointing_keeps_the_layers_inputs(saved):
     acts = models.planner("llama").activations(setup)
     ends = (acts.embedding.total + acts.head.total + acts.loss).at(BATCH, LENGTH)
     measured = saved(real, "llama")
-    assert measured == pytest.approx(ends + 3 * acts.stream * BATCH * LENGTH, rel=0.005)
+    assert measured == near(ends + 3 * acts.stream * BATCH * LENGTH)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
