@@ -9,8 +9,9 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
-from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of, spelled
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource, resolve_model

@@ -146,8 +146,8 @@ def load_rows(inputs: Inputs) -> tuple[list[Row], list[str]]:
 def _row(inputs: Inputs, index: int, report: dict[str, Any]) -> Row | str:
     from tonnage.planner.errors import TonnageError
     from tonnage.planner.families.registry import build_architecture
-    from tonnage.planner.planning.build import auto_dtype
     from tonnage.planner.planning.deployment import complete
+    from tonnage.planner.planning.files import auto_dtype
     from tonnage.planner.source.resolve import ModelSource
 
     seen = report["observed"]

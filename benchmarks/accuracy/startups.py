@@ -102,7 +102,7 @@ def row(start: Start) -> Row:
     """The same start for the fit of the coefficients."""
     from accuracy.runtime_fit import Row
     from tonnage.planner.engines.vllm.framework import fused_all_reduce
-    from tonnage.planner.planning.build import Sizer
+    from tonnage.planner.planning.size import Sizer
 
     size = Sizer(start.found).size(start.flags)
     part, chosen = size.parts[size.place], size.chosen

@@ -20,7 +20,7 @@ class Planned:
 
     def __init__(self, name: str, config: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
         from tonnage.planner.deployment import Deployment
-        from tonnage.planner.planning.build import Sizer
+        from tonnage.planner.planning.size import Sizer
         from tonnage.planner.source.resolve import ModelSource
 
         self._source = ModelSource(name, name, config, "folder")

@@ -14,8 +14,8 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.fitlog.read import StartLog
 from tonnage.planner.flags import flags_of, given
-from tonnage.planner.planning.build import Size, Sizer
 from tonnage.planner.planning.calibration import shape_of
+from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.records import dataclass, replace

@@ -9,7 +9,7 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.flags import MAX_BYTES
 from tonnage.planner.model.capacity import at_most
-from tonnage.planner.planning.build import Size, Sizer
+from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource

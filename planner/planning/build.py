@@ -11,32 +11,23 @@ except ImportError:
     from hashlib import sha256
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.engines.support import Support, support
-from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture, printable
-from tonnage.planner.families.registry import architecture_of
+from tonnage.planner.errors import printable
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.dtypes import config_dtype
-from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.model.tensor import TensorSpec
-from tonnage.planner.planning.deployment import complete, version_notes, version_of
-from tonnage.planner.planning.fit import judge
+from tonnage.planner.planning.deployment import version_notes
+from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
-from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
+from tonnage.planner.planning.size import Size, Sizer, with_law
+from tonnage.planner.planning.stages import Stage
 from tonnage.planner.planning.terms import (
     environment_notes,
     kv_terms,
-    lora_bytes,
     other_terms,
     quantization_notes,
     quantized_terms,
 )
-from tonnage.planner.planning.weights import as_stored, hold_weights
-from tonnage.planner.plans import Drafting, Failure, KVCachePlan, ModelInfo, Plan, RankPlan, Resolved, Term
-from tonnage.planner.quantization.read import check_quantization, read_quantization, stored_kv_dtype
-from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.records import asdict, dataclass, replace
+from tonnage.planner.plans import KVCachePlan, ModelInfo, Plan, RankPlan, Resolved, Term
+from tonnage.planner.records import asdict
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"
@@ -58,7 +49,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     size = (sizer or Sizer(source)).size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
     flags, held = chosen.flags, size.held
-    size = _with_law(size)
+    size = with_law(size)
     terms = (
         *worst.weights.loaded.terms,
         *worst.runtime_terms(),
@@ -118,186 +109,6 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model under complete flags in numbers. ``parts``: a rank's share of each stage; ``place``: of
-    the stage that decides; ``bounds``: the least and the most its pool may hold; ``reasons``: why it does not
-    fit."""
-
-    architecture: Architecture
-    quantization: Quantization
-    chosen: Resolved
-    pool: PoolSpec
-    parts: tuple[Architecture, ...]
-    stages: list[Stage]
-    place: int
-    held: PoolCapacity
-    bounds: tuple[PoolCapacity, PoolCapacity]
-    reasons: tuple[str, ...]
-    draft_notes: tuple[str, ...]
-    support: Support
-    failure: Failure | None = None
-    law: RequestLaw | None = None
-    no_law: str = ""
-
-    @property
-    def worst(self) -> Stage:
-        return self.stages[self.place]
-
-    def intervals(self) -> dict[str, tuple[float, float]]:
-        """Of the terms, and of what follows from them: the pool and its capacity."""
-        found: dict[str, tuple[float, float]] = dict(self.worst.intervals())
-        low, high = self.bounds
-        if low.num_blocks < high.num_blocks:
-            size, apart = self.worst.block_bytes, self.pool.apart
-            found["kv_pool_bytes"] = low.num_blocks * size + apart, high.num_blocks * size + apart
-            found["num_blocks"] = low.num_blocks, high.num_blocks
-            found["tokens"] = low.tokens, high.tokens
-            found["max_concurrency"] = round(low.max_concurrency, 4), round(high.max_concurrency, 4)
-        return found
-
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Of the pool, for one of max_model_len tokens."""
-        return self.held.blocks_per_sequence * self.pool.layout.bytes_per_block
-
-    @property
-    def longest(self) -> int:
-        """The longest sequence that the pool holds, in tokens, at most as long as the model allows."""
-        return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
-
-
-# Flags that change neither a tensor nor how it is held: advice tries a dozen of them.
-_WEIGHTLESS = (
-    "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
-    "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype", "kv_cache_memory_bytes",
-)  # fmt: skip
-
-
-class Sizer:
-    """Sizes one model under several flags: its checkpoint is checked and its weights are summed once."""
-
-    def __init__(self, source: ModelSource) -> None:
-        self._source = source
-        self._formats: dict[tuple[str | None, str], Quantization] = {}
-        self._copies: tuple[TensorSpec, ...] | None = None
-        self._parts: dict[tuple[object, ...], list[Part]] = {}
-
-    def size(self, deployment: Deployment) -> Size:
-        """Raises as ``make_plan``; what the engine itself refuses, in its own words too."""
-        try:
-            return self._size(deployment)
-        except EngineRefusal as error:
-            engine = engine_of(deployment.engine)
-            version, name = version_of(engine, deployment)
-            said = engine.sentence(error.cause, version, error.facts)
-            if said is None:
-                raise
-            raise DeploymentError(
-                f"{error.message}; {engine.title} {name} stops with: {said}", field=error.field, hint=error.hint
-            ) from None
-
-    def _size(self, deployment: Deployment) -> Size:
-        source = self._source
-        architecture = architecture_of(source.config)
-        quantization = self._format(architecture, deployment)
-        if self._copies is None:
-            self._copies = check_checkpoint(source, architecture)
-        chosen = complete(deployment, architecture, auto_dtype(source), stored_kv_dtype(source.config))
-        if quantization.scheme != "none":
-            chosen = replace(chosen, flags=replace(chosen.flags, quantization=quantization.scheme))
-        chosen, limit_notes = within_draft(architecture, chosen)
-        flags = chosen.flags
-        engine = engine_of(flags.engine)
-        supported = support(engine, chosen, stored_format(source, quantization), architecture)
-        parts = self._held(
-            architecture, quantization, flags
-        )  # refuses what cannot be divided, as the engine does
-        pooled, draft_weights, draft_high, draft_notes, beside = with_draft(source, architecture, flags)
-        chosen = replace(chosen, draft=beside)
-        pool = engine.build_pool(pooled, chosen)
-        flags = engine.shown_flags(flags, pool)
-        added = Added(lora_bytes(architecture, flags), draft_weights, draft_high)
-        stages = build_stages(architecture, parts, chosen, pool, added)
-        heaviest = max(stage.loaded_bounds[0] for stage in stages)
-        pool = engine.settle_pool(architecture, chosen, pool, heaviest)
-        num_blocks = min(
-            engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
-            for stage in stages
-        )
-        bounds = [
-            engine.block_bounds(
-                chosen,
-                pool,
-                stage.block_bytes,
-                stage.used_bounds,
-                stage.loaded_bounds,
-                stage.runtime.framework.high,
-            )
-            for stage in stages
-        ]
-        fewest, most = (engine.capacity(pool, chosen, min(ends)) for ends in zip(*bounds, strict=True))
-        stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
-        place, worst = max(enumerate(stages), key=lambda pair: pair[1].rank.used_bytes)
-        held = engine.capacity(pool, chosen, num_blocks)
-        reasons = judge(chosen, worst.rank, pool, held, asked=deployment.max_model_len is not None)
-        reasons = (*supported.refused, *reasons)
-        failure = engine.foresee(architecture, chosen, worst.rank, pool, held)
-        if failure is not None and failure.why:
-            reasons = (*reasons, failure.why)
-        running = engine.most_running(chosen, pool, held)
-        chosen = replace(chosen, flags=replace(flags, max_num_seqs=running))
-        shares = tuple(part for part, _ in parts)
-        return Size(
-            architecture, quantization, chosen, pool, shares, stages, place, held, (fewest, most), reasons,
-            (*limit_notes, *draft_notes), supported, failure,
-        )  # fmt: skip
-
-    def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
-        key = flags.quantization, flags.engine
-        if key not in self._formats:
-            quantization = read_quantization(self._source.config, flags.quantization)
-            check_quantization(architecture, quantization, flags.engine)
-            self._formats[key] = quantization
-        return self._formats[key]
-
-    def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
-        key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
-        if key not in self._parts:
-            copies = self._copies or ()
-            self._parts[key] = parts_of(self._source, architecture, quantization, flags, copies)
-        return self._parts[key]
-
-
-def parts_of(
-    source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
-    stored_copies: tuple[TensorSpec, ...],
-) -> list[Part]:  # fmt: skip
-    """What a rank of each pipeline stage holds; of a GGUF file its own types, where the engine keeps them.
-    ``stored_copies``: as ``check_checkpoint`` found them."""
-    parts = held_parts(architecture, quantization, flags, stored_copies)
-    engine = engine_of(flags.engine)
-    if source.kind != "gguf" or not engine.keeps_gguf:
-        return parts
-    whole = hold_weights(architecture, quantization, flags).loaded.total
-    stored = engine.stored_tensors(source.tensors or (), flags)
-    return [(part, as_stored(held, whole, stored)) for part, held in parts]
-
-
-def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
-    """What an engine has to read: GGUF's own types are no quantization of the plan, which has them unpacked."""
-    return Quantization("gguf", method="gguf") if source.kind == "gguf" else quantization
-
-
-def _with_law(size: Size) -> Size:
-    """With what a request takes of the pool, or why that is not known."""
-    try:
-        law = engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool)
-    except UnsupportedArchitecture as error:
-        return replace(size, no_law=error.message)
-    return replace(size, law=law)
-
-
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     if architecture.unread:
         names = printable(", ".join(architecture.unread))
@@ -336,31 +147,6 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
     )
 
 
-def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
-    """``chosen`` with the draft's length where that limits the model's, and a note that says so."""
-    if chosen.flags.speculative_model is None:
-        return chosen, ()
-    from tonnage.planner.planning.speculative import draft_limit
-
-    limit = draft_limit(architecture, chosen)
-    if limit is None:
-        return chosen, ()
-    note = f"max_model_len is {limit:,}, the draft's own, not {chosen.max_model_len:,}"
-    return replace(chosen, max_model_len=limit, flags=replace(chosen.flags, max_model_len=limit)), (note,)
-
-
-def with_draft(
-    source: ModelSource, architecture: Architecture, flags: Deployment
-) -> tuple[Architecture, int, int, tuple[str, ...], Drafting | None]:
-    """What the pool is built from, the draft's weights and what they may be at most, notes, the draft."""
-    if flags.speculative_model is None:
-        return architecture, 0, 0, (), None
-    from tonnage.planner.planning.speculative import add_draft
-
-    draft = add_draft(source, architecture, flags)
-    return draft.architecture, draft.weights, draft.high, draft.notes, draft.beside
-
-
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
     """One entry per GPU of one replica: the ranks of a stage hold the same bytes."""
     return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
@@ -373,39 +159,6 @@ def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tup
     from tonnage.planner.planning.checkpoint import against_index
 
     return against_index(architecture, source.index, source.config, auto_dtype(source))
-
-
-def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """The checkpoint must hold the tensors its config promises. Returns tied ones it stores twice."""
-    if source.index is not None:
-        from tonnage.planner.headers.check import check_index, copies_by_index
-
-        check_index(architecture, source.index, read_quantization(source.config, None))
-        return copies_by_index(architecture, source.index)
-    if source.tensors is None:
-        return ()
-    if source.kind == "gguf":
-        from tonnage.planner.headers.gguf_config import check_gguf
-
-        check_gguf(architecture, source.tensors)
-        return ()
-    from tonnage.planner.headers.check import check_tensors, stored_tied_copies
-
-    check_tensors(architecture, source.tensors, read_quantization(source.config, None))
-    return stored_tied_copies(architecture, source.tensors)
-
-
-def auto_dtype(source: ModelSource) -> str:
-    """What ``--dtype auto`` means: config.json's dtype, else the checkpoint's, else float32 (transformers'
-    own order). A GGUF file states none and is dequantized while loading: bfloat16."""
-    found = config_dtype(source.config.get("dtype", source.config.get("torch_dtype")))
-    if found is None and source.kind == "gguf":
-        return "bfloat16"
-    if found is None and source.tensors is not None:
-        from tonnage.planner.headers.check import floating_dtype
-
-        found = floating_dtype(source.tensors)
-    return found or "float32"
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:

@@ -19,16 +19,10 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.planning.build import (
-    auto_dtype,
-    check_checkpoint,
-    notes_of_calibration,
-    parts_of,
-    stored_format,
-    with_draft,
-    within_draft,
-)
+from tonnage.planner.planning.build import notes_of_calibration
 from tonnage.planner.planning.deployment import complete
+from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
+from tonnage.planner.planning.size import parts_of, with_draft, within_draft
 from tonnage.planner.planning.stages import Added, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import HeldWeights

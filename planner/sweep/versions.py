@@ -17,7 +17,8 @@ from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.output.tables import Table, print_table
 from tonnage.planner.output.terminal import for_this_cpu
-from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.records import dataclass, replace
 from tonnage.planner.source.resolve import ModelSource

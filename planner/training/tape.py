@@ -5,7 +5,7 @@ torch's derivatives.yaml, 2.13, and of the modules' own formulas). Sizes stay sy
 sequence s, so that one tape answers for every micro-batch and length. Tensors that share a storage are
 counted once, as ``torch.autograd.graph.saved_tensors_hooks`` sees them; parameters are not counted.
 
-tests/planner/test_training_activations.py holds the tapes against real models, within 2 %.
+tests/planner/test_training_activations.py holds the tapes against real models, almost to the byte.
 """
 
 from __future__ import annotations

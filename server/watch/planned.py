@@ -8,8 +8,9 @@ from typing import Any, cast
 from tonnage.planner.deployment import Deployment, EngineName
 from tonnage.planner.errors import DeploymentError, ModelNotFound, TonnageError, UnsupportedArchitecture
 from tonnage.planner.flags import flags_of
-from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.engines.capacity import limits_of

@@ -11,7 +11,8 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.tables import plan_table
 from tonnage.planner.output.terminal import plain_lines
-from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import GiB

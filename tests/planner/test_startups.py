@@ -14,7 +14,8 @@ from shown import how_exact
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.runtime.gpu import coefficients
 from tonnage.planner.engines.vllm import activation, framework, graphs
-from tonnage.planner.planning.build import Sizer, plan_source
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.units import GiB, MiB

@@ -16,7 +16,7 @@ from shown import how_exact
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.model.capacity import hold, most_at_once
-from tonnage.planner.planning.build import Sizer
+from tonnage.planner.planning.size import Sizer
 from tonnage.planner.records import replace
 from tonnage.planner.source.resolve import resolve_model
 
