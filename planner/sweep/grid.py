@@ -1,5 +1,5 @@
 """Quantization x KV dtype x TP x GPU: one row a combination, which is a division once its parts are there
-(:mod:`.parts`): 0.05 ms (benchmarks/plan_speed.py)."""
+(``parts``): 0.05 ms (benchmarks/plan_speed.py)."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,33 @@ FOREIGN = {
 }  # fmt: skip
 # Of contributors, with the flags of many scripts; test_commands.py looks at those.
 SCRIPTS = (ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md")
+# A path in a code span, to be found under any folder of ours: `blocks/pool.py`, `api/*/protocol.py`, `http/`.
+PATH = re.compile(r"`((?:[\w.*-]+/)*[\w.*-]+(?:/|\.(?:py|json|jsonl|md|toml|tsv|yaml|yml)))(?=[`: ])")
+PLACES = ("planner", "cache", "server", "deploy", "docs", "tests", "benchmarks", ".ci", "pyproject.toml")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_are_there(page: Path) -> None:
+    named = {name for name in PATH.findall(page.read_text()) if "/" in name or name.endswith(".py")}
+    assert [n for n in sorted(named) if not any(fnmatch(at, f"*/{n}") for at in ours())] == []
+
+
+@cache
+def ours() -> list[str]:
+    """Every file and folder of ours below the root, folders with a stroke at their end."""
+    found = [path for place in PLACES for path in (ROOT / place, *(ROOT / place).rglob("*"))]
+    return [f"/{path.relative_to(ROOT)}" + "/" * path.is_dir() for path in found]
+
+
+@pytest.mark.parametrize("package", ["planner", "cache", "server"])
+def test_a_package_s_readme_names_all_of_its_rooms(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text()
+    rooms = [path for path in (ROOT / package).iterdir() if path.name[0].isalpha()]
+    assert [
+        room.name
+        for room in rooms
+        if (room.suffix == ".py" or room.is_dir()) and not re.search(rf"\b{room.stem}\b", text)
+    ] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

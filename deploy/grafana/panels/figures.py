@@ -1,5 +1,5 @@
 """Figures that stand on several dashboards: the same query, colours and words on each; a dashboard gives
-``width`` and ``more`` of :func:`panels.parts.number`."""
+``width`` and ``more`` of ``panels.parts.number``."""
 
 from __future__ import annotations
 
