@@ -1,56 +1,27 @@
 """From the bytes of a request to a strict protocol model, or a refusal that names the field.
 
-Read by hand instead of by FastAPI: the size is bounded while reading, and broken UTF-8, broken JSON and wrong
-fields all end in the same small OpenAI error, never in a copy of the input.
+Read by hand instead of by FastAPI (:mod:`.document`): wrong fields too end in a small OpenAI error, never in a
+copy of the input.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
 
+from tonnage.server.api.document import MAX_VALUES, read_document, shown
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
 from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
-from tonnage.server.http.bodies import BodyBytes
-from tonnage.server.http.disconnect import ClientDisconnected
 
 Model = TypeVar("Model", bound=BaseModel)
 
-# A body over the limit is read to its end and thrown away up to this many times the limit: a client that is
-# still sending does not read the answer.
-_DISCARD_FACTOR = 8
-
-# What a body may hold, before anything is built of it. A conversation has at most MAX_ITEMS messages, each with
-# a few objects in it (parts, tool calls): ten for each is more than any needs.
-MAX_ITEMS = 10_000
-_MAX_CONTAINERS = 10 * MAX_ITEMS
-# Two million empty objects, 6 MB of text, take 150 MB and half a second to build: the text is looked at first.
-# Strings, names of members included: twenty-five for each message. Other values are token ids in the main: a
-# quarter of a million take 10 MB and 20 ms. Names, which one object may have all of, cost ten times as much.
-_MAX_BRACKETS = 2 * _MAX_CONTAINERS
-_MAX_NAMES = 12 * MAX_ITEMS
-_MAX_STRINGS = 25 * MAX_ITEMS
-_MAX_VALUES = 2**18
-_COUNTED_AT_ONCE = 2**18  # bytes, so that the pieces between quotes take no memory to speak of
-# JSON schemas have the largest objects: OpenAI allows 5,000 properties (its guide to structured outputs).
-_MAX_KEYS = 10_000
 # Unknown names inside of known fields that a lenient server leaves out; each may cost a validation.
 _MAX_UNKNOWN = 20
-
-_short = reprlib.Repr()  # an answer never grows with the body that caused it
-_short.maxstring = _short.maxother = 60
-_short.maxlist = _short.maxdict = 3
-_short.maxlevel = 2
-_repr = _short.repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,88 +33,20 @@ class Fields(Generic[Model]):
     expected: Mapping[str, str] = field(default_factory=dict)
 
 
-async def read_body(
-    request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
-) -> bytearray:
-    """The body, at most ``limit`` bytes, sent within ``seconds``; its bytes count in ``bodies`` meanwhile.
-
-    Raises ApiError (wrong media type, too large, too slow, too many at once), ClientDisconnected.
-    """
-    media = request.headers.get("content-type")
-    if media is None and "origin" in request.headers:
-        # A page of any site may send such a body without asking first (a preflight, Fetch standard), so it
-        # could use a server without keys on its reader's machine. Browsers always add Origin to a POST; others
-        # may leave the type out.
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_MEDIA_TYPE,
-            "a web page (the request has an Origin) must send the header content-type: application/json",
-        )
-    media = (media or "application/json").partition(";")[0].strip().lower()
-    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_MEDIA_TYPE,
-            f"content type {_repr(media)} is not supported; send application/json",
-        )
-    try:
-        async with asyncio.timeout(seconds):
-            return await _read(request, limit, bodies or BodyBytes(limit))
-    except TimeoutError:
-        raise ApiError(
-            ErrorCode.REQUEST_TIMEOUT, f"the request body did not arrive within {seconds:g} s (body_timeout)"
-        ) from None
-
-
-async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
-    body = bytearray()  # grows in place: joined parts would be there twice
-    size = held = 0
-    try:
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= limit:
-                bodies.hold(held, size)
-                held = size
-                body += part
-            else:
-                body.clear()
-            if not message.get("more_body") or size > _DISCARD_FACTOR * limit:
-                break
-    except BaseException:
-        body.clear()  # the error refers to this frame, and may wait for the garbage collector
-        raise
-    finally:
-        bodies.release(held)
-    if size > limit:
-        raise ApiError(
-            ErrorCode.REQUEST_TOO_LARGE, f"the request body is larger than the limit of {limit} bytes"
-        )
-    return body
-
-
-def most_values(max_model_len: int) -> int:
-    """That a body may hold: two prompts of token ids as long as the context, or many shorter ones."""
-    return max(_MAX_VALUES, 2 * max_model_len)
-
-
 def parse_body(
     body: bytes | bytearray,
     fields: Fields[Model],
     honours: frozenset[str] = BASIC_PARAMS,
     *,
     lenient: bool = False,
-    most: int = _MAX_VALUES,
+    most: int = MAX_VALUES,
 ) -> tuple[Model, tuple[str, ...]]:
     """A validated instance of ``fields.model``, and the names of the fields that had no effect.
 
     ``honours``: what the engine acts on; ``most``: values, see ``most_values``. Raises ApiError naming the
     field and what is right.
     """
-    _check_values(body, most)
-    document = _json_object(body)
-    _check_size(document, fields.table)
+    document = read_document(body, most, fields.table)
     ignored = _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
         if isinstance(document.get(name), dict):
@@ -163,102 +66,6 @@ def parse_body(
                 raise _refusal(error, document, fields) from None
             ignored += (name for names in dropped for name in names)
             unknown -= len(dropped)
-
-
-def _check_values(body: bytes | bytearray, most: int) -> None:
-    """Raises ApiError for more objects, lists, strings or other values than any request needs, before one of
-    them is built. Exact for JSON; what is none is found out later."""
-    if len(body) <= 2 * _MAX_NAMES:  # each takes two bytes and more
-        return
-    quotes = commas = brackets = names = 0
-    more = ""
-    cut = b""  # a backslash that belongs to the next slice's first character
-    for at in range(0, len(body), _COUNTED_AT_ONCE):
-        text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
-        cut = b"\\" if text.endswith(b"\\") else b""
-        pieces = text.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[quotes % 2 :: 2])  # what stands between the strings
-        quotes += len(pieces) - 1
-        if quotes // 2 > _MAX_STRINGS:
-            more = " and more"
-            break
-        commas += outside.count(b",")
-        brackets += outside.count(b"{") + outside.count(b"[")
-        names += outside.count(b":")
-    for count, limit, what in (
-        (quotes // 2, _MAX_STRINGS, "strings"),
-        (brackets, _MAX_BRACKETS, "objects and lists"),
-        (names, _MAX_NAMES, "names in objects"),
-        (commas, most, "values"),
-    ):
-        if count > limit:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, f"the request has {count} {what}{more}; at most {limit} are allowed"
-            )
-
-
-def _json_object(body: bytes | bytearray) -> dict[str, Any]:
-    try:
-        document = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        _check_encoding(body)
-        raise ApiError(ErrorCode.INVALID_JSON, f"the request body is not JSON: {str(error)[:200]}") from None
-    if not isinstance(document, dict):
-        raise ApiError(
-            ErrorCode.INVALID_TYPE, f"the request body must be a JSON object, not {_json_type(document)}"
-        )
-    return document
-
-
-def _check_encoding(body: bytes | bytearray) -> None:
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            ErrorCode.INVALID_ENCODING,
-            f"the request body is not UTF-8 (byte {error.start} is 0x{body[error.start]:02x})",
-        ) from None
-
-
-def _check_size(document: dict[str, Any], table: FieldTable) -> None:
-    """Raises ApiError for more objects and lists, or a larger object, than any request needs: pydantic keeps a
-    record of a kilobyte for each wrong one.
-
-    A list whose first item is a scalar is not looked through. The models read it with ``fail_fast``, to its
-    first wrong item.
-    """
-    _check_keys(document, "the request", None)
-    count = 0
-    for name, field_value in document.items():
-        param = name if name in table else None  # a key of the client's own is no field
-        waiting = [field_value]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, dict):
-                _check_keys(value, name[:60], param)
-                inside: Iterable[Any] = value.values()
-            elif isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-                inside = value
-            else:
-                continue
-            found = [item for item in inside if isinstance(item, (dict, list))]
-            count += len(found)
-            if count > _MAX_CONTAINERS:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists",
-                    param=param,
-                )
-            waiting += found
-
-
-def _check_keys(value: dict[str, Any], where: str, param: str | None) -> None:
-    if len(value) > _MAX_KEYS:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
-            param=param,
-        )
 
 
 def _apply(
@@ -283,7 +90,7 @@ def _apply(
             if rule.takes is not None and not rule.takes.accepts(value):
                 raise ApiError(
                     ErrorCode.INVALID_TYPE,
-                    f"{prefix}{name} must be {rule.takes.name}; got {_repr(value)}",
+                    f"{prefix}{name} must be {rule.takes.name}; got {shown(value)}",
                     param=f"{prefix}{name}",
                 )
             ignored.append(f"{prefix}{name}")
@@ -302,10 +109,10 @@ def _same(value: Any, neutral: Any) -> bool:
 def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
     whom = "this server's engine" if rule.needs else "this server"
     why = f": {rule.why}" if rule.why else ""
-    hint = f"leave it out or send {_repr(rule.neutral[0])}" if rule.neutral else "leave it out"
+    hint = f"leave it out or send {shown(rule.neutral[0])}" if rule.neutral else "leave it out"
     return ApiError(
         ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{name} is not supported by {whom} (got {_repr(value)}){why}; {hint}",
+        f"{name} is not supported by {whom} (got {shown(value)}){why}; {hint}",
         param=name,
     )
 
@@ -365,24 +172,12 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         if part in fields.expected:
             # A union: pydantic lists one error for each member, so say what the field takes as a whole.
             param = ".".join(map(str, location[: at + 1]))
-            message = f"{param} must be {fields.expected[str(part)]}, not empty; got {_repr(value)}"
+            message = f"{param} must be {fields.expected[str(part)]}, not empty; got {shown(value)}"
             return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
     param = ".".join(map(str, location))
     code = ErrorCode.INVALID_TYPE if kind.endswith("_type") else ErrorCode.INVALID_VALUE
     message = first["msg"].replace("Input should", "should")
-    return ApiError(code, f"{param} {message}; got {_repr(first['input'])}", param=param)
-
-
-def _json_type(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-    }
-    return names[type(value)]
+    return ApiError(code, f"{param} {message}; got {shown(first['input'])}", param=param)
 
 
 def inline_schema(fields: Fields[Model]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, most_values, parse_body, read_body
+from tonnage.server.api.body import Fields, inline_schema, parse_body
+from tonnage.server.api.document import most_values, read_body
 from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
 from tonnage.server.errors import ApiError, from_exception, render, stopping

@@ -13,9 +13,10 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, most_values, parse_body, read_body
+from tonnage.server.api.body import Fields, inline_schema, parse_body
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import Messages
+from tonnage.server.api.document import most_values, read_body
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import STRICT, TokenId

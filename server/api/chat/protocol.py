@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tonnage.server.api.body import MAX_ITEMS, Fields
+from tonnage.server.api.body import Fields
 from tonnage.server.api.completions.protocol import Usage
+from tonnage.server.api.document import MAX_ITEMS
 from tonnage.server.api.fields import CHAT
 from tonnage.server.api.sampling import (
     MAX_TOP_LOGPROBS,

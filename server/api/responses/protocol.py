@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tonnage.server.api.body import MAX_ITEMS, Fields
+from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FunctionName
+from tonnage.server.api.document import MAX_ITEMS
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
 from tonnage.server.text.grammar import Grammar
