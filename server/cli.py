@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _encodable() -> None:
     """What a terminal that is not UTF-8 cannot show is a question mark there, and no traceback."""
-    out = sys.stdout
-    if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors == "strict":
+    out, refusing = sys.stdout, ("strict", "surrogateescape")  # the latter in the C locale
+    if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors in refusing:
         out.reconfigure(errors="replace")
 
 

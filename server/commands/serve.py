@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import ssl
@@ -35,6 +36,8 @@ from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+log = logging.getLogger("tonnage.server")
 
 # Seconds for the last bytes of drained answers; what runs longer is cut off.
 _GRACE_SECONDS = 1
@@ -192,6 +195,10 @@ class _Stop:
     def on_signal(self, number: int) -> None:
         """The first signal drains, a second one ends the server now."""
         if self._draining is not None:
+            assert self.state is not None
+            if not self._draining.done():
+                self._draining.cancel()  # or it says that they had all ended
+                log.warning("stopped again: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()
             return
         self.signal = number

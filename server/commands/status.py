@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
-
 from tonnage.server.commands.remote import client_of, follow, seconds
 from tonnage.server.parsers import status as parser
 
@@ -17,11 +14,11 @@ def run(argv: list[str]) -> int:
     again = arguments.watch or arguments.interval is not None
     interval = seconds(arguments.interval or _BETWEEN, "--interval") if again else None
     # Imported here: --help needs none of it.
-    from tonnage.server.watch.screens import Lines, Screen
+    from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.status import drawn, look, plain, to_dict
 
     client = client_of(arguments)
-    # rich comes with the extras: where the planner alone is installed, lines do.
-    drawing = sys.stdout.isatty() and not arguments.json and find_spec("rich") is not None
-    screen = Screen(drawn) if drawing else Lines(plain, to_dict if arguments.json else None)
+    if draws() and not arguments.json:
+        return follow(lambda: look(client), Screen(drawn, again=again), interval)
+    screen = Lines(plain, to_dict if arguments.json else None, between="\n")
     return follow(lambda: look(client), screen, interval)

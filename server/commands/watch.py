@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
         raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
     # Imported here: --help needs none of it.
     from tonnage.server.watch.export import Exporter
-    from tonnage.server.watch.screens import Lines, Screen
+    from tonnage.server.watch.screens import Lines, Screen, draws
     from tonnage.server.watch.text import drawn, lines, to_dict
     from tonnage.server.watch.watcher import Watcher
 
@@ -36,8 +36,9 @@ def run(argv: list[str]) -> int:
     flags = given(arguments, Deployment)
     watcher = Watcher(client, flags, arguments.model, kv_unified=flags.pop("kv_unified", None))
     exporter = None if port is None else Exporter(client.url, arguments.host or "127.0.0.1", port)
-    plain = arguments.json or not sys.stdout.isatty()
-    screen = Lines(lines(), to_dict if arguments.json else None) if plain else Screen(drawn)
+    drawing = draws() and not arguments.json
+    plain = Lines(lines(), to_dict if arguments.json else None)
+    screen = Screen(drawn, again=not arguments.once) if drawing else plain
     if exporter is not None:
         print(f"metrics at {exporter.address}", file=sys.stderr, flush=True)
     try:

@@ -132,6 +132,7 @@ def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
     if not stats.waiting:
         running, waiting = max((age for age in (running, waiting) if age is not None), default=None), None
     return {
+        "received": state.accounts.received,
         "in_flight": state.accounts.in_flight,
         "running": stats.running,
         "waiting": stats.waiting,

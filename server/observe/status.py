@@ -143,7 +143,8 @@ def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str
     text = f"{running:,} of at most {limit:,}" if limit else f"{running:,}"
     facts.append(("running", _longest(text, running, requests["longest_running_seconds"])))
     facts.append(("waiting", _longest(f"{waiting:,}", waiting, requests["longest_waiting_seconds"])))
-    room = f"{headroom['requests']:,} more requests like those so far"
+    of = "requests like those so far" if requests.get("received", 1) else "of the longest requests"
+    room = f"{headroom['requests']:,} more {of}"
     if pool:
         room += f"; largest prompt now {headroom['prompt_tokens']:,} tokens"
         if (full := headroom["full_in_seconds"]) is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tonnage.server.observe.status import TITLES, Row
@@ -21,14 +22,30 @@ def aligned(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def tabled(rows: Sequence[Row]) -> Any:
-    """The same as a table of rich."""
-    from rich.markup import escape  # only on a terminal
-    from rich.table import Table
+class Tabled:
+    """The same as a table of rich, as wide as it may be: a figure that is cut off says something else. Where
+    the bytes have no place, their GiB alone are shown, and where these have none, lines are folded."""
 
-    table = Table(box=None, pad_edge=False)
-    for title in TITLES:
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.markup import escape  # only on a terminal
+        from rich.table import Table
+
+        titles, rows = TITLES, self._rows
+        if max(map(len, aligned(rows)), default=0) > options.max_width:
+            first, planned, measured, difference = TITLES
+            titles, rows = (first, planned.split()[0], measured, difference), [_short(row) for row in rows]
+        table = Table(box=None, pad_edge=False)
+        for title in titles:
+            table.add_column(title, justify="right" if title else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        yield table
+
+
+def _short(row: Row) -> Row:
+    """``1,024 (1.0 KiB)`` -> ``1.0 KiB``."""
+    name, *cells = (re.sub(r"^\S+ \((.+)\)$", r"\1", cell) for cell in row)
+    return name, cells[0], cells[1], cells[2]

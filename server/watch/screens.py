@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from tonnage.planner.bars import shades
@@ -17,9 +19,12 @@ Look = TypeVar("Look")
 class Lines(Generic[Look]):
     """Plain lines, or JSON: one object a look, one a line."""
 
-    def __init__(self, plain: Callable[[Look], str], to_dict: Callable[[Look], dict[str, Any]] | None) -> None:
-        """``to_dict`` None: no JSON. ``plain``: the lines of a look."""
-        self._plain, self._to_dict = plain, to_dict
+    def __init__(
+        self, plain: Callable[[Look], str], to_dict: Callable[[Look], dict[str, Any]] | None, between: str = ""
+    ) -> None:
+        """``to_dict`` None: no JSON. ``plain``: the lines of a look; ``between``: of two looks."""
+        self._plain, self._to_dict, self._between = plain, to_dict, between
+        self._first = True
 
     def __enter__(self) -> Lines[Look]:
         return self
@@ -27,7 +32,11 @@ class Lines(Generic[Look]):
     def __exit__(self, *_: object) -> None: ...
 
     def show(self, look: Look) -> None:
-        print(self._plain(look) if self._to_dict is None else json.dumps(self._to_dict(look)), flush=True)
+        if self._to_dict is not None:
+            print(json.dumps(self._to_dict(look)), flush=True)
+            return
+        print("" if self._first else self._between, self._plain(look), sep="", flush=True)
+        self._first = False
 
     def lost(self, error: WatchError) -> None:
         if self._to_dict is not None:
@@ -38,15 +47,22 @@ class Lines(Generic[Look]):
             print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
 
 
-class Screen(Generic[Look]):
-    """One screen that is drawn again at each look. ``draw``: (look, shades of bars, why there is no newer one)
-    -> something that rich draws."""
+def draws() -> bool:
+    """Whether stdout is a terminal that can draw a screen again. A dumb one (Emacs' shell, some CI) cannot, and
+    rich, which comes with the extras, shows nothing there until the end."""
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")  # as rich's Console.is_dumb_terminal
+    return sys.stdout.isatty() and not dumb and find_spec("rich") is not None
 
-    def __init__(self, draw: Callable[[Look, str, str | None], Any]) -> None:
+
+class Screen(Generic[Look]):
+    """One screen that is drawn again at each look (``again``; else once). ``draw``: (look, shades of bars, why
+    there is no newer one) -> something that rich draws."""
+
+    def __init__(self, draw: Callable[[Look, str, str | None], Any], *, again: bool = True) -> None:
         from rich.console import Console  # only on a terminal
         from rich.live import Live
 
-        self._draw, self._shades = draw, shades(sys.stdout)
+        self._draw, self._shades, self._again = draw, shades(sys.stdout), again
         self._live = Live(console=Console(highlight=False), auto_refresh=False)
         self._last: Look | None = None
 
@@ -67,5 +83,8 @@ class Screen(Generic[Look]):
         self._update(Text(str(error)) if last is None else self._draw(last, self._shades, str(error)))
 
     def _update(self, drawn: Any) -> None:
+        if not self._again:
+            self._live.console.print(drawn)
+            return
         self._live.start()  # with the first look: a failure before it leaves the terminal as it was
         self._live.update(drawn, refresh=True)

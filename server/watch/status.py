@@ -9,9 +9,9 @@ from typing import Any
 from tonnage.planner.bars import cells
 from tonnage.server.observe.status import POOL_STATES, Status, status_of
 from tonnage.server.watch.client import Client, WatchError
-from tonnage.server.watch.drawing import aligned, tabled
+from tonnage.server.watch.drawing import Tabled, aligned
 
-_BAR = 60
+_BAR = 48  # and the names of the facts: a terminal of 60 columns
 # Of the states of the pool, in their order; the shade is what tells them apart without colour.
 _COLOURS = dict(zip(POOL_STATES, ("blue", "yellow", "cyan", "dim"), strict=True))
 _STATE_COLOURS = {
@@ -73,7 +73,7 @@ def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
     colour = _STATE_COLOURS.get(status.state, "bold")
     first = escape(first).replace(status.state, f"[{colour}]{status.state}[/]", 1)
     facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(style="dim", overflow="fold")
     facts.add_column(overflow="fold")
     if status.usable:
         facts.add_row("", pool_bar(status, shades))
@@ -90,7 +90,7 @@ def drawn(seen: Seen, shades: str, trouble: str | None = None) -> Any:
         "",
         facts,
         "",
-        tabled(status.memory),
+        Tabled(status.memory),
     ]
     if trouble:
         parts += ["", f"[red]{escape(trouble)}[/]"]

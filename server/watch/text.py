@@ -10,7 +10,7 @@ from typing import Any
 from tonnage.planner.bars import cells
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
 from tonnage.server.observe.status import Row, memory_rows
-from tonnage.server.watch.drawing import aligned, tabled
+from tonnage.server.watch.drawing import Tabled, aligned
 from tonnage.server.watch.records import Counters
 from tonnage.server.watch.watcher import Watched
 
@@ -124,7 +124,7 @@ def drawn(look: Watched, shades: str, trouble: str | None = None) -> Any:
         full = cells(used, usable, _BAR)
         colour = "red" if used >= usable else "yellow" if used > _NEARLY_FULL * usable else "green"
         parts.append(f"[{colour}]{shades[0] * full}[/]{shades[-1] * (_BAR - full)}")
-    parts += ["", tabled(_rows(look)), ""]  # below, where a low window cuts it off
+    parts += ["", Tabled(_rows(look)), ""]  # below, where a low window cuts it off
     parts += [f"[dim]Note: {escape(note)}[/]" for note in look.notes]
     clock = time.strftime("%H:%M:%S", time.localtime(look.at))
     parts.append(f"[red]since {clock}: {escape(trouble)}[/]" if trouble else f"[dim]{clock}[/]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import psutil
 import pytest
 from serving import PATIENCE
 
+from tonnage.server.cli import main
 from tonnage.server.commands.comparison import Row, print_table
 from tonnage.server.demo.model import ensure_demo
 
@@ -185,6 +187,15 @@ def test_a_port_in_use_is_found_before_the_load() -> None:
         port = str(taken.getsockname()[1])
         line = refusal(tonnage("serve", "demo", "--port", port))
     assert f"port: {port} on 127.0.0.1 is in use" in line
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter is the C locale's
+def test_what_a_terminal_cannot_show_is_a_question_mark(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors)
+    monkeypatch.setattr("sys.stdout", out)
+    assert main(["--version"]) == 0
+    print("\u2026", file=out, flush=True)
+    assert out.buffer.getvalue().endswith(b"?\n")
 
 
 def test_settings_come_from_the_environment_and_flags_win() -> None:

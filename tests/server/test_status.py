@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,9 +27,11 @@ from tonnage.planner import bars
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.page import pyodide
 from tonnage.planner.page.build import build
+from tonnage.planner.units import gib
 from tonnage.server import state as server_state
 from tonnage.server.api import plan_page
 from tonnage.server.app import create_app
+from tonnage.server.commands.serve import _Stop
 from tonnage.server.commands.status import run
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory
@@ -131,6 +134,27 @@ async def test_from_loading_to_draining(
     assert second == "ready"
     assert more.count("draining: 2 requests in flight") >= 2
     assert more[-1] == "the time to drain is over: 2 requests are cut off"
+
+
+async def test_who_stops_it_again_reads_that_requests_are_cut_off_and_not_that_they_ended(
+    run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
+        tasks = await ask(server, 2, max_tokens=1000)
+        caplog.set_level(logging.INFO, "tonnage.server")
+        caplog.clear()
+        stop = _Stop(PATIENCE)
+        stop.state = server.state
+        stop.on_signal(signal.SIGINT)
+        await server.until(lambda: server.state.draining)
+        stop.on_signal(signal.SIGINT)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.until(lambda: server.state.accounts.idle.is_set())
+        await asyncio.sleep(0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["draining: 2 requests in flight", "stopped again: 2 requests are cut off"]
 
 
 async def test_refused_requests_are_told_and_never_quoted(
@@ -244,7 +268,7 @@ async def test_the_page(run_server: Callable[..., Any], small_plan: Callable[...
         "plan ",
         "kv_pool",
         "of 255 blocks of 16 tokens",
-        "more requests like those so far",
+        "more of the longest requests",
     ):
         assert shown in re.sub(r"\s+", " ", page.text)
 
@@ -430,10 +454,62 @@ def test_a_screen_of_any_encoding(
     assert "no server there (start one)" in shown
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_narrow_screen_cuts_no_figure_off(
+    report: str, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    said = {}
+    for columns in (30, 60, 80, 120):
+        terminal = Terminal(encoding)
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pages(memory=report) as server:
+            assert run([server.url]) == 0
+        said[columns] = [re.sub(r"\x1b\[\d*m", "", line) for line in terminal.shown().splitlines()]
+        assert not any("\u2026" in line for line in said[columns])
+        assert max(map(len, said[columns])) <= columns
+    measured = json.loads(report)["measured"]["process_peak_bytes"]
+    assert any(f"{measured:,} ({gib(measured)})" in line for line in said[120])
+    for columns in (60, 80):
+        (row,) = (line for line in said[columns] if line.startswith("all processes"))
+        assert gib(measured) in row
+        assert f"{measured:,}" not in row
+
+
+def test_a_dumb_terminal_is_not_left_without_a_look(
+    report: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal("utf-8")
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    with pages(memory=report) as server:
+        shown = plain(look(Client(server.url)))
+        looks = 0
+
+        def slept(_: float) -> None:
+            nonlocal looks
+            looks += 1
+            assert terminal.shown() == "\n".join([f"{shown}\n"] * looks)  # before it ends, looks apart
+            if looks == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("time.sleep", slept)
+        assert run([server.url, "--watch"]) == 0
+    assert looks == 2
+
+
+def test_room_before_the_first_request_is_like_no_request_so_far(report: str) -> None:
+    fresh = json.loads(report)
+    assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
+    fresh["requests"]["received"] = 1
+    assert "1 more requests like those so far" in dict(status_of(fresh).facts)["headroom"]
+
+
 def test_the_bar_adds_up() -> None:
     for counts in ((1, 1, 1, 252), (84, 86, 85, 0), (0, 0, 0, 255)):
         status = Status("demo", "ready", "", "", (), dict(zip(POOL_STATES, counts, strict=True)), ())
-        assert len(re.sub(r"\[[^]]*\]", "", pool_bar(status, bars.ASCII))) == 60
+        assert len(re.sub(r"\[[^]]*\]", "", pool_bar(status, bars.ASCII))) == 48
 
 
 @pytest.mark.parametrize(
