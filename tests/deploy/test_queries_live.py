@@ -17,6 +17,7 @@ from queries import (
     panel_queries,
     recorded,
 )
+from serving import PATIENCE
 
 # Labels that Prometheus itself puts on every sample.
 TARGET_LABELS = {"instance", "job"}
@@ -29,7 +30,8 @@ Series = dict[str, list[dict[str, str]]]
 def series(server: str) -> Series:
     """Sample name -> the label sets it has on the live server."""
     found: Series = {name: list(labels) for name, labels in OWN.items()}
-    for family in text_string_to_metric_families(httpx.get(f"{server}/metrics", trust_env=False).text):
+    page = httpx.get(f"{server}/metrics", trust_env=False, timeout=PATIENCE).text
+    for family in text_string_to_metric_families(page):
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample.labels)
     return found

@@ -92,7 +92,7 @@ class Prometheus:
     """The HTTP API of a running Prometheus."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, trust_env=False)
+        self._client = httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE)
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
         answer = self._client.get(f"/api/v1/{path}", params=parameters).json()

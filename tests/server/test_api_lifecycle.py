@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 import uvloop
+from engines import Held, Loading
 from serving import PATIENCE
 
 from tonnage.cache.admission import AdmissionMode, Policy
@@ -54,7 +55,8 @@ class RawClient:
 
 
 async def test_health_answers_while_the_model_loads(run_server, small_plan) -> None:
-    async with run_server(FakeEngine(small_plan(), load_seconds=1.0), ready=False) as server:
+    engine = Loading(small_plan())
+    async with run_server(engine, ready=False) as server:
         assert (await server.http.get("/health")).status_code == 200
         response = await server.http.get("/ready")
         assert response.status_code == 503
@@ -66,26 +68,21 @@ async def test_health_answers_while_the_model_loads(run_server, small_plan) -> N
         assert (await server.http.get("/memory")).json()["ready"] is False
         assert "tonnage_engine_ready{" in (await server.http.get("/metrics")).text
         assert (await server.http.get("/v1/models/demo")).status_code == 200
+        engine.loaded.set()
         await server.until(lambda: server.state.started)
         assert (await server.http.get("/ready")).status_code == 200
         assert (await server.complete()).status_code == 200
 
 
 async def test_the_sdk_waits_for_a_loading_model(run_server, small_plan) -> None:
-    loaded = asyncio.Event()
-
-    class Loading(FakeEngine):
-        async def start(self) -> None:
-            await loaded.wait()
-            await super().start()
-
-    async with run_server(Loading(small_plan()), ready=False) as server:
+    engine = Loading(small_plan())
+    async with run_server(engine, ready=False) as server:
         client = server.openai.with_options(max_retries=5)
         asked = asyncio.create_task(client.completions.create(model="demo", prompt="hi", max_tokens=2))
         async with asyncio.timeout(PATIENCE):
             while not server.state.accounts.outcomes["rejected"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        loaded.set()
+        engine.loaded.set()
         assert (await asked).usage.completion_tokens == 2
 
 
@@ -152,9 +149,11 @@ async def test_the_sdk_raises_on_an_error_event(run_server, small_plan) -> None:
 
 
 async def test_a_full_queue_says_when_to_come_back(run_server, small_plan) -> None:
-    async with run_server(FakeEngine(small_plan(), token_rate=200), max_num_queued_reqs=4) as server:
+    engine = Held(small_plan(), token_rate=200)
+    async with run_server(engine, max_num_queued_reqs=4) as server:
         long = [asyncio.create_task(server.complete(max_tokens=100)) for _ in range(2)]
-        await server.until(lambda: server.engine.stats().running == 2)
+        await server.until(lambda: engine.stats().running == 2)
+        engine.held = True
         for body in ({"n": 3}, {"prompt": ["a", "b", "c"]}, {"n": 3, "stream": True}):
             response = await server.complete(max_tokens=2, **body)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "server_overloaded")
@@ -164,6 +163,7 @@ async def test_a_full_queue_says_when_to_come_back(run_server, small_plan) -> No
         # What can never be queued is refused for good, however empty the queue is.
         response = await server.complete(max_tokens=2, n=5)
         assert (response.status_code, response.headers["x-should-retry"]) == (400, "false")
+        engine.held = False
         assert (await server.complete(max_tokens=2, n=2)).status_code == 200
         # The SDK comes back by itself and gets its answer.
         client = server.openai.with_options(max_retries=8)

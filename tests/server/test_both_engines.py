@@ -107,7 +107,8 @@ class Served:
         return httpx.AsyncClient(base_url=self.url, headers=headers, trust_env=False, timeout=PATIENCE)
 
     def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics", headers={"authorization": f"Bearer {KEY}"}, trust_env=False)
+        headers = {"authorization": f"Bearer {KEY}"}
+        page = httpx.get(f"{self.url}/metrics", headers=headers, trust_env=False, timeout=PATIENCE)
         lines = [line for line in page.text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

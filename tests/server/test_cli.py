@@ -208,7 +208,7 @@ def test_settings_come_from_the_environment_and_flags_win() -> None:
 def test_a_signal_stops_everything(number: signal.Signals, status: int) -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, url):
         assert line_of(process, "ready on ") == url
-        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+        assert httpx.get(f"{url}/ready", trust_env=False, timeout=PATIENCE).status_code == 200
         family = psutil.Process(process.pid).children(recursive=True)
         assert family, "the engine should be a process of its own"
         process.send_signal(number)
@@ -226,7 +226,7 @@ def test_a_signal_while_loading_stops_everything() -> None:
         while not (family := psutil.Process(process.pid).children(recursive=True)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
         for child in family:
             child.send_signal(signal.SIGINT)
         process.terminate()

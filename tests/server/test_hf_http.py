@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from serving import PATIENCE
 from tonnage.server.demo.model import ensure_demo
 
 FLAGS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "128MiB", "--max-num-seqs", "64", "--port", "0"]
+get = functools.partial(httpx.get, timeout=PATIENCE)
 
 
 @contextlib.contextmanager
@@ -33,7 +35,7 @@ def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     try:
         assert process.stdout is not None
         url = next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
-        until(lambda: httpx.get(f"{url}/ready").status_code == 200, PATIENCE)
+        until(lambda: get(f"{url}/ready").status_code == 200, PATIENCE)
         children = psutil.Process(process.pid).children(recursive=True)
         yield url, process
         process.send_signal(signal.SIGTERM)
@@ -69,7 +71,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def blocks_are_free(url: str) -> bool:
-    pool = httpx.get(f"{url}/memory").json()["pool"]["blocks"]
+    pool = get(f"{url}/memory").json()["pool"]["blocks"]
     return bool(pool["used"] == 0 and pool["promised"] == 0)
 
 
@@ -110,9 +112,9 @@ def test_no_websocket_is_opened(url: str) -> None:
         "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
         "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
     }  # fmt: skip
-    refused = httpx.get(f"{url}/v1/responses", headers=upgrade)
+    refused = get(f"{url}/v1/responses", headers=upgrade)
     assert (refused.status_code, refused.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert httpx.get(f"{url}/health", headers=upgrade).status_code == 200
+    assert get(f"{url}/health", headers=upgrade).status_code == 200
 
 
 def test_a_prompt_that_can_never_fit_is_told_at_submit(client: openai.OpenAI) -> None:
@@ -139,7 +141,7 @@ async def test_50_streaming_clients_killed_in_the_middle_leave_every_block_free(
 
 
 def test_weights_and_pool_are_what_the_plan_said(url: str) -> None:
-    report = httpx.get(f"{url}/memory").json()
+    report = get(f"{url}/memory").json()
     rank = report["plan"]["ranks"][0]
     assert report["plan"]["revision"] == 0
     assert report["measured"]["weights_bytes"] == rank["weights_bytes"]
@@ -162,8 +164,8 @@ def test_the_api_process_has_no_torch_and_survives_its_engine(
         os.kill(engine.pid, signal.SIGKILL)
         rest = list(lines)
     assert any('"error"' in line for line in rest)
-    until(lambda: httpx.get(f"{url}/ready").status_code == 503, PATIENCE)
-    assert httpx.get(f"{url}/health").status_code == 200
-    refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"})
+    until(lambda: get(f"{url}/ready").status_code == 503, PATIENCE)
+    assert get(f"{url}/health").status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json={"model": "demo", "prompt": "x"}, timeout=PATIENCE)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "engine_dead"

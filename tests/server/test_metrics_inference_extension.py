@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from engines import Held
 from prometheus_client.parser import text_string_to_metric_families
 
 from tonnage.server.engines.fake import FakeEngine
@@ -48,10 +49,11 @@ def sample(page: str, spec: str) -> tuple[dict[str, str], float]:
 
 @pytest.mark.parametrize("compat", ["none", "vllm"])
 async def test_the_signals_of_a_loaded_server(run_server, small_plan, compat: str) -> None:
-    engine = FakeEngine(small_plan(64, max_num_seqs=2), token_rate=50)
+    engine = Held(small_plan(64, max_num_seqs=2), token_rate=50)
     async with run_server(engine, metrics_compat=compat) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 40, max_tokens=200)) for n in range(5)]
-        await server.until(lambda: engine.stats().running == 2)
+        await server.until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 3))
+        engine.held = True
         page = (await server.http.get("/metrics")).text
         used = engine.stats().pool.used
         for specs in (OWN, VLLM) if compat == "vllm" else (OWN,):

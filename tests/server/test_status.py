@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engines import Loading
 from pages import pages
 from serving import PATIENCE, free_port
 from terminal import Terminal
@@ -96,13 +97,6 @@ async def test_from_loading_to_draining(
     run_server: Callable[..., Any], small_plan: Callable[..., Any], caplog
 ) -> None:
     caplog.set_level(logging.INFO, "tonnage.server")
-    loaded = asyncio.Event()
-
-    class Loading(FakeEngine):
-        async def start(self) -> None:
-            await loaded.wait()
-            await super().start()
-
     engine = Loading(small_plan(), token_rate=50)
     async with run_server(engine, ready=False) as server:
 
@@ -112,7 +106,7 @@ async def test_from_loading_to_draining(
             return str(report["state"])
 
         assert await phase() == "loading"
-        loaded.set()
+        engine.loaded.set()
         await server.until(lambda: server.state.started)
         assert await phase() == "ready"
         tasks = await ask(server, 2, max_tokens=1000)

@@ -6,43 +6,41 @@ import asyncio
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import httpx
 import psutil
 import pytest
+from engines import Loading
 from serving import PATIENCE
 
 from tonnage.server.engines.capacity import Capacity
+from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.heap import settle_heap
+from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.supervisor import SupervisedEngine
 
 
 async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan) -> None:
-    class Loading(FakeEngine):
+    class Engine(Loading):
         """As hf and vLLM, it has no capacity before it has loaded."""
 
-        loaded = False
-
-        async def start(self) -> None:
-            await super().start()
-            self.loaded = True
-
         def capacity(self) -> Capacity:
-            if not self.loaded:
+            if not self._ready:
                 raise QueueFull("the engine is not ready")
             return super().capacity()
 
-    made: list[FakeEngine] = []
+    made: list[Engine] = []
 
-    def make() -> FakeEngine:
-        made.append(Loading(small_plan(), token_rate=100, load_seconds=0.3 if made else 0.0))
+    def make() -> Engine:
+        made.append(Engine(small_plan(), token_rate=100))
         return made[-1]
 
     supervised = SupervisedEngine(make)
+    made[0].loaded.set()
     async with run_server(made[0], served=supervised) as server:
         assert (await server.complete(max_tokens=3, ignore_eos=True)).status_code == 200
         running = [asyncio.create_task(server.complete(max_tokens=500)) for _ in range(5)]
@@ -58,6 +56,7 @@ async def test_a_new_engine_takes_over_and_counters_go_on(run_server, small_plan
         refused = await server.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_dead")
         assert (await server.http.get("/v1/models")).status_code == 200
+        made[1].loaded.set()
         await server.until(lambda: supervised.stats().ready)
         assert (await server.http.get("/ready")).status_code == 200
         assert (await server.complete(max_tokens=3)).status_code == 200
@@ -120,16 +119,27 @@ async def test_what_an_engine_held_goes_when_another_one_runs(small_plan) -> Non
     await engine.stop()
 
 
+async def exhaust(stream: AsyncIterator[Chunk]) -> None:
+    async for _ in stream:
+        pass
+
+
 async def test_a_request_has_its_time(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(256, max_num_seqs=1), token_rate=20)
     async with run_server(engine, request_timeout=2) as server:
-        both = [asyncio.create_task(server.complete(max_tokens=1000, stream=s)) for s in (False, False)]
-        first, second = sorted([await task for task in both], key=lambda answer: answer.status_code)
-        # One had begun: again would take as long. The other never got its turn: later it may.
-        assert (first.status_code, first.json()["error"]["code"]) == (408, "request_timeout")
-        assert first.headers["x-should-retry"] == "false"
-        assert (second.status_code, second.json()["error"]["code"]) == (503, "queue_timeout")
-        assert "retry-after" in second.headers
+        # It never got its turn, which another request has, one without a limit: later it may.
+        other = GenerationRequest("other", (5, 6, 7), SamplingParams(max_tokens=2000))
+        runs = asyncio.create_task(exhaust(engine.generate(other)))
+        await server.until(lambda: engine.stats().running == 1)
+        waited = await server.complete(max_tokens=1000)
+        assert (waited.status_code, waited.json()["error"]["code"]) == (503, "queue_timeout")
+        assert "retry-after" in waited.headers
+        runs.cancel()
+        await server.until(lambda: engine.stats().running == 0)
+        # It had begun: again would take as long.
+        begun = await server.complete(max_tokens=1000)
+        assert (begun.status_code, begun.json()["error"]["code"]) == (408, "request_timeout")
+        assert begun.headers["x-should-retry"] == "false"
         streamed = await server.complete(max_tokens=1000, stream=True)
         assert '"request_timeout"' in streamed.text
         assert streamed.text.endswith("data: [DONE]\n\n")
@@ -173,7 +183,7 @@ async def test_hf_is_killed_among_20_streams_and_comes_back(streams_until_killed
         assert outcomes["rejected"] > 0
 
 
-@pytest.mark.parametrize("grace", ["10", "0"], ids=["drained", "cut off"])
+@pytest.mark.parametrize("grace", ["240", "0"], ids=["drained", "cut off"])
 async def test_sigterm_drains(grace: str) -> None:
     flags = ("--backend", "fake", "--drain-seconds", grace)
     with serving(*flags) as (url, process):

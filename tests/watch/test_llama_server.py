@@ -62,7 +62,7 @@ def llama_server(model: Path, log: Path, *flags: str, port: int = 0) -> Iterator
 
 def ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        return httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from serving import PATIENCE
 from vllm_demo import ADAPTED, MAX_TOKENS, POOL, RANK, SLOTS, Bare, make_adapter
 
 from tonnage.planner.deployment import Deployment
@@ -50,7 +51,9 @@ def test_each_name_has_its_adapter(client: openai.OpenAI, bare: Bare) -> None:
 
 @needs_vllm
 def test_memory_shows_the_slots_beside_their_plan(client: openai.OpenAI, bare: Bare) -> None:
-    with httpx.Client(trust_env=False, timeout=30, base_url=str(client.base_url).removesuffix("v1/")) as http:
+    with httpx.Client(
+        trust_env=False, timeout=PATIENCE, base_url=str(client.base_url).removesuffix("v1/")
+    ) as http:
         report = http.get("/memory").json()
     assert report["measured"]["lora_bytes"] == report["plan"]["ranks"][0]["lora_bytes"] == bare.slots
     assert report["difference"]["lora_bytes"] == 0

@@ -71,7 +71,7 @@ async def test_what_would_override_the_pool_is_refused(monkeypatch: pytest.Monke
 
 
 def memory(server: str) -> dict[str, Any]:
-    report: dict[str, Any] = httpx.get(f"{server}/memory", trust_env=False).json()
+    report: dict[str, Any] = httpx.get(f"{server}/memory", trust_env=False, timeout=PATIENCE).json()
     return report
 
 
@@ -192,7 +192,7 @@ def stream_until(leave: threading.Event, server: str, number: int) -> None:
 
 def waiting(server: str) -> float:
     """Requests in line, from /metrics."""
-    for line in httpx.get(f"{server}/metrics", trust_env=False).text.splitlines():
+    for line in httpx.get(f"{server}/metrics", trust_env=False, timeout=PATIENCE).text.splitlines():
         if line.startswith("tonnage_engine_requests{") and 'state="waiting"' in line:
             return float(line.rsplit(" ", 1)[1])
     raise AssertionError("no such metric")
@@ -226,7 +226,7 @@ def test_clients_that_leave_give_their_blocks_back(server: str, client: openai.O
     # vLLM itself has let go of them: another pool full is served without waiting for the aborted ones.
     answer = client.completions.create(model="demo", prompt=PROMPTS, max_tokens=8, temperature=0)
     assert len(answer.choices) == len(PROMPTS)
-    metrics = httpx.get(f"{server}/metrics", trust_env=False).text
+    metrics = httpx.get(f"{server}/metrics", trust_env=False, timeout=PATIENCE).text
     assert 'tonnage_preemptions_total{model="demo"} 0.0' in metrics
     assert 'tonnage_requests_total{model="demo",outcome="aborted"}' in metrics
 
@@ -252,7 +252,10 @@ def test_what_vllm_can_is_passed_on(client: openai.OpenAI) -> None:
     plain = client.completions.create(**same).choices[0].text
     first = client.completions.create(**same | {"max_tokens": 1}, logprobs=1).choices[0].logprobs.tokens[0]
     (token,) = httpx.post(
-        f"{str(client.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": first}, trust_env=False
+        f"{str(client.base_url).removesuffix('/v1/')}/tokenize",
+        json={"prompt": first},
+        trust_env=False,
+        timeout=PATIENCE,
     ).json()["tokens"]
     banned = client.completions.create(**same, logit_bias={str(token): -100}).choices[0].text
     assert not banned.startswith(first)
@@ -285,7 +288,7 @@ def test_what_vllm_can_is_passed_on(client: openai.OpenAI) -> None:
 async def test_requests_are_conserved_and_nothing_is_preempted(server: str, overload: Any) -> None:
     outcomes = await overload(server)
     assert outcomes["rejected"] > 0
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as http:
         own = (await http.get(f"{server}/metrics/vllm")).text
     (line,) = [line for line in own.splitlines() if line.startswith("vllm:num_preemptions_total{")]
     assert float(line.rsplit(" ", 1)[1]) == 0

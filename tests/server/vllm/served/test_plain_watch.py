@@ -37,7 +37,7 @@ def under_load(url: str, watcher: Watcher) -> Watched:
 def test_by_the_plan_of_the_plug_in(plain: str) -> None:
     watcher = Watcher(Client(plain), {}, None)
     idle, busy = watcher.look(), under_load(plain, watcher)
-    page = httpx.get(f"{plain}/metrics", trust_env=False).text
+    page = httpx.get(f"{plain}/metrics", trust_env=False, timeout=PATIENCE).text
     assert (idle.told.title, idle.told.served) == ("vLLM", "demo")
     assert idle.planned is not None
     assert idle.planned.plan_id in page
@@ -54,7 +54,7 @@ def test_by_vllms_own_families(plain: str) -> None:
     """The same figures from a page without ours: the plan is the watch's."""
 
     def fetched(path: str) -> str:
-        return httpx.get(f"{plain}{path}", trust_env=False).text
+        return httpx.get(f"{plain}{path}", trust_env=False, timeout=PATIENCE).text
 
     told = Watcher(Client(plain), {}, None).look()
     page = "".join(line for line in fetched("/metrics").splitlines(True) if not line.startswith("tonnage_"))
