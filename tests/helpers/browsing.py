@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 90.0
+PATIENCE = 240.0
 DEVICES = [("desktop", 1280, 1000), ("phone", 390, 844)]
 _COMMAND = "import sys; from tonnage.server.cli import main; sys.exit(main())"
 

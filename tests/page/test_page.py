@@ -208,8 +208,13 @@ def test_what_is_copied_is_a_command_and_no_more(browser: Any, site: str) -> Non
     assert "'{\"image\":2}'" in line
     assert "$(id)" not in sight.page.content()
     assert "hf-token" not in line
-    sight.page.click("[aria-label='Copy vllm serve']")
-    sight.wait("() => document.querySelector(\"[aria-label='Copy vllm serve']\").textContent === 'Copied'")
+    button = "[aria-label='Copy vllm serve']"
+    sight.page.evaluate(  # it says so for two seconds
+        "(button) => new MutationObserver(([one]) => { window.told ??= one.target.textContent; })"
+        ".observe(document.querySelector(button), { childList: true })", button
+    )  # fmt: skip
+    sight.page.click(button)
+    sight.wait("() => window.told === 'Copied'")
     copied = sight.page.evaluate("() => navigator.clipboard.readText()")
     assert copied.startswith("vllm serve Qwen/Qwen3-VL-8B-Instruct ")
     assert copied in sight.page.locator("#line pre").all_inner_texts()
