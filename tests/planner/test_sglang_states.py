@@ -72,7 +72,7 @@ def answers():
     script = Path(__file__).with_name("sglang_states_child.py")
     cases = json.dumps([asked_of(*case) for case in CASES])
     done = subprocess.run(
-        [sys.executable, script, folder], input=cases, capture_output=True, text=True, timeout=120
+        [sys.executable, script, folder], input=cases, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.startswith("RESULT "), done.stderr[-2000:]
     return json.loads(done.stdout.removeprefix("RESULT "))

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -171,6 +172,32 @@ def test_tenants_take_turns_at_the_masks_of_a_step() -> None:
     assert all(matcher.filled for matcher in quick)
     assert [matcher.filled for matcher in slow] == [True, True, False, False, False, False]
     assert sorted(errors) == [2, 3, 4, 5]
+
+
+@dataclass
+class Waits:
+    """llguidance's matcher, where other processes have the processor for a while."""
+
+    matcher: Any
+
+    def compute_bitmask(self) -> bytes:
+        time.sleep(0.06)
+        found: bytes = self.matcher.compute_bitmask()
+        return found
+
+    def is_error(self) -> bool:
+        return bool(self.matcher.is_error())
+
+
+def test_a_busy_machine_is_no_fault_of_a_grammar(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "STEP_SECONDS", 0.05)
+    compiler.ask(request("digits", DIGITS))
+    assert told(compiler, 1) == ["digits"]
+    drawing = [("one", compiler.matcher(DIGITS, (2,))) for _ in range(3)]
+    for _, matcher in drawing:
+        matcher._bits, matcher._matcher = None, Waits(matcher._matcher)
+    assert masks.fill(drawing) == {}
+    assert not any(matcher.due for _, matcher in drawing)
 
 
 def replace_held() -> object:

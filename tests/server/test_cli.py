@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -123,6 +123,15 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.communicate()
 
 
+def engines_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Its children may be others, too, for a moment."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "tonnage.server.engines.hf" in child.cmdline() else []
+    return found
+
+
 def line_of(process: subprocess.Popen[str], start: str) -> str:
     assert process.stdout is not None
     for line in process.stdout:
@@ -228,7 +237,8 @@ def test_a_signal_while_loading_stops_everything() -> None:
             time.sleep(0.01)
         assert httpx.get(f"{url}/health", trust_env=False, timeout=PATIENCE).status_code == 200
         for child in family:
-            child.send_signal(signal.SIGINT)
+            with suppress(psutil.NoSuchProcess):  # another than the engine, that has ended meanwhile
+                child.send_signal(signal.SIGINT)
         process.terminate()
         _, err = process.communicate(timeout=PATIENCE)
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)
@@ -280,11 +290,11 @@ def test_a_model_the_engine_refuses_ends_the_server(tmp_path: Path, demo_folder:
 def test_an_engine_that_dies_while_loading_ends_the_server() -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, _):
         deadline = time.monotonic() + PATIENCE
-        while not (family := psutil.Process(process.pid).children(recursive=True)):
+        while not (engines := engines_of(process)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        for child in family:
-            child.kill()
+        for engine in engines:
+            engine.kill()
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "engine process ended" in err.splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -32,7 +33,11 @@ from tonnage.server.demo.model import (
 )
 from tonnage.server.text.gguf_once import parsed_once
 
-MAKE = "from tonnage.server.demo.model import ensure_demo; print(ensure_demo())"
+MAKE = f"""
+from tonnage.server.demo import model
+model._HUB_ANSWERS_WITHIN = {PATIENCE}
+print(model.ensure_demo())
+"""
 NAME = "SmolLM2-135M-Instruct"
 
 
@@ -75,11 +80,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     half.write_bytes(bytes(4096))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json"]
 
-    both = [start(cache), start(cache)]
+    with (cache / "models" / f".{NAME}.lock").open("w") as lock:  # until both have come
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        both = [start(cache), start(cache)]
+        waited = [next(line for line in process.stderr or () if "waiting for it" in line) for process in both]
     outputs = [process.communicate(timeout=2 * PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert [out.strip() for out, _ in outputs] == [str(folder)] * 2
-    return cache, [err for _, err in outputs]
+    return cache, [line + err for line, (_, err) in zip(waited, outputs, strict=True)]
 
 
 def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -95,7 +103,7 @@ def test_one_run_makes_the_whole_model(made: tuple[Path, list[str]]) -> None:
     assert {path.name for path in folder.iterdir()} >= set(FILES)
     assert count_parameters(folder / "model.safetensors") == PARAMETERS
     assert sum("Converting" in text for text in said) == 1
-    assert sum("waiting for it" in text for text in said) == 1
+    assert sum("waiting for it" in text for text in said) == 2
     assert partials(cache) == []
 
 
@@ -369,6 +377,7 @@ def test_a_wrong_model_from_the_hub_is_not_taken(
     wrong.mkdir()
     for name in FILES:
         (wrong / name).write_text("{}")
+    monkeypatch.setattr(demo_model, "_HUB_ANSWERS_WITHIN", PATIENCE)
     with hub(wrong) as (endpoint, served):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -189,12 +189,16 @@ def test_a_served_model_publishes_its_cache_and_shares_its_system_prompt(tmp_pat
             client.post("/v1/completions", json=body).raise_for_status()
             for event in received(subscriber):
                 seen.setdefault(type(event), []).append(event)
-            if {vllm_events.BlockStored, vllm_events.BlockRemoved} <= seen.keys():
+                if isinstance(event, vllm_events.BlockStored) and event.token_ids == prompt[:320]:
+                    break  # all of this one has come
+            else:
+                continue
+            if vllm_events.BlockRemoved in seen:
                 break
     stored, removed = seen[vllm_events.BlockStored][-1], seen[vllm_events.BlockRemoved][-1]
     assert isinstance(stored, vllm_events.BlockStored)
     assert isinstance(removed, vllm_events.BlockRemoved)
-    assert stored.token_ids == prompt[: len(stored.token_ids)]
+    assert stored.token_ids == prompt[:320]
     assert len(stored.block_hashes) * stored.block_size == len(stored.token_ids) == 320
     assert removed.block_hashes
 

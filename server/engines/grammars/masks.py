@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from tonnage.server.engines.grammars.tags import TagMatcher
 
-# Of all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and the step itself,
-# another stream stands still for less than a second. 64 ordinary masks take 0.02 s.
+# Of processor time for all masks of a step, one after the other: with the dearest single one (0.1 to 0.2 s) and
+# the step itself, another stream stands still for less than a second. 64 ordinary masks take 0.02 s. That other
+# processes have the processor for a while is no fault of a grammar.
 STEP_SECONDS = 0.25
 
 OVER_BUDGET = (
-    f"its grammar is too slow: the masks of this step took {STEP_SECONDS:g} s before its turn came; "
-    "ask for fewer answers at once, or for a simpler grammar"
+    f"its grammar is too slow: the masks of this step took {STEP_SECONDS:g} s of processor time before its "
+    "turn came; ask for fewer answers at once, or for a simpler grammar"
 )
 
 # Of all grammars that are kept or matched, as the plan has it.
@@ -55,9 +56,9 @@ class Compiled:
         self.vocab_size = vocab_size
         self.ends = tokenizer.eos_tokens
         self.matcher = library.matcher_of(tokenizer, source)
-        began = time.perf_counter()
+        began = time.thread_time()
         self.first = self.matcher.compute_bitmask()
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.thread_time() - began
         library.check(self.matcher)
         memory.count(self)
 
@@ -70,7 +71,7 @@ class GrammarMatcher:
     """One answer's way through a grammar. After a complete text one of ``ends`` may follow; without any, the
     text ends when it is complete.
 
-    ``seconds``: what its last mask took, and the token before it.
+    ``seconds``: processor time of its last mask, and of the token before it.
     """
 
     def __init__(self, compiled: Compiled, ends: tuple[int, ...]) -> None:
@@ -88,9 +89,9 @@ class GrammarMatcher:
 
     def fill(self) -> None:
         """Compute it. Raises GrammarError where that is more than llguidance's limits allow."""
-        before, began = memory.resident_bytes(), time.perf_counter()
+        before, began = memory.resident_bytes(), time.thread_time()
         bits = self._matcher.compute_bitmask()
-        self.seconds = time.perf_counter() - began + self._spent
+        self.seconds = time.thread_time() - began + self._spent
         if not _BUILDING.is_set():
             self.compiled.held += max(0, memory.resident_bytes() - before)
         self._check()
@@ -129,9 +130,9 @@ class GrammarMatcher:
         if token in self._ends:
             return True
         self._bits = None
-        began = time.perf_counter()
+        began = time.thread_time()
         taken = self._matcher.consume_token(token)
-        self._spent = time.perf_counter() - began
+        self._spent = time.thread_time() - began
         if not taken:
             self._check()
             raise library.GrammarError(f"token {token} does not match", field="grammar")
