@@ -91,6 +91,13 @@ def test_k8s_resources_of_a_cpu_and_of_gpus(plan) -> None:
     assert values["plan"]["hostBytes"] == gpu.host.value < memory
 
 
+def test_pipeline_stages_are_an_option_of_vllm() -> None:
+    flags = Deployment(engine="vllm", device="cuda", device_memory=80 * 2**30, pipeline_parallel_size=2)
+    env = emit(make_plan("demo", flags), "compose-env")
+    assert "\nOPTIONS=--dtype bfloat16 --kv-cache-dtype bfloat16 --pipeline-parallel-size 2\n" in env
+    assert "\nDEVICES=2\n" in env
+
+
 def test_tensor_parallel_reaches_the_engine() -> None:
     flags = Deployment(
         engine="vllm", device="cuda", device_memory=80 * 2**30, max_model_len=2048, tensor_parallel_size=3

@@ -226,10 +226,10 @@ class VLLM(Engine):
 
     def serve_options(self, flags: Deployment) -> list[str]:
         """deploy/vllm/compose.yaml."""
-        stages = flags.pipeline_parallel_size
+        from tonnage.planner.engines.serve_line import changed
+
         line = ["--dtype", flags.dtype, "--kv-cache-dtype", flags.kv_cache_dtype]
-        line += ["--pipeline-parallel-size", str(stages)] if stages > 1 else []
-        return [*line, *self.own_flags(flags)]
+        return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
         from tonnage.planner.engines.vllm.log import read_line  # a plan reads no log
