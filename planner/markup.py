@@ -7,6 +7,7 @@ Colours are those of planner/page/data/style.css.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -203,8 +204,13 @@ def write_page(path: str, title: str, body: str, words: Sequence[str] = (), fact
 
 
 def save(path: str, text: str) -> None:
-    """Raises DeploymentError when ``text`` cannot be written."""
+    """Raises DeploymentError when ``text`` cannot be written; half a page is not left."""
+    file, new = Path(path), False
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        new = not file.exists()
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
+        if new:
+            with suppress(OSError):
+                file.unlink()
         raise DeploymentError(f"cannot be written: {error.strerror}", field="--html", hint=path) from None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -59,6 +60,8 @@ EXTRAS = {
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file that the output goes to
+
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
@@ -97,6 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         sys.stdout = None  # or the interpreter flushes it again and complains
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        print(f"tonnage: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        sys.stdout = None
+        return FAILED
 
 
 def _encodable() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         beside.write_text(json.dumps({"tonnage_calibration": FORMAT, "starts": entries}, indent=1) + "\n")
         os.replace(beside, path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()  # what a full disk took of it
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 

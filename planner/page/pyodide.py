@@ -84,12 +84,11 @@ def fetch(folder: Path) -> None:
     print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        command = [npm, "pack", f"pyodide@{VERSION}", "--silent", "--pack-destination", place]
+        command = [npm, "pack", f"pyodide@{VERSION}", "--loglevel", "error", "--pack-destination", place]
         done = subprocess.run(command, cwd=place, capture_output=True, text=True)
         archives = list(Path(place).glob("*.tgz"))
         if done.returncode or not archives:
-            said = done.stderr.strip().splitlines()[-1:] or ["no word"]
-            raise PageError(f"npm could not fetch pyodide {VERSION}: {said[0]}", field="--pyodide")
+            raise PageError(f"npm could not fetch pyodide {VERSION}: {_why(done.stderr)}", field="--pyodide")
         made = Path(place) / "pyodide"
         made.mkdir()
         with tarfile.open(archives[0]) as archive:
@@ -99,3 +98,10 @@ def fetch(folder: Path) -> None:
         checked(made)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         made.rename(folder)
+
+
+def _why(said: str) -> str:
+    """Of npm's lines, the first that is a sentence: before it stand error codes, below it are traces."""
+    lines = [line.removeprefix("npm error ").strip() for line in said.splitlines()]
+    sentences = [line for line in lines if line and not line.startswith(("code ", "syscall ", "errno "))]
+    return sentences[0] if sentences else "no word"

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tonnage.cache.ahead import LEVELS, level_here
+from tonnage.planner.devices.host import host_memory
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.server.api.fields import TABLES, FieldRule, Standing
 from tonnage.server.engines.base import Capabilities
@@ -73,10 +74,9 @@ def run(argv: list[str]) -> int:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, and GPUs as torch sees them (when it is installed). Memory in bytes."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """The CPU, and GPUs as torch sees them (when it is installed). Memory in bytes: a container's limit."""
     found: list[dict[str, Any]] = [
-        {"device": "cpu", "cores": len(os.sched_getaffinity(0)), "memory_bytes": pages}
+        {"device": "cpu", "cores": len(os.sched_getaffinity(0)), "memory_bytes": host_memory()}
     ]
     try:
         import torch

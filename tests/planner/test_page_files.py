@@ -87,3 +87,19 @@ def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
         assert read_header(file)[0].nbytes == 4000
     finally:
         partial._WHOLE.clear()
+
+
+def test_why_npm_fetched_nothing_is_in_its_own_words(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text(
+        "#!/bin/sh\n"
+        "echo npm error code ENOSPC >&2; echo npm error syscall write >&2; echo npm error errno -28 >&2\n"
+        "echo npm error nospc ENOSPC: no space left on device, write >&2\n"
+        "echo npm error A complete log of this run can be found in: /a/file >&2; exit 228\n"
+    )
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(
+        PageError, match=r"could not fetch pyodide [\d.]+: nospc ENOSPC: no space left on device"
+    ):
+        pyodide.fetch(tmp_path / "cache" / "pyodide")

@@ -179,3 +179,51 @@ def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.
     (folder.parent / f".{folder.name}.lock").mkdir(parents=True)
     with pytest.raises(DemoModelError, match=r"cannot write the demo model to .*TONNAGE_CACHE"):
         ensure_demo()
+
+
+NO_SPACE = """
+import resource, sys
+from tonnage.server.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has none")
+@pytest.mark.parametrize(
+    "words", [["plan", "demo", "--gpu", "l4"], ["plan", "--help"], ["--version"], ["dtype"]]
+)
+def test_output_that_has_no_space_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tonnage.server.cli", *words], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    said = "tonnage: what it prints cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_half_a_file_is_not_left(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-c", NO_SPACE, "4096", "plan", "demo", "--gpu", "l4", "--html", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"tonnage: --html: cannot be written: File too large ({page})\n",
+    )
+    assert not page.exists()
+    log = (
+        Path(__file__).parents[1] / "data/startup_logs/meta-llama---h100-80gb--tp1pp1dp1--8192-dtbf16-kvfp8.log"
+    )
+    kept = tmp_path / "kept.json"
+    options = ["--model", str(model_of(tmp_path)), "--gpu", "h100-80g", "--calibrate", str(kept)]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_SPACE, "64", "fit-log", str(log), *options], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, f"tonnage: --calibrate: {kept}: File too large\n")
+    assert not [*tmp_path.glob("kept*")]
+
+
+def model_of(folder: Path) -> Path:
+    config = Path(__file__).parents[1] / "data/configs/meta-llama__Meta-Llama-3.1-8B.json"
+    (folder / "config.json").write_bytes(config.read_bytes())
+    return folder

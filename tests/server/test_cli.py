@@ -25,8 +25,10 @@ import psutil
 import pytest
 from serving import PATIENCE
 
+from tonnage.planner.devices import host
 from tonnage.server.cli import main
 from tonnage.server.commands.comparison import Row, print_table
+from tonnage.server.commands.doctor import devices
 from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
@@ -323,6 +325,11 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+def test_doctor_shows_the_memory_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_limits", lambda *_: [1 << 30])
+    assert devices()[0]["memory_bytes"] == host.host_memory() == 1 << 30
 
 
 def test_doctor_says_what_is_there_and_what_becomes_of_fields() -> None:
