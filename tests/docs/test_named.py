@@ -13,6 +13,7 @@ from metric_families import FAMILIES
 from shown import ROOT, pages
 
 from tonnage.server.cli import COMMANDS, parser_of
+from tonnage.server.engines.hf.model.support import served
 from tonnage.server.security.keys import load_keys
 
 # Beside those of `tonnage serve`: of a watch (server/watch/exporter.py), of our plug-in in vLLM
@@ -105,3 +106,9 @@ def test_the_family_is_written_as_shown() -> None:
     (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/contributing.md").read_text(), re.M | re.S)
     assert textwrap.indent(shown, "    ") in source
     assert textwrap.indent(shown, "    ") in (ROOT / "planner/README.md").read_text()
+
+
+def test_the_model_types_that_are_served_are_listed() -> None:
+    text = (ROOT / "docs/engines.md").read_text()
+    (listed,) = re.findall(r"interface:\s((?:`[\w-]+`,?\s?)+)\.", text)
+    assert tuple(re.findall(r"`([\w-]+)`", listed)) == served()
