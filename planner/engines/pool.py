@@ -25,6 +25,7 @@ class Demand:
     shards: int = 1
 
     def blocks(self, tokens: int) -> int:
+        """Of one sequence of so many tokens."""
         if self.fixed is not None:
             return self.fixed
         if self.shards > 1:

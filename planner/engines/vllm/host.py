@@ -50,6 +50,7 @@ _PAGE = 4096  # a chunk of the CPU tier is whole pages (v1/kv_offload/cpu/shared
 
 
 def host_memory(hosted: Hosted) -> HostMemory:
+    """Bytes of all processes of one replica, part by part, and the page cache of its files."""
     parts = (
         *_processes(hosted), *_pinned(hosted), *reading(hosted), *_queues(hosted), *_pictures(hosted),
         *_grammars(hosted), *_offloaded(hosted), *_tier(hosted),

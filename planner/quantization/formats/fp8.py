@@ -16,6 +16,7 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
+    """Bytes of a matrix [``out``, ``into``]; a side of 0 in ``block`` is the whole one."""
     if f.block is None:
         scales = 1
     else:
