@@ -123,6 +123,58 @@ def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> tuple[int, i
     return total, largest, scores, casts, frozen, rounding
 
 
+class _Waiting(NamedTuple):
+    """Bytes that the layers of a stage leave until the backward pass: ``saved`` on the GPU, ``cpu`` beside it;
+    ``recompute``: what is made again at a time; ``forward_casts``, ``casts``: of weights, as the forward
+    pass ends and after it; ``rounding``: the allocator's; ``first``: what is saved of one layer."""
+
+    saved: int
+    cpu: int
+    recompute: int
+    forward_casts: int
+    casts: int
+    rounding: int
+    first: int
+
+
+def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageShape) -> _Waiting:
+    kept, largest, scores, casts, frozen, rounding = _layer_sums(acts, cut, stage)
+    if setup.checkpointing == "full":
+        stream = cut.batch * cut.length * acts.stream
+        segments = min(stage.layers, setup.checkpoint_segments or stage.layers)
+        per_segment = ceil_div(stage.layers, segments)
+        saved = segments * stream
+        if setup.sequence_parallel or setup.partition_activations:
+            saved = ceil_div(saved, cut.tp)
+        saved *= stage.in_flight
+        there = min(saved, 2 * stream) if setup.offload_activations else saved
+        again = per_segment * (largest + (casts + frozen) // max(1, stage.layers))
+        rounding = per_segment * rounding // max(1, stage.layers)
+        return _Waiting(there, saved - there, again, casts, 0, rounding, stream)
+    selective = setup.checkpointing == "selective"
+    saved = stage.in_flight * (kept - (scores if selective else 0))
+    again = ceil_div(scores, stage.layers) if selective and scores else 0
+    if not setup.offload_activations:
+        return _Waiting(saved, 0, again, casts + frozen, casts + frozen, rounding, largest)
+    there = min(saved, 2 * largest)
+    return _Waiting(there, saved - there, again, casts + frozen, casts + frozen, 0, largest)
+
+
+class _Moment(NamedTuple):
+    """Bytes at one of MOMENTS."""
+
+    place: int
+    activations: int
+    logits: int
+    casts: int
+    temporary: int
+    gradients: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(self[1:])
+
+
 def peak_of(
     setup: TrainingSetup, acts: Activations, stage: StageShape, length: int, inner: int, step: Step,
     head_trained: bool, tied: bool, gradients: Gradients, packed: int = 0,
@@ -134,35 +186,10 @@ def peak_of(
     tp = setup.tensor_parallel
     cut = _Cut(setup.micro_batch, local, tp, setup.sequence_parallel)
     tokens = setup.micro_batch * local
-    kept, largest, scores, casts, frozen, rounding = _layer_sums(acts, cut, stage)
-    layers, flight = stage.layers, stage.in_flight
+    saved, cpu, recompute, late_casts, live_casts, rounding, first = _waiting(setup, acts, cut, stage)
     ends = acts.shared.at(setup.micro_batch, local)
     if stage.embedding:
-        ends += flight * cut.kept(acts.embedding) + acts.embedding.casts + acts.embedding.frozen_casts
-    stream = tokens * acts.stream
-    cpu = recompute = live_casts = 0
-    one_cast = (casts + frozen) // max(1, layers)
-    if setup.checkpointing == "full":
-        segments = min(layers, setup.checkpoint_segments or layers)
-        per_segment = ceil_div(layers, segments)
-        recompute = per_segment * (largest + one_cast)
-        saved = segments * stream
-        if setup.sequence_parallel or setup.partition_activations:
-            saved = ceil_div(saved, tp)
-        saved, rounding, live_casts = flight * saved, per_segment * rounding // max(1, layers), 0
-        if setup.offload_activations:
-            resident = min(saved, 2 * stream)
-            cpu, saved = saved - resident, resident
-        first = stream
-    else:
-        saved = flight * (kept - (scores if setup.checkpointing == "selective" else 0))
-        if setup.checkpointing == "selective" and scores:
-            recompute = ceil_div(scores, layers)
-        live_casts = casts + frozen
-        if setup.offload_activations:
-            resident = min(saved, 2 * largest)
-            cpu, saved, rounding = saved - resident, resident, 0
-        first = largest
+        ends += stage.in_flight * cut.kept(acts.embedding) + acts.embedding.casts + acts.embedding.frozen_casts
     offloads_ends = setup.offload_activations and stack.offloads_ends
     if offloads_ends:
         cpu, ends = cpu + ends, 0
@@ -173,15 +200,11 @@ def peak_of(
     there = gradients.full if gradients.held else 0
     waiting = own if both and not gradients.held else 0  # the head's part, until the embedding's comes
     head_cast = head_kept = alive = 0
-    late_casts = casts + (0 if setup.checkpointing == "full" else frozen)
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width
-        + 2 * stream
+        + 2 * tokens * acts.stream
         + packed * (2 if setup.compile else stack.dequantized)
     )
-    moments: list[
-        tuple[int, int, int, int, int, int]
-    ] = []  # (moment, activations, logits, casts, more, gradients)
     if stage.head:
         loss = loss_of(setup, acts, tokens, tp, head_trained)
         alive = loss.alive
@@ -191,33 +214,32 @@ def peak_of(
             head_kept, cpu = own and tokens * acts.hidden * acts.logit_width, cpu + head_kept
         head_cast = (acts.head.casts + acts.head.frozen_casts) // tp
         moments = [
-            (0, base + head_kept, loss.forward, late_casts + head_cast, 0, there),
-            (1, base + head_kept, loss.backward, live_casts + head_cast, 0, there),
-            (3, base + head_kept, loss.head, live_casts + head_cast, loss.matrices * own, there),
+            _Moment(0, base + head_kept, loss.forward, late_casts + head_cast, 0, there),
+            _Moment(1, base + head_kept, loss.backward, live_casts + head_cast, 0, there),
+            _Moment(3, base + head_kept, loss.head, live_casts + head_cast, loss.matrices * own, there),
         ]
     else:
-        moments = [(0, base, 0, late_casts, 0, there), (1, base, 0, live_casts, 0, there)]
+        moments = [_Moment(0, base, 0, late_casts, 0, there), _Moment(1, base, 0, live_casts, 0, there)]
     after_head = there if gradients.held or gradients.dropped or both else gradients.head
-    moments.append((2, base, alive, live_casts, recompute + in_layer + waiting, after_head))
+    moments.append(_Moment(2, base, alive, live_casts, recompute + in_layer + waiting, after_head))
     if both:
         last = 0 if gradients.dropped else gradients.full - (0 if gradients.held else gradients.head)
-        moments.append((4, 0, alive, 0, 2 * matrix, last))
+        moments.append(_Moment(4, 0, alive, 0, 2 * matrix, last))
     if gradients.dropped:
-        moments.append((5, 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0))
+        moments.append(_Moment(5, 0, 0, 0, step.bytes + max(gradients.head, gradients.embedding), 0))
     else:
-        moments.append((5, 0, 0, 0, step.bytes, gradients.full))
+        moments.append(_Moment(5, 0, 0, 0, step.bytes, gradients.full))
         if not gradients.held:
             rest = gradients.full - (gradients.head if both else gradients.embedding)
             work = recompute + in_layer + waiting
-            moments.append((6, first + ends, alive, one_cast if live_casts else 0, work, rest))
-    worst = max(sorted(moments), key=lambda found: sum(found[1:]))
-    if worst[0] >= 4:
-        rounding = 0
-    moment, activations, logits, casts_there, temporary, here = worst
-    more = own if setup.loss == "chunked" and moment == 3 else 0  # a third gradient of the head
-    if moment <= 1 and stage.head:
+            moments.append(_Moment(6, first + ends, alive, live_casts // max(1, stage.layers), work, rest))
+    worst = max(sorted(moments), key=lambda found: found.bytes)
+    place = worst.place
+    more = own if setup.loss == "chunked" and place == 3 else 0  # a third gradient of the head
+    if place <= 1 and stage.head:
         more = max(0, loss.most - max(loss.forward, loss.backward))
     return Peak(
-        MOMENTS[moment], activations, logits, casts_there, temporary, rounding, cpu, here, more,
-        in_layer if moment in (2, 6) else temporary, step.copies if moment == 5 else "",
+        MOMENTS[place], worst.activations, worst.logits, worst.casts, worst.temporary,
+        rounding if place < 4 else 0, cpu, worst.gradients, more,
+        in_layer if place in (2, 6) else worst.temporary, step.copies if place == 5 else "",
     )  # fmt: skip
