@@ -82,6 +82,16 @@ def fetch(folder: Path) -> None:
             hint=f"install npm once, or give a folder with the npm package pyodide {VERSION}",
         )
     print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
+    try:
+        _fill(folder, npm)
+    except OSError as error:  # no permission, no space
+        raise PageError(
+            f"{folder} cannot be written: {error.strerror}", field="--pyodide",
+            hint="set TONNAGE_CACHE to a folder that can be written",
+        ) from None  # fmt: skip
+
+
+def _fill(folder: Path, npm: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         command = [npm, "pack", f"pyodide@{VERSION}", "--loglevel", "error", "--pack-destination", place]

@@ -89,6 +89,18 @@ def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
         partial._WHOLE.clear()
 
 
+def test_a_cache_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(pyodide, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(pyodide.shutil, "which", lambda name: name)
+    assert run(["--build", str(tmp_path / "site")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written: Not a directory (set TONNAGE_CACHE to a folder that can be written)" in said
+
+
 def test_why_npm_fetched_nothing_is_in_its_own_words(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     npm = tmp_path / "npm"
     npm.write_text(
