@@ -263,3 +263,17 @@ async def test_a_start_that_was_given_up_hears_no_more_of_its_child() -> None:
     assert started.cancelled()
     with pytest.raises(QueueFull, match="not ready"):
         engine.capacity()
+
+
+async def test_what_still_loads_is_not_waited_for() -> None:
+    """Ctrl-C in the middle of a load: the child hears nothing then, and holds no answer that could be lost."""
+    engine = HFEngine(plan_for())
+    start = asyncio.create_task(engine.start())
+    while engine.pid is None:
+        await asyncio.sleep(0)
+        assert not start.done(), start
+    await engine.stop()
+    assert engine._process is not None
+    assert engine._process.returncode == -signal.SIGKILL
+    with pytest.raises(EngineDead):
+        await start

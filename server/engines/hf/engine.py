@@ -365,8 +365,9 @@ class HFEngine(Engine):
         self._outbox.put(Stop())
         self._outbox.put(None)
         loop = asyncio.get_running_loop()
+        patience = 5.0 if self._ready is not None else 0.0  # one that loads hears nothing, and has none to end
         try:
-            await loop.run_in_executor(None, self._process.wait, 5.0)
+            await loop.run_in_executor(None, self._process.wait, patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await loop.run_in_executor(None, self._process.wait)
