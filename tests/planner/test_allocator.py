@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tonnage.planner.deployment import Deployment
@@ -35,6 +35,7 @@ def test_rules(sizes: list[int], extra: int) -> None:
     assert unsplit_bytes(sizes) == extra
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 64 * MiB), max_size=60))
 def test_a_request_wastes_less_than_two_mebibytes(sizes: list[int]) -> None:
     assert 0 <= unsplit_bytes(sizes) <= len(sizes) * (MiB + 512)

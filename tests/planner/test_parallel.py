@@ -130,6 +130,7 @@ def test_stages_together_hold_every_layer_once(model, config_of):
         assert sum((part.cache_layers for part in parts), ()) == architecture.cache_layers
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 6))
 def test_heads_are_never_lost(kv_heads, power):
     ranks = 1 << power

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
@@ -23,6 +23,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], step: int = 1, prompt: list[int
     return [*out, stream.flush()]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_tokens_stream_to_the_text_of_all(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 49151) | st.integers(17, 300), max_size=40))
@@ -88,6 +89,7 @@ def reference_stop(text: str, stops: list[str]) -> str:
     return text
 
 
+@settings(deadline=None)
 @given(
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
