@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FunctionName
@@ -65,6 +65,7 @@ class FunctionCallItem(BaseModel):
     name: str
     arguments: str
     parsed_arguments: Any = None  # openai: of parse()
+    async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))  # openai 3: dumps the second
     caller: None = None
     namespace: None = None
     id: str | None = None
