@@ -44,10 +44,20 @@ def plan(model: str, **fields: Any) -> Plan:
     return plan_or_advise(resolve_model(model), deployment_of(fields), engine_given="engine" in fields)
 
 
+_last: list[Sizer] = []
+
+
+def _sizer_of(source: ModelSource) -> Sizer:
+    """The last one again for the very same source, as in a browser, which keeps it."""
+    if not _last or _last[0].source is not source:
+        _last[:] = [Sizer(source)]
+    return _last[0]
+
+
 def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
     """The plan; one that does not fit says in ``advice`` which single changes would make it fit. A model that
     the default engine does not serve is planned for the one that does, and a note says so."""
-    sizer = Sizer(source)
+    sizer = _sizer_of(source)
     try:
         found = plan_source(source, deployment, sizer)
     except UnsupportedArchitecture as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tonnage.planner.headers import partial
 from tonnage.planner.headers.gguf import read_gguf
 from tonnage.planner.headers.names import hub_model
 from tonnage.planner.quantization.read import flag_formats
+from tonnage.planner.source.resolve import forget, keep, resolve_model
 from tonnage.planner.training.setup import TrainingSetup
 
 _COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
@@ -37,9 +38,13 @@ _TRAINING = ("stack", "method", "precision", "optimizer", "checkpointing", "atte
 
 def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of ``tonnage`` ``command`` (plan or train) with ``argv``."""
+    argv = list(argv)
+    if argv:
+        with suppress(TonnageError):  # the command says it in its words
+            keep(resolve_model(argv[0]))  # read once: a header may be long
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = import_module(_COMMANDS[command]).run(list(argv))
+        code = import_module(_COMMANDS[command]).run(argv)
     return int(code), out.getvalue(), err.getvalue()
 
 
@@ -60,6 +65,12 @@ def choices() -> str:
             "training": training,
         }
     )
+
+
+def anew(path: str) -> None:
+    """The first file of a model comes: what was read under its name, or its folder's, counts no more."""
+    forget(path)
+    forget(str(Path(path).parent))
 
 
 def begins(path: str, size: int) -> bool:

@@ -19,7 +19,8 @@ from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.remote import Remote
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.records import dataclass
-from tonnage.planner.source.hub import keep, read
+from tonnage.planner.source.hub import read
+from tonnage.planner.source.resolve import ModelSource, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Reading(Remote):
         except _NoRange as error:
             self.note = str(error)
             return self.go_on([])
-        keep(self.model, config, found)
+        name = str(self.model)
+        keep(ModelSource(name, name, config, "hub", found.tensors, found.index))
         if self.note:
             instead = "config.json alone" if found.index is None else "the index"
             self.note = f"{self.note}: planned from {instead}, the command reads the files' headers"

@@ -5,11 +5,6 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan may take)
-    from _sha256 import sha256  # type: ignore[import-not-found]  # Python 3.11
-except ImportError:
-    from hashlib import sha256
-
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
@@ -46,7 +41,8 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
     """The same for a model that was already found. ``sizer``: of ``source``, for several plans of it."""
-    size = (sizer or Sizer(source)).size(deployment)
+    sizer = sizer or Sizer(source)
+    size = sizer.size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
     flags, held = chosen.flags, size.held
     size = with_law(size)
@@ -66,7 +62,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         terms = (*terms, *host_terms(host))
     return Plan(
         engine_name=engine_of(flags.engine).shown_name(flags),
-        plan_id=_plan_id(source, flags),
+        plan_id=_plan_id(sizer, flags),
         revision=0,
         model=_model_info(source, architecture, flags),
         deployment=flags,
@@ -180,24 +176,17 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
     )
 
 
-def _plan_id(source: ModelSource, flags: Deployment) -> str:
+def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     """16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
-    version = flags.engine_version
-    tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
-    content: list[object] = [
-        source.id,
-        source.config,
-        tensors,
-        asdict(flags),
-        PLANNER_RULES,
-        flags.engine,
-        version,
-    ]
-    if source.index is not None:
-        content.append([sorted(source.index.files), source.index.total_bytes])
+    content: list[object] = [asdict(flags), PLANNER_RULES, flags.engine, flags.engine_version]
+    index = sizer.source.index
+    if index is not None:
+        content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
         from tonnage.planner.planning.calibration import read_calibration
 
         content.append(read_calibration(flags.calibration))
-    digest: str = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    whole = sizer.hash()
+    whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())  # one list, of the model and these
+    digest: str = whole.hexdigest()
     return digest[:16]

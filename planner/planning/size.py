@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+try:  # the same function; hashlib would load OpenSSL (2.5 ms of the 60 a plan may take)
+    from _sha256 import sha256  # type: ignore[import-not-found]  # Python 3.11
+except ImportError:
+    from hashlib import sha256
+
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
@@ -84,10 +92,19 @@ class Sizer:
     """Sizes one model under several flags: its checkpoint is checked and its weights are summed once."""
 
     def __init__(self, source: ModelSource) -> None:
-        self._source = source
+        self.source = source
         self._formats: dict[tuple[str | None, str], Quantization] = {}
         self._copies: tuple[TensorSpec, ...] | None = None
         self._parts: dict[tuple[object, ...], list[Part]] = {}
+        self._hash: Any = None
+
+    def hash(self) -> Any:
+        """A copy of the SHA-256 of the model's id, config and header, which more can be added to."""
+        if self._hash is None:
+            source = self.source
+            tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
+            self._hash = sha256(json.dumps([source.id, source.config, tensors], sort_keys=True)[:-1].encode())
+        return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
         """Raises as ``make_plan``; what the engine itself refuses, in its own words too."""
@@ -104,7 +121,7 @@ class Sizer:
             ) from None
 
     def _size(self, deployment: Deployment) -> Size:
-        source = self._source
+        source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
         if self._copies is None:
@@ -162,7 +179,7 @@ class Sizer:
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
         key = flags.quantization, flags.engine
         if key not in self._formats:
-            quantization = read_quantization(self._source.config, flags.quantization)
+            quantization = read_quantization(self.source.config, flags.quantization)
             check_quantization(architecture, quantization, flags.engine)
             self._formats[key] = quantization
         return self._formats[key]
@@ -171,7 +188,7 @@ class Sizer:
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
             copies = self._copies or ()
-            self._parts[key] = parts_of(self._source, architecture, quantization, flags, copies)
+            self._parts[key] = parts_of(self.source, architecture, quantization, flags, copies)
         return self._parts[key]
 
 

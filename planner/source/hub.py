@@ -6,7 +6,6 @@ Only config.json, the index and the headers of safetensors files are fetched; we
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +18,6 @@ if TYPE_CHECKING:
     from tonnage.planner.headers.remote import Remote  # loads an HTTP client
 
 _HINT = "give a local folder with config.json, or a name the hub knows"
-_READ: dict[HubModel, tuple[dict[str, Any], Checkpoint]] = {}
-
-
-def keep(model: HubModel, config: dict[str, Any], found: Checkpoint) -> None:
-    """``fetch`` answers with these from now on: where a browser has read them."""
-    _READ[model] = config, found
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
@@ -45,9 +38,6 @@ def cached_snapshot(model: HubModel) -> Path | None:
 def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
     """config.json, and what its safetensors files or their index say. Raises ModelNotFound naming
     what was tried and what to do."""
-    if model in _READ:
-        config, found = _READ[model]
-        return deepcopy(config), found
     if offline():
         raise ModelNotFound(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT

@@ -34,6 +34,19 @@ class ModelSource:
     index: CheckpointIndex | None = None
 
 
+_KEPT: dict[str, ModelSource] = {}
+
+
+def keep(source: ModelSource) -> None:
+    """``resolve_model`` answers with it from now on: in a browser, where a slider's every step is a plan."""
+    _KEPT[source.id] = source
+
+
+def forget(model: str) -> None:
+    """Its files may be others now."""
+    _KEPT.pop(model, None)
+
+
 def cache_folder() -> Path:
     """``$TONNAGE_CACHE``, else ``$XDG_CACHE_HOME/tonnage``, else ``~/.cache/tonnage``.
 
@@ -62,6 +75,8 @@ def resolve_model(model: str) -> ModelSource:
     ``demo`` means SmolLM2-135M-Instruct; before it is converted its config comes with the package. Raises
     ModelNotFound with what to do, ConfigError or CheckpointError when what was found is broken.
     """
+    if (kept := _KEPT.get(model)) is not None:
+        return kept
     if model == "demo":
         return _demo()
     if not model or "\0" in model:

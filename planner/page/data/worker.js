@@ -46,11 +46,6 @@ const KINDS = {
   hub: ({ name, answers }) => {
     const given = python.toPy(answers), found = JSON.parse(browser.hub(name, given));
     given.destroy();
-    const shipped = `${HOME}/${found.model}`;
-    if (found.model && python.FS.analyzePath(shipped).exists) { // its config alone, which would come first
-      empty(shipped);
-      python.FS.rmdir(shipped);
-    }
     return found;
   },
   costs: ({ gpus }) => JSON.parse(browser.costs(gpus)),
@@ -60,7 +55,10 @@ const KINDS = {
     const full = `${HOME}/${path}`;
     const folder = full.slice(0, full.lastIndexOf("/"));
     python.FS.mkdirTree(folder);
-    if (first) empty(folder);
+    if (first) {
+      empty(folder);
+      browser.anew(path);
+    }
     python.FS.writeFile(full, content);
     return size > content.length ? browser.begins(full, size) : true;
   },
