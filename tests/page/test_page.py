@@ -87,7 +87,9 @@ def test_every_control_is_a_flag_of_the_plan(sight: Sight) -> None:
     sight.page.fill("#flag-request", "2000+300")
     sight.wait("() => JSON.parse(window.tonnage.out).requests?.[0]?.output_tokens === 300")
     assert "Requests of 2,000+300 at once" in sight.page.inner_text(".figures")
-    sight.page.select_option("#flag-engine-version", "another ...")  # a release that changed nothing planned
+    sight.page.select_option(
+        "#flag-engine-version", "any other release ..."
+    )  # a release that changed nothing planned
     sight.page.fill("#flag-engine-version + input", "0.31.0")
     sight.wait("() => JSON.parse(window.tonnage.out).deployment.engine_version === '0.31.0'")
     sight.page.select_option("#flag-engine", "llama.cpp")

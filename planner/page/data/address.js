@@ -14,9 +14,9 @@ const commandOf = (flags) => (flags.do === "train" ? "train" : "plan");
 // those kept of the command that is shown
 export const keptHere = () => view.kept.filter((flags) => commandOf(flags) === view.command);
 
-// a link may say whatever it likes, but no place for a token, and a page fetches nothing by itself
+// a link may say whatever it likes, but is no place for a token, nor for the name of a file to write
 function read(query) {
-  query.delete("hf-token");
+  for (const name of ["hf-token", "html"]) query.delete(name);
   return Object.fromEntries(query);
 }
 
@@ -50,7 +50,7 @@ export function address() {
 }
 
 export function argv({ model, do: _, ...flags } = view.flags) {
-  return [model ?? "", ...Object.entries(given(flags)).flatMap(([name, value]) => [`--${name}`, value])];
+  return [model ?? "", ...Object.entries(given(flags)).flatMap(([name, value]) => (value === "true" ? [`--${name}`] : [`--${name}`, value]))];
 }
 
 // as a shell takes it

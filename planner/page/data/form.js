@@ -5,7 +5,7 @@ import { byId, grouped, make } from "./dom.js";
 const STEPS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576];
 const SEQUENCES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
 const RANKS = [1, 2, 4, 8, 16];
-const ANOTHER = "another ...";
+const ANOTHER = "any other release ...";
 
 // flag, label, kind, values; the first of a list, "", leaves the flag out
 function planControls(all) {
@@ -92,7 +92,7 @@ export function otherCommand(name) {
   name === "plan" ? newest(view.flags.engine) : drawForm();
 }
 
-const set = (name, value) => { view.flags[name] = value; changed(); };
+const set = (name, value, step) => { view.flags[name] = value; changed(step); };
 const KINDS = { list, steps, share, text, version };
 
 function control([name, label, kind, values]) {
@@ -105,7 +105,7 @@ function control([name, label, kind, values]) {
 function list(name, id, values) {
   const field = make("select", { id, onchange: () => {
     if (name === "engine") newest(field.value);
-    set(name, field.value);
+    set(name, field.value, true);
     byId(id).focus(); // the form may have been drawn anew
   } });
   field.append(...values.map((value) => make("option", { value, textContent: value || "default" })));
@@ -156,10 +156,13 @@ function version(name, id, values, shown, label) {
     oninput: () => set(name, other.value.trim()) });
   const field = make("select", { id, onchange: () => {
     other.hidden = field.value !== ANOTHER;
-    if (other.hidden) set(name, field.value);
+    if (other.hidden) set(name, field.value, true);
     else other.focus();
   } });
   field.append(...[...values, ANOTHER].map((value) => make("option", { value, textContent: value })));
   field.value = values.includes(now) ? now : ANOTHER;
-  return [field, other];
+  const help = make("small", { id: `${id}-help`, className: "soft",
+    textContent: "Listed are releases that changed a plan. One between them plans as the last before it." });
+  for (const one of [field, other]) one.setAttribute("aria-describedby", help.id);
+  return [field, other, help];
 }

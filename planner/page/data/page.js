@@ -1,5 +1,5 @@
 // The page: what is chosen is asked of the planner, and what it answers is drawn. Every figure is the commands'.
-import { address, argv, inAddress, readAddress, view } from "./address.js";
+import { address, argv, inAddress, quoted, readAddress, view } from "./address.js";
 import { beside, lines, otherGpus, places } from "./beside.js";
 import { byId, make } from "./dom.js";
 import { ofConfig, ofFiles, ofLink, Refused } from "./files.js";
@@ -15,8 +15,10 @@ let all, turn = 0, settled = 0, running = false;
 
 const extra = ["--explain", "--json"];
 
-function changed() {
-  history.replaceState(null, "", address());
+// step: a choice that "back" takes back, which a slider's every value is not
+function changed(step = false) {
+  const now = address(), old = location.search + location.hash;
+  if (now !== old) step ? history.pushState(null, "", now) : history.replaceState(null, "", now);
   turn += 1;
   if (!running) answer();
 }
@@ -65,6 +67,16 @@ function say(words, kind = "") {
 
 const fail = (words) => say(words, "no");
 
+// null: the help, a table, a comparison
+function planOf(out) {
+  try {
+    const found = JSON.parse(out);
+    return found.ranks || found.lines ? found : null;
+  } catch {
+    return null;
+  }
+}
+
 function draw({ out, err }) {
   window.tonnage.out = out;
   say(underway || objection, objection && "no");
@@ -74,7 +86,11 @@ function draw({ out, err }) {
     const words = /is not in the local hub cache/.test(err) ? elsewhere(view.flags.model) : err.trim().replace(/^tonnage: /, "");
     return underway || objection || fail(words);
   }
-  const plan = JSON.parse(out), training = view.command === "train";
+  const plan = planOf(out), training = view.command === "train";
+  if (!plan) {
+    byId("result").replaceChildren();
+    return fail(`That is no single plan, which a page shows; on a command line: tonnage ${view.command} ${quoted(argv())}`);
+  }
   const within = byId("result").contains(document.activeElement);
   const kept = [noteOf(view.flags.model), !inAddress(view.flags.model ?? "") && "The address has all of this plan but the files, which stay in this browser."]
     .filter(Boolean).map((textContent) => make("p", { className: "soft noprint", textContent }));
@@ -120,7 +136,7 @@ async function choose(finding, words = "") {
   underway = "";
   showModel();
   byId("hub").hidden = !ofTheHub(view.flags.model);
-  changed();
+  changed(true);
 }
 
 function askHub(name) {
@@ -148,8 +164,8 @@ function listen() {
     document.body.classList.remove("drop");
     files(event.dataTransfer.files);
   };
-  for (const name of ["plan", "train"]) byId(`tab-${name}`).onclick = () => { otherCommand(name); changed(); };
-  document.addEventListener("flags", () => { drawForm(); changed(); }); // a button of the answer
+  for (const name of ["plan", "train"]) byId(`tab-${name}`).onclick = () => { otherCommand(name); changed(true); };
+  document.addEventListener("flags", () => { drawForm(); changed(true); }); // a button of the answer
   for (const link of document.querySelectorAll("a[href='#answer']")) {
     link.onclick = (event) => { // the hash is a plan's
       event.preventDefault();
@@ -162,6 +178,8 @@ function listen() {
 
 // the plan of the address
 async function open() {
+  choice += 1; // what was underway is of another plan
+  underway = objection = "";
   for (const [name, config] of await readAddress()) await ofLink(name, config);
   const { command, flags } = view;
   command === "plan" && flags["engine-version"] === undefined ? newest(flags.engine ?? "vllm") : drawForm();
