@@ -1,6 +1,6 @@
 """From the bytes of a request to a strict protocol model, or a refusal that names the field.
 
-Read by hand instead of by FastAPI (:mod:`.document`): wrong fields too end in a small OpenAI error, never in a
+Read by hand instead of by FastAPI (``document``): wrong fields too end in a small OpenAI error, never in a
 copy of the input.
 """
 

@@ -31,6 +31,7 @@ DEFAULT = "127.0.0.1:8000"  # what a command asks that names none
 _ROWS = "framework|activations|free|device|process|all processes"
 VARIES = (
     (re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|^\d\d:\d\d:\d\d", re.M), "DATE"),
+    (re.compile(r"; full in \d.*"), ""),  # told once the pool has filled for a while
     (re.compile(r"\b\d[\d.]* (?:ms|s|min|h)\b(?: \d+ (?:s|min)\b)?"), "SECONDS"),
     (re.compile(r"\b(cmpl|chatcmpl|resp|msg)[-_][0-9a-f]+"), r"\1-ID"),
     (re.compile(r'"created": ?\d+'), '"created":DATE'),
