@@ -61,6 +61,13 @@ def parse_count(text: str, field: str, *, least: int = 1) -> int:
     return int(match[1]) * factor
 
 
+def parse_port(text: str) -> int:
+    """Of ``--port``. Raises DeploymentError."""
+    if not text.isdecimal() or not text.isascii() or len(text) > 5 or int(text) > 65_535:
+        raise DeploymentError(f"{text[:40]!r} is no port", field="--port", hint="from 0 (a free one) to 65535")
+    return int(text)
+
+
 def gib(size: int) -> str:
     """``1.98 GiB``; below 1 GiB in MiB, so that small terms stay readable."""
     if abs(size) >= GiB:

@@ -140,15 +140,16 @@ def _print(comparison: Comparison) -> None:
     if several:  # ranks that hold the same are one line
         by_rank = {row.term for row in comparison.ranks}
         rows = [*_merged(comparison.ranks), *(row for row in rows if row.term not in by_rank)]
+    width = max((28, *(len(_word(row.term)) for row in rows)))
     if rows:
         rank = f"{'rank':<10}" if several else ""
-        print(f"  {'':<28}{rank}{'planned':>14}{'interval':>28}{'logged':>14}{'difference':>12}  verdict")
+        print(f"  {'':<{width}}{rank}{'planned':>14}{'interval':>28}{'logged':>14}{'difference':>12}  verdict")
     for row in rows:
         share = f"{100 * (row.planned - row.logged) / row.logged:+.2f} %" if row.logged else ""
         between = "exact" if row.exact else f"{_shown(row, row.low)} to {_shown(row, row.high)}"
         rank = f"{row.rank:<10}" if several else ""
         print(
-            f"  {_word(row.term):<28}{rank}{_shown(row, row.planned):>14}{between:>28}"
+            f"  {_word(row.term):<{width}}{rank}{_shown(row, row.planned):>14}{between:>28}"
             f"{_shown(row, row.logged):>14}{share:>12}  {row.verdict}"
         )
     if comparison.failure is not None:

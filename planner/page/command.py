@@ -12,6 +12,7 @@ from typing import Any
 from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.page.build import build
+from tonnage.planner.units import parse_port
 
 _HOST, _PORT = "127.0.0.1", 8300
 _EPILOG = """
@@ -26,7 +27,7 @@ def parser() -> Parser:
         "tonnage page", "A page that plans: tonnage plan and train in the browser, nothing leaves it.", _EPILOG
     )
     p.add_argument("--host", help=f"address to listen on (default: {_HOST})")
-    p.add_argument("--port", type=int, metavar="N", help=f"0: any that is free (default: {_PORT})")
+    p.add_argument("--port", metavar="N", help=f"0: any that is free (default: {_PORT})")
     p.add_argument("--build", metavar="FOLDER", help="write the files there and end")
     p.add_argument(
         "--pyodide", metavar="FOLDER", help="Pyodide's files (default: those shipped, else fetched once by npm)"
@@ -79,10 +80,10 @@ def run(argv: list[str]) -> int:
             build(Path(args.build), args.pyodide, kept=True)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
             return 0
+        port = _PORT if args.port is None else parse_port(args.port)
         with tempfile.TemporaryDirectory() as place:
             build(Path(place) / "page", args.pyodide)
             host = _HOST if args.host is None else args.host
-            port = _PORT if args.port is None else args.port
             with server(Path(place) / "page", host, port) as serving:
                 shown = f"[{host}]" if ":" in host else host
                 print(f"http://{shown}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)

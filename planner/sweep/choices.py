@@ -48,7 +48,7 @@ def read_choices(args: argparse.Namespace) -> Choices:
     """Take them out of ``args``, which keeps the first of each. Raises DeploymentError."""
     gpus, formats, caches = args.gpu or "", args.quantization or "", args.kv_cache_dtype or ""
     found = Choices(
-        (args.model, *getattr(args, "others", ())),
+        tuple(dict.fromkeys((args.model, *getattr(args, "others", ())))),
         tuple(_counted(text) for text in _parts(gpus, "gpu")),
         tuple(_parts(formats, "quantization")),
         tuple(_parts(caches, "kv_cache_dtype")),

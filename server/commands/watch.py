@@ -7,6 +7,7 @@ import sys
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.flags import given
+from tonnage.planner.units import parse_port
 from tonnage.server.commands.remote import client_of, follow, seconds
 from tonnage.server.parsers import watch as parser
 
@@ -23,7 +24,7 @@ def run(argv: list[str]) -> int:
     interval = None if arguments.once else seconds(arguments.interval or _BETWEEN, "--interval")
     if arguments.host is not None and arguments.port is None:
         raise DeploymentError("means nothing without --port", field="--host")
-    port = _port(arguments.port)
+    port = None if arguments.port is None else parse_port(arguments.port)
     if port is not None and arguments.once:
         raise DeploymentError("ends after one look, --port goes on", field="--once", hint="leave one out")
     # Imported here: --help needs none of it.
@@ -46,11 +47,3 @@ def run(argv: list[str]) -> int:
     finally:
         if exporter is not None:
             exporter.close()
-
-
-def _port(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or not text.isascii() or len(text) > 5 or int(text) > 65_535:
-        raise DeploymentError(f"{text[:40]!r} is no port", field="--port", hint="from 0 (a free one) to 65535")
-    return int(text)

@@ -176,6 +176,8 @@ def test_every_rank_and_the_logged_pool(llama, capsys):
     assert run([str(PP4), "--model", llama, "--gpu", "h100-80g"]) == 0
     shown = capsys.readouterr().out
     assert "PP1-PP2" in shown
+    table = [line for line in shown.splitlines() if line.endswith(("verdict", "agrees"))]
+    assert len({len(line.removesuffix("verdict").removesuffix("agrees")) for line in table}) == 1  # aligned
     assert "Verdict: the plan" in shown
 
 

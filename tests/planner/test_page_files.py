@@ -89,6 +89,18 @@ def test_the_beginning_of_a_checkpoint(tmp_path: Any) -> None:
         partial._WHOLE.clear()
 
 
+@pytest.mark.parametrize("port", ["99999", "-1", "http", "0x9"])
+def test_what_is_no_port_is_refused_before_anything_is_fetched(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, port: str
+) -> None:
+    monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(pyodide, "SHIPPED", tmp_path / "none")
+    assert run(["--port", port]) == 2
+    said = f"tonnage: --port: '{port}' is no port (from 0 (a free one) to 65535)\n"
+    assert capsys.readouterr().err == said
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_cache_that_cannot_be_written_is_refused_by_name(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

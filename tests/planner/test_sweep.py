@@ -409,6 +409,11 @@ def test_a_gpu_by_two_of_its_names_is_one_row(llama, capsys):
     assert [row["gpus"] for row in json.loads(told(capsys))["rows"]] == [1, 2]
 
 
+def test_a_model_given_twice_is_one(llama, capsys):
+    run([llama, llama, "--gpu", "h100,l40s", "--json"])
+    assert len(json.loads(told(capsys))["rows"]) == 2
+
+
 def told(capsys):
     return capsys.readouterr().out
 
