@@ -24,6 +24,7 @@ from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.grid import Grid, sweep
 from tonnage.planner.sweep.order import cheapest
+from tonnage.planner.sweep.rows import SweepRow
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 FLAGS = Deployment(engine="vllm", max_model_len=8192, max_num_seqs=64)
@@ -388,6 +389,14 @@ def test_models_and_gpus_side_by_side(models, capsys):
         assert row["sequences"] == asked[0].running
         assert row["least_sequences"] == min(asked[0].bounds[0], asked[0].limit)
         assert row["usd_per_sequence"] == row["usd_per_hour"] / row["least_sequences"]
+
+
+@pytest.mark.parametrize(("least", "each"), [(0.9, None), (1.0, 2.0), (1.6, 1.25), (4.0, 0.5)])
+def test_a_sequence_has_a_price_once_one_is_certain(least, each) -> None:
+    row = SweepRow("h100-80g", 1, "as is", "auto", True, usd_per_hour=2.0, least_sequences=least)
+    assert row.usd_per_sequence == each
+    assert replace(row, usd_per_hour=None).usd_per_sequence is None
+    assert replace(row, fits=False).usd_per_sequence is None
 
 
 def test_a_table_says_of_how_many_tokens_its_sequences_are(models, capsys):
