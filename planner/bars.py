@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TextIO
 
 SHADES = "█▓▒░"  # from full to empty
 ASCII = "#+:."
+
+
+def redraws(file: TextIO) -> bool:
+    """Whether it is a terminal where a line can be drawn again. A dumb one (Emacs' shell, some CI) cannot, and
+    rich shows nothing there until the end (Console.is_dumb_terminal)."""
+    return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def shades(file: TextIO) -> str:

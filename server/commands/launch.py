@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tonnage.cache.admission import AdmissionMode, Policy
-from tonnage.planner.bars import SHADES, shades
+from tonnage.planner.bars import SHADES, redraws, shades
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.host import host_memory
 from tonnage.planner.engines.vllm.serve_line import loaded_as
@@ -211,7 +211,7 @@ class Waiting:
         self._since = time.monotonic()
         self._next = 2.0
         self._status: Any = None
-        if sys.stderr.isatty():
+        if redraws(sys.stderr):
             from rich.console import Console  # only on a terminal
 
             spinner = "dots" if shades(sys.stderr) == SHADES else "line"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
+from tonnage.planner.bars import redraws
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import catalogue, find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
@@ -218,7 +219,7 @@ def _said(quiet: bool) -> Callable[[int, float], None]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
     """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
+    if not redraws(sys.stderr):
         yield None
         return
     from rich.console import Console  # only for the bar

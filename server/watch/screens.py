@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
-from tonnage.planner.bars import shades
+from tonnage.planner.bars import redraws, shades
 from tonnage.server.watch.client import WatchError
 
 Look = TypeVar("Look")
@@ -48,10 +47,8 @@ class Lines(Generic[Look]):
 
 
 def draws() -> bool:
-    """Whether stdout is a terminal that can draw a screen again. A dumb one (Emacs' shell, some CI) cannot, and
-    rich, which comes with the extras, shows nothing there until the end."""
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")  # as rich's Console.is_dumb_terminal
-    return sys.stdout.isatty() and not dumb and find_spec("rich") is not None
+    """Whether stdout is a terminal for a screen, and rich, which comes with the extras, is there to draw it."""
+    return redraws(sys.stdout) and find_spec("rich") is not None
 
 
 class Screen(Generic[Look]):

@@ -24,11 +24,13 @@ import httpx
 import psutil
 import pytest
 from serving import PATIENCE
+from terminal import Terminal
 
 from tonnage.planner.devices import host
 from tonnage.server.cli import main
 from tonnage.server.commands.comparison import Row, print_table
 from tonnage.server.commands.doctor import devices
+from tonnage.server.commands.launch import Waiting
 from tonnage.server.demo.model import ensure_demo
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
@@ -198,6 +200,19 @@ def test_a_port_in_use_is_found_before_the_load() -> None:
         port = str(taken.getsockname()[1])
         line = refusal(tonnage("serve", "demo", "--port", port))
     assert f"port: {port} on 127.0.0.1 is in use" in line
+
+
+def test_a_dumb_terminal_reads_that_something_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No spinner turns there, so it gets the lines of a file."""
+    terminal = Terminal("utf-8")
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    now = iter((0.0, 1.0, 3.0, 12.0))
+    monkeypatch.setattr("tonnage.server.commands.launch.time.monotonic", lambda: next(now))
+    with Waiting("loading the model") as tick:
+        for _ in range(3):
+            tick()
+    assert terminal.shown() == "loading the model (3 s)\nloading the model (12 s)\n"
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter is the C locale's
