@@ -9,6 +9,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.headers.hub import endpoint
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.planning.stages import rank_architecture
@@ -58,7 +59,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         )
     from tonnage.planner.planning import eagle
 
-    draft = resolve_model(name)
+    draft = _found(name)
     quantization = read_quantization(draft.config, None)
     if eagle.is_eagle(draft.config, name):
         made = eagle.eagle_draft(draft.config, name, architecture, draft.tensors)
@@ -81,6 +82,21 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
     return _held(architecture, other, quantization, flags)
 
 
+_FETCHED: dict[tuple[str, str], ModelSource] = {}
+
+
+def _found(name: str) -> ModelSource:
+    """The draft. One whose files the hub was asked for is asked for once in a process: a plan needs it twice, a
+    table for each of its rows."""
+    known = name, endpoint()
+    if known in _FETCHED:
+        return _FETCHED[known]
+    source = resolve_model(name)
+    if source.kind == "hub" and source.path == source.id:
+        _FETCHED[known] = source
+    return source
+
+
 # Rotary embeddings that a longer table extends (config/speculative.py _CACHE_ONLY_ROPE_TYPES, vLLM 0.33)
 _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
@@ -94,7 +110,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
         return None
     from tonnage.planner.planning import eagle
 
-    draft = resolve_model(name)
+    draft = _found(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
     elif _rotary_types(draft.config) <= _EXTENDED:  # shares the model's positions

@@ -142,6 +142,17 @@ def test_a_date_to_try_again_at(hub):
         resolve_model("org/busy")
 
 
+def test_a_table_asks_for_a_draft_once(hub, tiny_llama, capsys):
+    """And for the model: its rows need both again and again."""
+    config = {"config.json": json.dumps(tiny_llama).encode()}
+    hub.files |= {("org/model", "main"): config, ("org/draft", "main"): config}
+    flags = ["--gpu", "l4,h100,b200", "--speculative-model", "org/draft", "--num-speculative-tokens", "2"]
+    assert run(["org/model", *flags]) == 0, capsys.readouterr()
+    paths = [path for path, _ in hub.asked]
+    assert "/org/draft/resolve/main/config.json" in paths
+    assert len(paths) == len(set(paths))
+
+
 def test_a_revision_is_asked_for_by_name(hub):
     files = hub.files["org/open", "main"]
     hub.files["org/open", "refs/pr/7"] = files
