@@ -112,3 +112,24 @@ def test_flags_without_a_value_and_files_to_write(sight: Sight) -> None:
     sight.open(f"?model=Qwen/Qwen3-8B&gpu=h100-80g{VLLM.replace('0.33.0', '9.9.9')}").settle()
     assert "newer than what is known here" in sight.page.inner_text("#result")  # as the command notes
     assert "changed a plan" in sight.page.inner_text("#flag-engine-version-help")
+
+
+def test_what_is_said_out_of_sight_is_at_the_lower_edge(sight: Sight) -> None:
+    """On a phone the answer is far below the model's name and the hub's button."""
+    page = sight.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    sight.open().settle()
+    at_glance = (
+        "() => (({ hidden, textContent }) => hidden ? '' : textContent)(document.getElementById('glance'))"
+    )
+    sight.wait(f"() => ({at_glance})().startsWith('Fits: ')")
+    page.fill("#model", "someone/Own-4B")
+    page.locator("#model").blur()
+    sight.refused("is not in the list")
+    sight.wait(f"() => ({at_glance})().startsWith('someone/Own-4B is not in the list')")
+    page.click("#glance")
+    sight.wait("() => document.getElementById('glance').hidden")
+    page.evaluate("() => scrollTo(0, 0)")
+    page.select_option("#known", "Qwen/Qwen3-4B")
+    sight.planned("Qwen/Qwen3-4B")
+    sight.wait(f"() => ({at_glance})().startsWith('Fits: ')")

@@ -63,6 +63,18 @@ function say(words, kind = "") {
   byId("status").textContent = words;
   byId("status").className = kind;
   byId("answer").setAttribute("aria-busy", "false");
+  atGlance(words, kind, byId("status"));
+}
+
+// what is said, or the verdict, in a line at the lower edge while place, which says it, is out of sight
+const seen = new IntersectionObserver(([entry]) => { byId("glance").hidden = entry.isIntersecting; });
+
+function atGlance(words, kind, place) {
+  seen.disconnect();
+  byId("glance").hidden = true;
+  byId("glance").textContent = words;
+  byId("glance").className = `${kind} noprint`;
+  if (words) seen.observe(place);
 }
 
 const fail = (words) => say(words, "no");
@@ -80,7 +92,6 @@ function planOf(out) {
 function draw({ out, err }) {
   window.tonnage.out = out;
   say(underway || objection, objection && "no");
-  byId("glance").hidden = true;
   if (!out) {
     byId("result").replaceChildren();
     const words = /is not in the local hub cache/.test(err) ? elsewhere(view.flags.model) : err.trim().replace(/^tonnage: /, "");
@@ -96,15 +107,11 @@ function draw({ out, err }) {
     .filter(Boolean).map((textContent) => make("p", { className: "soft noprint", textContent }));
   byId("result").replaceChildren(...(training ? drawTraining(plan) : drawPlan(plan)), ...kept, ...places());
   if (within) byId("answer").focus({ preventScroll: true }); // what was pressed may be gone
-  byId("glance").textContent = (training ? trainingInShort : planInShort)(plan);
-  byId("glance").className = plan.fits ? "yes noprint" : "no noprint";
-  seen.disconnect();
-  seen.observe(byId("result").querySelector(".verdict"));
+  if (!underway && !objection) {
+    atGlance((training ? trainingInShort : planInShort)(plan), plan.fits ? "yes" : "no", byId("result").querySelector(".verdict"));
+  }
   byId("printed").textContent = `${new Date().toISOString().slice(0, 10)}, Tonnage ${all.version}, ${location.href.split("#")[0]}`;
 }
-
-// the verdict in a line at the lower edge, where it is out of sight
-const seen = new IntersectionObserver(([entry]) => { byId("glance").hidden = entry.isIntersecting; });
 
 // -- the model --
 
