@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -80,6 +81,7 @@ tonnage COMMAND --help shows the options of a command, --help=WORD those with th
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command. Returns its exit code: 0 done, 1 the answer is no, 2 bad input, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open()
     _encodable()
     try:
         return _dispatch(arguments)
@@ -106,6 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tonnage: what it prints cannot be written: {error.strerror}", file=sys.stderr)
         sys.stdout = None
         return FAILED
+
+
+def _open() -> None:
+    """What was closed before the start (``>&-``, some cron) goes nowhere; print sends errors to stdout then."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _encodable() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -213,6 +214,16 @@ def test_a_dumb_terminal_reads_that_something_takes_long(monkeypatch: pytest.Mon
         for _ in range(3):
             tick()
     assert terminal.shown() == "loading the model (3 s)\nloading the model (12 s)\n"
+
+
+@pytest.mark.parametrize(("words", "status"), [("plan demo --gpu l4", 0), ("nosuch", 2)])
+def test_what_was_closed_before_the_start_is_written_nowhere(words: str, status: int) -> None:
+    for closed in (1, 2):
+        command = f"exec {shlex.join([*CLI, *words.split()])} {closed}>&-"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+        assert "unknown command" not in done.stdout
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter is the C locale's
