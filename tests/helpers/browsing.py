@@ -28,6 +28,7 @@ class Sight:
 
     def __init__(self, page: Any, url: str) -> None:
         self.page, self.url = page, url
+        page.set_default_timeout(1000 * PATIENCE)
         self.said: list[str] = []
         page.on("pageerror", lambda error: self.said.append(str(error)))
         page.on("console", lambda line: line.type == "error" and self.said.append(line.text))

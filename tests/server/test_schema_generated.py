@@ -26,7 +26,7 @@ async def schemathesis(url: str, phase: str, tmp_path: Path, *more: str) -> tupl
         str(Path(sys.executable).with_name("schemathesis")),
         *("--config-file", str(here.with_name("schemathesis.toml"))),
         *("run", f"{url}/openapi.json", "--phases", phase, "--max-examples", "25"),
-        *("--seed", "1", "--no-color", "--no-shrink"),
+        *("--seed", "1", "--no-color", "--no-shrink", "--request-timeout", str(PATIENCE)),
         *("--continue-on-failure", "--generation-database", "none", *more),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
