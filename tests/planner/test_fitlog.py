@@ -181,6 +181,12 @@ def test_every_rank_and_the_logged_pool(llama, capsys):
     assert "Verdict: the plan" in shown
 
 
+def test_a_format_made_while_loading_is_planned(llama, capsys):
+    (log,) = told(capsys, FP8_WEIGHTS, "--model", llama, "--gpu", "h100-80g")["logs"]
+    assert log["terms"]["weights_bytes"]["verdict"] == "agrees"
+    assert "its weights were made fp8 while they were loaded" in json.dumps(log)
+
+
 def test_a_miss_is_said(llama, tmp_path, capsys):
     """Weights and pool of another model: which terms, and by how much."""
     other = tmp_path / "other.log"

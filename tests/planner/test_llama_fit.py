@@ -15,7 +15,9 @@ import pytest
 from demo_file import demo_gguf
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError
+from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.records import replace
@@ -293,3 +295,14 @@ def test_only_engines_with_a_null_block_say_so() -> None:
 
     assert "null block" not in pool("llama.cpp")
     assert all("null block" in pool(engine) for engine in ("hf", "vllm"))
+
+
+@pytest.mark.parametrize(
+    ("device", "of_file", "held"), [("cpu", 3, (0, 1, 2)), ("cuda", 3, (1, 2)), ("cuda", 2, (0, 1))]
+)
+def test_embeddings_stay_with_the_host_beside_a_gpu(device, of_file, held) -> None:
+    """But for one that is the head too."""
+    names = ("token_embd.weight", "blk.0.attn_q.weight", "output.weight")[:of_file]
+    file = tuple(HeaderTensor(name, "F16", (4, 4), 32) for name in names)
+    found = engine_of("llama.cpp").stored_tensors(file, Deployment(engine="llama.cpp", device=device))
+    assert found == tuple(file[place] for place in held)
