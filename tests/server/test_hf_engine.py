@@ -272,8 +272,17 @@ async def test_what_still_loads_is_not_waited_for() -> None:
     while engine.pid is None:
         await asyncio.sleep(0)
         assert not start.done(), start
+    process = engine._process
+    assert process is not None
+    wait, waited = process.wait, []
+
+    def waits(seconds: float | None = None) -> int:
+        waited.append(seconds)
+        return wait(seconds)
+
+    process.wait = waits
     await engine.stop()
-    assert engine._process is not None
-    assert engine._process.returncode == -signal.SIGKILL
+    assert waited[:2] == [0.0, None]  # and not five seconds
+    assert process.returncode == -signal.SIGKILL
     with pytest.raises(EngineDead):
         await start
