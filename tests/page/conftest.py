@@ -1,4 +1,4 @@
-"""The page in a real browser. Needs chromium, npm and openssl from the system, playwright from the extra pagetest."""
+"""The page in a real browser. Needs chromium, npm and openssl from the system, playwright from pagetest."""
 
 from __future__ import annotations
 
