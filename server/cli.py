@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open()
     _encodable()
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a broken pipe or a full disk shows here, not at interpreter exit
+        return code
     except TonnageError as error:
         print(f"tonnage: {error}", file=sys.stderr)
         return USAGE
@@ -166,10 +169,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)
     run: Callable[[list[str]], int] = import_module(module).run
-    code = run(rest)
-    if sys.stdout is not None:
-        sys.stdout.flush()  # a broken pipe shows here, not at interpreter exit
-    return code
+    return run(rest)
 
 
 def _unknown(name: str) -> int:

@@ -146,7 +146,7 @@ def test_the_demo_pool_is_the_only_kv_tensor_and_as_large_as_planned(
 ) -> None:
     plan = demo_runner.plan
     assert demo_runner.pool.nbytes == plan.rank.kv_pool_bytes
-    complete(demo_runner, Scheduler(plan), requests(PROMPTS, 8))
+    complete(demo_runner, PROMPTS, 8)
     model = demo_runner.model
     expected = [*model.parameters(), *model.buffers(), demo_runner.pool.tensor, *before_demo]
     known = {tensor.untyped_storage().data_ptr() for tensor in expected}
