@@ -4,6 +4,7 @@ small.
     python benchmarks/vllm_admission.py --json             three rounds, closed loop and Poisson arrivals
     python benchmarks/vllm_admission.py --schedule-only    CPU time of schedule() at 256 running; half a minute
     python benchmarks/vllm_admission.py --simulate         the same loops without a model; a minute
+    python benchmarks/vllm_admission.py --matrix           many loads without a model: admission_matrix.py
 
 One engine (AsyncLLM, the demo model) for each mode stays up and they take turns, round by round, after a first
 loop of ``--cold`` requests that does not count (predictive mode learns lengths from there on, as in a server).
@@ -448,6 +449,10 @@ def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    if "--matrix" in sys.argv:
+        from admission_matrix import main as matrix
+
+        sys.exit(matrix([word for word in sys.argv[1:] if word != "--matrix"]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--requests", type=int, default=200)
