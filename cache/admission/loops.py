@@ -70,22 +70,29 @@ def summarize(
     kept: Int32Array,
     slots: Int32Array,
     computed: Int32Array,
-    block_size: int,
+    tables: Int32Array,
     lookahead: int,
     groups: int,
     rows: Int32Array,
 ) -> None:
-    """The first ``rows`` int32 [.., COLUMNS] of a `RunningSnapshot`, for requests of one sequence that hold the
-    blocks of what is ``computed`` [requests] and of ``lookahead`` slots beyond it.
+    """Write the first ``rows`` int32 [.., COLUMNS] of a `RunningSnapshot` for requests of one sequence.
 
-    ``kept`` int32 [slots, 5]: prompt, max_tokens, reserved and shared blocks, and how long it was when it was
-    admitted; ``slots`` [requests]: which of them each is.
+    Args:
+        kept: int32 [slots, 5]: prompt tokens, max_tokens, reserved blocks, shared blocks, and the tokens of the
+            request when it was admitted.
+        slots: int32 [requests]: the row of ``kept`` of each request.
+        computed: int32 [requests]: computed tokens of each request.
+        tables: int32 [requests]: blocks in each request's table of one group. They cannot be derived from
+            ``computed``: a request keeps the blocks of a rejected draft.
+        lookahead: Slots that a step takes beyond its last token.
+        groups: Full groups.
+        rows: Where to write.
     """
     for at in range(slots.size):
         slot = slots[at]
         prompt, max_tokens, reserved = kept[slot, 0], kept[slot, 1], kept[slot, 2]
         shared, start = kept[slot, 3], kept[slot, 4]
-        held = min((computed[at] + lookahead + block_size - 1) // block_size * groups, reserved)
+        held = min(tables[at] * groups, reserved)
         output = max(computed[at], start) - prompt
         rows[at, HELD], rows[at, PRIVATE], rows[at, RESERVED] = held, max(held - shared, 0), reserved
         rows[at, PROMPT], rows[at, PROMPT_LEFT] = prompt + lookahead, max(start - computed[at], 0)
@@ -174,7 +181,7 @@ def compile_loops() -> None:
     """Compile them, or read them from disk: a few seconds, or some hundredths of one."""
     one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
     rows = np.ones((1, COLUMNS), np.int32)
-    summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, 16, 0, 1, rows)
+    summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, narrow, 0, 1, rows)
     missing_blocks(rows, 16, 1)
     grow(rows, one, 16, 1, 1, np.zeros((4, 1), np.int64))
     least_slack(one, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
@@ -23,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -51,6 +61,14 @@ def _model(length: int) -> ModelConfig:
 
 
 @cache
+def _speculation(drafts: int, length: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram", num_speculative_tokens=drafts, target_model_config=_model(length),
+        target_parallel_config=ParallelConfig(),
+    )  # fmt: skip
+
+
+@cache
 def _hasher(block_size: int) -> Callable[[Request], list[Any]]:
     init_none_hash(sha256)
     return get_request_block_hasher(block_size, sha256)
@@ -68,8 +86,10 @@ def config(
     policy: str = "fcfs",
     loras: int = 0,
     block_size: int = BLOCK,
+    drafts: int = 0,
     **tonnage: Any,
 ) -> VllmConfig:
+    """Return a configuration without a device. ``drafts``: most draft tokens of a step."""
     keys = tonnage if mode is None else {"admission_mode": mode, **tonnage}
     made = VllmConfig(
         model_config=_model(length),
@@ -85,6 +105,8 @@ def config(
     made.cache_config.num_gpu_blocks = blocks
     made.cache_config.block_size = block_size  # which vLLM may change on a CPU
     made.scheduler_config.async_scheduling = asynchronous  # which vLLM switches off on a CPU
+    if drafts:
+        made.speculative_config = _speculation(drafts, length)  # which vLLM refuses with async scheduling
     return made
 
 
@@ -123,7 +145,8 @@ def request(
 
 @dataclass
 class World:
-    """A scheduler and the engine core's loop around it. ``outputs``: true length of each request, by id."""
+    """A scheduler and the engine core's loop around it. ``outputs``: true length of each request, by id.
+    ``drafts``: source of the lengths of drafts and of how much of each draft is accepted."""
 
     scheduler: Any
     outputs: dict[str, int] = field(default_factory=dict)
@@ -132,6 +155,7 @@ class World:
     preemptions: int = 0
     steps: int = 0
     law: Callable[[Any], None] | None = None
+    drafts: random.Random = field(default_factory=lambda: random.Random(0))
     _flight: deque[SchedulerOutput] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -170,7 +194,7 @@ class World:
         sampled = []
         for id in ids:
             held = self.scheduler.requests.get(id)
-            sampled.append([] if held is None else self._token(held, output))
+            sampled.append([] if held is None else self._tokens(held, output))
         if ids:
             back = ModelRunnerOutput(ids, {id: at for at, id in enumerate(ids)}, sampled)
         else:
@@ -182,12 +206,24 @@ class World:
                     assert each.request_id not in self.ended
                     self.ended[each.request_id] = each
 
-    def _token(self, held: Request, output: SchedulerOutput) -> list[int]:
+        if self.scheduler.num_spec_tokens and self._deep == 1:
+            self._draft([id for id, tokens in zip(ids, sampled, strict=True) if tokens])
+
+    def _draft(self, ids: list[str]) -> None:
+        """Give each request a draft of random length, as EngineCore.post_step without async scheduling."""
+        most = self.scheduler.num_spec_tokens
+        drafts = [[7] * self.drafts.randint(0, most) for _ in ids]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
+
+    def _tokens(self, held: Request, output: SchedulerOutput) -> list[int]:
+        """Return what the step sampled for a request: one token, and those of its draft that are accepted."""
         computed = self._computed(held.request_id, output) + output.num_scheduled_tokens[held.request_id]
         if computed < held.num_tokens:
             return []  # a chunk of its prompt
-        last = self.produced.get(held.request_id, 0) + 1 >= self.outputs[held.request_id]
-        return [EOS if last else 7]
+        draft = len(output.scheduled_spec_decode_tokens.get(held.request_id, ()))
+        count = 1 + self.drafts.randint(0, draft)
+        left = self.outputs[held.request_id] - self.produced.get(held.request_id, 0)
+        return [7] * count if count < left else [7] * (left - 1) + [EOS]
 
     @staticmethod
     def _computed(id: str, output: SchedulerOutput) -> int:

@@ -126,6 +126,30 @@ def test_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> 
         assert w.preemptions == 0
 
 
+@pytest.mark.parametrize("mode", ["guaranteed", "no_evict"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_drafts_of_varying_length_cause_no_preemption(mode: str, asynchronous: bool, seed: int) -> None:
+    """A request keeps the blocks of a rejected draft; the next draft may be shorter or longer."""
+    draw = random.Random(f"drafts {mode} {asynchronous} {seed}")
+    most, drafts = 120, draw.choice([1, 3, 7, 20])
+    w = world(
+        mode, draw.choice([30, 50, 80]), asynchronous=asynchronous, drafts=drafts,
+        batched=draw.choice([64, 512]), sequences=draw.choice([4, 64]), caching=draw.random() < 0.8,
+    )  # fmt: skip
+    w.drafts = draw
+    expected = {}
+    for number, (prompt, output) in enumerate(conversations(draw, 40, most)):
+        w.add(request(f"r{number}", prompt, most), output)
+        expected[f"r{number}"] = output
+        for _ in range(draw.choice([0, 0, 1, 5])):
+            w.step()
+    w.run()
+    assert w.produced == expected
+    assert w.scheduler.fallbacks == 0
+    assert w.preemptions == 0
+
+
 def crowd(w: World, number: int = 40, prompt: int = 40, most: int = 120, output: int = 60) -> dict[str, int]:
     for at in range(number):
         w.add(request(f"r{at}", prompt, most, arrival=at), output)

@@ -2,8 +2,8 @@
 a step.
 
 Kept for each running request when it starts: its reservation, its prompt, what it found in the prefix cache.
-Read from vLLM each time: how far it is computed, and the pool's free blocks. Never read: block tables, but
-for the blocks of a prefix that a newcomer finds.
+Read from vLLM each time: how far each request is computed, the length of its block table, and the pool's free
+blocks. The blocks in a table are read only for a prefix that a newcomer finds.
 
 **Sharing.** A block that two requests reference does not come back when one of them leaves. A newcomer that
 finds a block in use makes it nobody's own for as long as anybody holds it: ``private`` is exact or too low,
@@ -52,6 +52,9 @@ class Account:
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # blocks of all groups, all entries
         self.departed = 0  # entries that have left so far
+        # Prompt tokens that each unfinished request found in the prefix cache when it first started.
+        self.found: dict[str, int] = {}
+        self.recomputed = 0  # tokens that preempted requests had to compute again so far
         self._slots: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # tokens found in the prefix cache; for groups set aside whole
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
@@ -105,10 +108,10 @@ class Account:
         """The running requests, in vLLM's order, in ``rows`` where there are some; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
+        find = self._tables.get
+        tables = np.fromiter([len(find(request.request_id, ())) for request in running], np.int32, len(running))
         rows = np.empty((len(order), COLUMNS), np.int32) if rows is None else rows[: len(order)]
-        summarize(
-            self._kept, order, computed, groups.limits.layout.block_size, groups.lookahead, groups.count, rows
-        )
+        summarize(self._kept, order, computed, tables, groups.lookahead, groups.count, rows)
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         return RunningSnapshot(groups.limits.usable_blocks, self._used(), windowed, rows)
 
@@ -180,6 +183,9 @@ class Account:
 
     def _enter(self, request: Any, hit: int) -> None:
         id, groups = request.request_id, self.groups
+        self.found.setdefault(id, min(hit, request.num_prompt_tokens))
+        if request.num_preemptions:
+            self.recomputed += max(0, request.num_tokens - 1 - hit)
         full, windowed = self.reservation(request)
         shared = self._share(id, hit // groups.limits.layout.block_size) * groups.count
         slot = self._slots[id] = self._unused.pop()

@@ -61,13 +61,18 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``full``: index of the first full group in vLLM's list, None without one. ``lookahead``: slots that a
-    step takes beyond its last token (draft tokens and what their proposer writes ahead)."""
+    """The KV cache groups of one scheduler.
+
+    ``full``: index of the first full group in vLLM's list, None without one. ``lookahead``: slots that a step
+    takes beyond its last token (draft tokens and what their proposer writes ahead). ``in_flight``: draft tokens
+    of the step before, which async scheduling counts as computed until that step has come back.
+    """
 
     full: int | None
     others: tuple[Other, ...]
     limits: Limits
     lookahead: int
+    in_flight: int = 0
 
     @property
     def count(self) -> int:
@@ -79,7 +84,7 @@ class Groups:
 
         The last token is sampled and never computed, so it needs no slot; a draft beyond it may.
         """
-        slots = min(tokens - 1 + self.lookahead, self.limits.max_model_len)
+        slots = min(tokens - 1 + self.lookahead + self.in_flight, self.limits.max_model_len)
         full = self.count * ceil_div(slots, self.limits.layout.block_size)
         return full, sum(other.most_blocks(slots, encoder_tokens) for other in self.others)
 
@@ -113,6 +118,9 @@ def read_groups(scheduler: Any, rules: Rules) -> Groups:
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,
         ),
         lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
+        # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts drafts as computed until a step returns.
+        # schedule() adds another step meanwhile, unless max_tokens is reached without these drafts.
+        in_flight=scheduler.num_spec_tokens if config.scheduler_config.async_scheduling else 0,
     )
 
 
