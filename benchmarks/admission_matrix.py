@@ -174,6 +174,8 @@ class Server:
                 if not times:
                     times.extend(freed)
                     freed.clear()
+                if not times:
+                    break  # a request left the scheduler without an end: it is lost
                 self.now = max(self.now, times[0])
                 continue
             tokens, ended = self._step(figures)
