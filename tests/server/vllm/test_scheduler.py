@@ -150,6 +150,36 @@ def test_drafts_of_varying_length_cause_no_preemption(mode: str, asynchronous: b
     assert w.preemptions == 0
 
 
+@pytest.mark.parametrize("seed", [4, 33])
+def test_block_taken_again_for_the_same_tokens_has_one_owner(seed: int) -> None:
+    """A block that two requests shared, freed, evicted and computed again is not shared any more."""
+    draw = random.Random(seed)
+    w = world("guaranteed", 14, batched=32, sequences=8, asynchronous=False)
+    documents = [[draw.randrange(50_000) for _ in range(100)] for _ in range(3)]
+    for number in range(60):
+        w.add(request(f"r{number}", [*draw.choice(documents), number], 30), draw.randrange(1, 30))
+        w.step()
+    w.run()
+    assert w.preemptions == w.scheduler.fallbacks == 0
+
+
+def test_blocks_freed_without_a_departure_let_the_next_request_start() -> None:
+    """As a connector frees them once it has sent what a request left behind."""
+    w = world("guaranteed", 20, asynchronous=False)
+    w.law = None  # its account knows no blocks of a connector
+    pool = w.scheduler.kv_cache_manager.block_pool
+    w.add(request("long", 40, 200), 150)
+    w.step()
+    sent = pool.get_new_blocks(9)
+    w.add(request("next", 80, 48), 20)
+    for _ in range(3):
+        w.step()
+    assert [r.request_id for r in w.scheduler.running] == ["long"]
+    pool.free_blocks(sent)
+    w.step()
+    assert [r.request_id for r in w.scheduler.running] == ["long", "next"]
+
+
 def crowd(w: World, number: int = 40, prompt: int = 40, most: int = 120, output: int = 60) -> dict[str, int]:
     for at in range(number):
         w.add(request(f"r{at}", prompt, most, arrival=at), output)

@@ -51,7 +51,10 @@ class Account:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # blocks of all groups, all entries
-        self.departed = 0  # entries that have left so far
+        # How often room was made: entries that left, and steps before which blocks came back without one.
+        self.departed = 0
+        self._free = self.pool.get_num_free_blocks()  # at the last `sync`
+        self._departed_then = 0  # at the last `sync`
         # Prompt tokens that each unfinished request found in the prefix cache when it first started.
         self.found: dict[str, int] = {}
         self.recomputed = 0  # tokens that preempted requests had to compute again so far
@@ -84,12 +87,21 @@ class Account:
             fresh = list(takewhile(lambda request: request.request_id not in known, reversed(running)))
             for request in reversed(fresh):  # in order: one may share blocks of the one before
                 self._enter(request, request.num_computed_tokens - scheduled.get(request.request_id, 0))
+        self._notice_freed(in_step=scheduled is not None)
+
+    def _notice_freed(self, *, in_step: bool) -> None:
+        """Count blocks that came back between two steps though no request left, as a connector's do."""
+        free = self.pool.get_num_free_blocks()
+        if free > self._free and not in_step and self.departed == self._departed_then:
+            self.departed += 1
+        self._free, self._departed_then = free, self.departed
 
     def leave(self, id: str) -> None:
         """Take its entry out; nothing without one."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
+            self._forget(id)
             self.reserved -= int(self._kept[slot, RESERVED] + self._kept[slot, WINDOWED])
             self._unused.append(slot)
             others = self._order[self._order != slot]
@@ -216,6 +228,17 @@ class Account:
         for number in own if self._shared else ():
             self._shared.pop(number, None)
         return shared
+
+    def _forget(self, id: str) -> None:
+        """Remove the blocks that leave with a request from ``_shared``.
+
+        The same block may be taken for the same tokens again, and is then one request's own. A connector may
+        keep blocks longer than their request, so there all are removed: ``private`` is too low, which is safe.
+        """
+        connected = self.scheduler.connector is not None
+        for block in self._tables.get(id, ()) if self._shared else ():
+            if connected or block.ref_cnt <= 1:
+                self._shared.pop(block.block_id, None)
 
     def _used(self) -> int:
         """Blocks of full groups that somebody references, or more."""
