@@ -146,7 +146,8 @@ def request(
 @dataclass
 class World:
     """A scheduler and the engine core's loop around it. ``outputs``: true length of each request, by id.
-    ``drafts``: source of the lengths of drafts and of how much of each draft is accepted."""
+    ``drafts``: source of the lengths of drafts and of how much of each draft is accepted. ``interval``: steps
+    from one that may prefill to the next, as in data parallel serving."""
 
     scheduler: Any
     outputs: dict[str, int] = field(default_factory=dict)
@@ -155,6 +156,7 @@ class World:
     preemptions: int = 0
     steps: int = 0
     law: Callable[[Any], None] | None = None
+    interval: int = 1
     drafts: random.Random = field(default_factory=lambda: random.Random(0))
     _flight: deque[SchedulerOutput] = field(default_factory=deque)
 
@@ -174,7 +176,7 @@ class World:
         self.scheduler.add_request(made)
 
     def step(self) -> SchedulerOutput:
-        output: SchedulerOutput = self.scheduler.schedule()
+        output: SchedulerOutput = self.scheduler.schedule(self.steps % self.interval != 0)
         self.scheduled(output)
         return output
 

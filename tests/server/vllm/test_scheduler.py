@@ -23,6 +23,7 @@ import tonnage.server.engines.vllm as vllm_engine
 from tonnage.cache.admission import AdmissionMode, is_safe
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler.options import BadOption, read_eviction, read_policy
+from tonnage.server.engines.vllm.scheduler.scheduler import Admitting
 from tonnage.server.engines.vllm.scheduler.versions import rules_of
 from tonnage.server.engines.vllm.told import take
 
@@ -214,6 +215,40 @@ def test_greedy_takes_vllms_own_steps(asynchronous: bool) -> None:
         taken.append((steps, w.preemptions))
     assert taken[0] == taken[1]
     assert taken[0][1] > 0
+
+
+@pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
+@pytest.mark.parametrize("counts", [True, False], ids=["by counts", "by truth"])
+def test_throttled_prefills_take_vllms_own_steps(
+    mode: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for all, held requests count as waiting where vLLM decides whether to defer prefills."""
+    if not counts:  # as in vLLM 0.30
+        monkeypatch.delattr(Admitting, "get_request_counts")
+    taken = []
+    for cls in (AsyncScheduler, TonnageScheduler):
+        made = scheduler(cls, config(2001, mode=None if cls is AsyncScheduler else mode, batched=64))
+        w = World(made, interval=8)
+        if cls is TonnageScheduler:
+            made._rules = replace(RULES, counts=counts)
+        expected = crowd(w)
+        w.run()
+        assert w.produced == expected
+        taken.append(w.steps)
+    assert taken[0] == taken[1]
+
+
+@pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
+def test_held_requests_end_the_throttling_of_prefills(mode: str) -> None:
+    """As in vLLM, which defers no prefill while requests wait for room."""
+    taken = []
+    for interval in (1, 8):
+        w = World(scheduler(TonnageScheduler, config(61, mode=mode)), interval=interval)
+        expected = crowd(w, 100)
+        w.run()
+        assert w.produced == expected
+        taken.append(w.steps)
+    assert taken[0] == taken[1]
 
 
 def test_the_class_follows_the_flag() -> None:

@@ -37,11 +37,16 @@ from tonnage.server.engines.vllm.told import Told, put
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
+_STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)  # the others wait for something but room
+
 
 class Admitting(Scheduler):
     """What `TonnageScheduler` adds to vLLM's scheduler, whichever it is."""
 
     admission: VllmAdmission | None = None
+    _left_out = (0, 0)  # running and waiting requests that vLLM does not see while it schedules a step
+    _held: Any = ()  # the waiting ones behind the last that may start
+    _prefill_bound = False
     fallbacks = 0  # exceptions of ours so far: 0 or 1
     _report: Report | None = None
 
@@ -137,6 +142,26 @@ class Admitting(Scheduler):
             with self._ours("when a request was preempted"):
                 self._account.leave(request.request_id)
         super()._preempt_request(request, *args, **named)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return vLLM's counts of running and waiting requests, with the requests left out of this step.
+
+        vLLM 0.31 to 0.33 reads from them whether prefills fell behind (`prefill_capacity_bound`), and in
+        `schedule` whether a request is alone.
+        """
+        running, waiting = super().get_request_counts()
+        return running + self._left_out[0], waiting + self._left_out[1]
+
+    @property
+    def prefill_capacity_bound(self) -> bool:
+        """Whether requests were still waiting after the last step that could start prefills."""
+        return self._prefill_bound
+
+    @prefill_capacity_bound.setter
+    def prefill_capacity_bound(self, bound: bool) -> None:
+        if not bound and self._held and not self._rules.counts:
+            bound = any(request.status in _STARTABLE for request in self._held)
+        self._prefill_bound = bound
 
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
         """As vLLM's, with what our stat logger takes out again (`tonnage.server.engines.vllm.told`)."""
@@ -248,9 +273,15 @@ class Admitting(Scheduler):
         if self.admission is None:
             self._gather()
             everybody, stalled = self.waiting, []
+        elif self.waiting is not everybody:
+            waiting = len(everybody) + len(passed) - len(self.waiting)
+            self._left_out, self._held = (len(stalled), waiting), everybody
+        else:
+            self._left_out = len(stalled), 0
         try:
             yield
         finally:
+            self._left_out, self._held = (0, 0), ()
             setattr(self, seats, most)
             with self._ours("after a step"):
                 if stalled:

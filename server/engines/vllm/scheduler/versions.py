@@ -13,13 +13,15 @@ from dataclasses import dataclass
 class Rules:
     """Names in vLLM. ``seats``: how many may run. ``holders``: the queue of those who wait and hold blocks;
     ``mixed``: with them everybody whom a step has passed over. ``ready``: whether a request that waits for
-    something else has got it. ``most_blocks``: a manager's most blocks a request."""
+    something else has got it. ``most_blocks``: a manager's most blocks a request. ``counts``: whether
+    `prefill_capacity_bound` is set from `get_request_counts`, and not from ``bool(waiting)``."""
 
     seats: str = "max_num_active_reqs"
     holders: str = "kv_holding_waiting"
     mixed: bool = False
     ready: str = "_handle_blocked_waiting_request"
     most_blocks: str = "max_admission_blocks_per_request"
+    counts: bool = True
 
 
 _KNOWN = {
@@ -29,6 +31,7 @@ _KNOWN = {
         mixed=True,
         ready="_try_promote_blocked_waiting_request",
         most_blocks="_max_admission_blocks_per_request",
+        counts=False,
     ),
     "0.31": Rules(),
     "0.32": Rules(),
