@@ -149,6 +149,18 @@ def test_who_waits_for_a_seat_and_who_never_fits() -> None:
     assert (told.received, told.unfinished) == (5, 0)
 
 
+def test_requests_wait_for_a_seat_where_fewer_run_than_the_runner_has_rows() -> None:
+    """``--max-num-active-seqs`` of vLLM, below ``--max-num-seqs``."""
+    tried = world("guaranteed", sequences=8)
+    setattr(tried.scheduler, tried.scheduler._rules.seats, 2)
+    for number in range(4):
+        tried.add(request(f"r{number}", 16, 30), 20 + number)
+    tried.run()
+    decisions = told_by(tried.scheduler).decisions
+    assert decisions["wait", "sequences"] == 2
+    assert ("wait", "blocks") not in decisions
+
+
 def test_a_broken_account_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     tried = world("guaranteed")

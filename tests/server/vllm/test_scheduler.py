@@ -20,6 +20,7 @@ from vllm.v1.engine import FinishReason
 from vllm_steps import BLOCK, World, config, full, request, scheduler, sliding
 
 import tonnage.server.engines.vllm as vllm_engine
+import tonnage.server.engines.vllm.scheduler.scheduler as scheduler_module
 from tonnage.cache.admission import AdmissionMode, is_safe
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.scheduler.options import BadOption, read_eviction, read_policy
@@ -352,10 +353,12 @@ def test_what_never_fits_is_answered_and_holds_up_nobody(mode: str) -> None:
     assert {id: w.produced[id] for id in ("before", "behind")} == {"before": 20, "behind": 20}
 
 
-def test_max_tokens_beyond_the_pool() -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_max_tokens_beyond_the_pool(asynchronous: bool) -> None:
     """Guaranteed mode refuses it at once. The others run it as far as the pool goes: its answer ends there."""
-    for mode, produced in (("guaranteed", 0), ("predictive", 20 * BLOCK - 40 + 1)):
-        w = world(mode, 20, length=2048)
+    longest = 20 * BLOCK - 40 + 1
+    for mode, produced in (("guaranteed", 0), ("predictive", longest), ("greedy", longest)):
+        w = world(mode, 20, length=2048, asynchronous=asynchronous)
         w.add(request("long", 40, 1000), 1000)
         w.add(request("other", 40, 50), 20)
         w.run()
@@ -407,6 +410,59 @@ def test_an_exception_of_ours_reaches_nobody(
     told = take(w.scheduler.make_stats().waiting_lora_adapters)
     assert told is not None
     assert (told.mode, told.failures) == ("greedy", 1)
+
+
+def test_requests_that_never_fit_are_refused_after_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world("guaranteed", 20)
+    w.law = blocks_conserve
+    monkeypatch.setattr(w.scheduler._account, "sync", None)
+    w.add(request("before", 40, 50), 20)
+    w.step()
+    assert w.scheduler.admission is None
+    w.add(request("never", 21 * BLOCK, 50), 5)
+    w.add(request("long", 40, 1000), 1000)
+    w.add(request("behind", 40, 50), 20)
+    w.run()
+    assert w.ended["never"].finish_reason is FinishReason.ERROR
+    assert w.ended["long"].finish_reason is FinishReason.LENGTH
+    assert w.produced == {"before": 20, "never": 0, "long": 20 * BLOCK - 40 + 1, "behind": 20}
+
+
+@pytest.mark.parametrize("failing", ["EngineCoreOutput", "finish_requests", "take_events"])
+def test_an_exception_while_refusing_loses_no_answer(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world("predictive", 20)
+    made = {f"never{at}": request(f"never{at}", 21 * BLOCK, 50) for at in range(3)}
+    for each in made.values():
+        w.add(each, 5)
+    w.add(request("behind", 40, 50), 20)
+    target, failing_call = {
+        "EngineCoreOutput": (scheduler_module, 2), "finish_requests": (w.scheduler, 2),
+        "take_events": (made["never1"], 1),
+    }[failing]  # fmt: skip
+    plain, calls = getattr(target, failing), 0
+
+    def once(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing_call:
+            raise RuntimeError("a mistake of ours")
+        return plain(*args, **named)
+
+    monkeypatch.setattr(target, failing, once)
+    w.run()
+    assert set(w.ended) == {*made, "behind"}
+    assert w.scheduler.fallbacks == 1
+
+
+def test_an_exception_while_counting_evictions_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    w = world("predictive", 60)
+    expected = crowd(w)
+    w.step()
+    w.scheduler._report._evictions.counts = None
+    w.run()
+    assert w.scheduler.reset_prefix_cache()
+    assert w.produced == expected
+    assert caplog.text.count("Tonnage failed to count evicted blocks") == 1
 
 
 @pytest.mark.parametrize("where", ["added", "stepped", "left"])

@@ -6,6 +6,10 @@ import sys
 from collections import Counter
 from typing import Any
 
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
 # Frames between the pool's hook and the manager's allocate_slots (0.30 to 0.33: four or five).
 _DEPTH = 10
 
@@ -36,6 +40,7 @@ class Evictions:
     def __init__(self, manager: Any) -> None:
         self.counts: Counter[str] = Counter()
         self._known = ""  # what all blocks are taken for now
+        self._failed = False  # an exception of ours: nothing is counted any more
         pool = manager.block_pool
         evict, reset = pool._maybe_evict_cached_block, pool.reset_prefix_cache
         match = manager.get_computed_blocks
@@ -47,19 +52,37 @@ class Evictions:
 
         def counted(block: Any) -> bool:
             evicted = bool(evict(block))
-            if evicted:
-                self.counts[self._known or _cause()] += 1
+            if evicted and not self._failed:
+                try:
+                    self.counts[self._known or _cause()] += 1
+                except Exception:
+                    self._fail()
             return evicted
 
         def counted_reset() -> bool:
-            cached = len(pool.cached_block_hash_to_block)
+            cached = self._cached(pool)
             done = bool(reset())
-            if done:
-                self.counts["reset"] += cached
+            if done and not self._failed:
+                try:
+                    self.counts["reset"] += cached
+                except Exception:
+                    self._fail()
             return done
 
         pool._maybe_evict_cached_block, pool.reset_prefix_cache = counted, counted_reset
         manager.get_computed_blocks = matched
+
+    def _cached(self, pool: Any) -> int:
+        """Return the blocks of ``pool`` that a prefix can hit; 0 where that fails."""
+        try:
+            return len(pool.cached_block_hash_to_block)
+        except Exception:
+            self._fail()
+            return 0
+
+    def _fail(self) -> None:
+        self._failed = True
+        logger.exception("Tonnage failed to count evicted blocks: it counts no more of them")
 
     def stepping(self, decodes: bool) -> None:
         """A step begins: all that run decode, and who waits has his prefix looked for. False: that is not

@@ -69,9 +69,11 @@ class Report:
         if head in self._waited:
             return
         short = 0 if admission is None else admission.short_of(head)
-        if len(self._scheduler.running) >= self._scheduler.max_num_running_reqs:
+        scheduler = self._scheduler
+        seated = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        if seated >= getattr(scheduler, scheduler._rules.seats):
             self._decisions["wait", "sequences"] += 1
-        elif short or output.total_num_scheduled_tokens < self._scheduler.max_num_scheduled_tokens:
+        elif short or output.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens:
             self._decisions["wait", "blocks"] += 1
             self._missing["wait", "blocks"] += short
         else:  # it waits for the token budget of one step: that is no decision

@@ -24,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from tonnage.cache.admission import AdmissionMode
+from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.server.engines.vllm.eviction import LearnedQueue, install
 from tonnage.server.engines.vllm.scheduler.account import Account
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
@@ -47,6 +47,7 @@ class Admitting(Scheduler):
     _left_out = (0, 0)  # running and waiting requests that vLLM does not see while it schedules a step
     _held: Any = ()  # the waiting ones behind the last that may start
     _prefill_bound = False
+    _plain: VllmAdmission | None = None  # says what never fits after a fallback, where no mode promises more
     fallbacks = 0  # exceptions of ours so far: 0 or 1
     _report: Report | None = None
 
@@ -62,6 +63,7 @@ class Admitting(Scheduler):
         self._rules = rules
         with self._ours("at start"):
             self._account = Account(self, read_groups(self, rules))
+            self._plain = VllmAdmission(Policy(AdmissionMode.GREEDY), self._account)
             self.admission = VllmAdmission(policy, self._account)
             logger.info(
                 "Tonnage admission: %s, %d usable blocks",
@@ -80,7 +82,7 @@ class Admitting(Scheduler):
         if request.request_id not in self.requests:
             return
         blocks = 0
-        if self.admission is not None:
+        if self._plain is not None:
             with self._ours("for a new request"):
                 blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
@@ -90,6 +92,7 @@ class Admitting(Scheduler):
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
         """One step of vLLM's over those who may take part in it."""
+        self._refuse_head()
         if self.admission is None:
             return super().schedule(*args, **named)
         greedy = self.admission.policy.mode is AdmissionMode.GREEDY
@@ -220,34 +223,56 @@ class Admitting(Scheduler):
 
     def _refuse_never(self, request: Request) -> bool:
         """Whether it can never fit; it is answered after the next step, with what it has if it has anything."""
-        assert self.admission is not None
-        why = self.admission.never(request)
-        if why is None:
+        rule = self.admission or self._plain
+        why = None if rule is None else rule.never(request)
+        if rule is None or why is None:
             return False
         status = (
             RequestStatus.FINISHED_LENGTH_CAPPED if request.num_output_tokens else RequestStatus.FINISHED_ERROR
         )
         self._refused[request.request_id] = status, why
         if self._report is not None:
-            self._report.never(self.admission.missing(request))
+            self._report.never(rule.missing(request))
         logger.warning("Tonnage refuses request %s: %s", request.request_id, why)
         return True
 
+    def _refuse_head(self) -> None:
+        """Refuse the first waiting request if it does not fit an empty pool, lest it block those behind it.
+
+        In modes with a plan only a preempted request is checked, as it has grown since it was added.
+        """
+        if self._plain is None or not self.waiting:
+            return
+        with self._ours("before a step"):
+            head = self.waiting.peek_request()
+            if head.request_id in self._refused or (self.admission is not None and not head.num_preemptions):
+                return
+            if not head.num_stale_output_tokens or head.drop_stale_output:
+                self._refuse_never(head)
+
     def _end_refused(self) -> list[tuple[int, EngineCoreOutput]]:
-        """(client, answer) of each that is refused and has not been aborted meanwhile."""
-        refused, self._refused = self._refused, {}
-        ended = []
-        for id, (status, why) in refused.items():
-            for request in self.finish_requests(id, status):
+        """Finish the refused requests that have not been aborted meanwhile; return (client, answer) of each.
+
+        A request leaves ``_refused`` with its answer, so that an exception loses none.
+        """
+        ended: list[tuple[int, EngineCoreOutput]] = []
+        for id, (status, why) in list(self._refused.items()):
+            request = self.requests.get(id)
+            if request is None or request.is_finished():
+                del self._refused[id]
+                continue
+            with self._ours("when it refused a request"):
+                reason = RequestStatus.get_finished_reason(status)
                 answer = EngineCoreOutput(
-                    request_id=id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    stop_reason=why,
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
+                    request_id=id, new_token_ids=[], finish_reason=reason, stop_reason=why
                 )
-                ended.append((request.client_index, answer))
+                try:
+                    self.finish_requests(id, status)
+                finally:
+                    if request.is_finished():
+                        ended.append((request.client_index, answer))
+                        del self._refused[id]
+                answer.events, answer.trace_headers = request.take_events(), request.trace_headers
         return ended
 
     # -- taking out and putting back -------------------------------------------------------------------------
@@ -333,12 +358,16 @@ class Admitting(Scheduler):
 
     @contextmanager
     def _ours(self, when: str) -> Iterator[None]:
-        """From the first exception in here on, vLLM schedules on its own."""
+        """Leave scheduling to vLLM from the first exception on; from a second one on, refuse nothing either."""
         try:
             yield
         except Exception:
             self.admission = None
-            self.fallbacks += 1
+            if self.fallbacks:
+                self._plain = None
+                logger.debug("Tonnage failed again %s", when, exc_info=True)
+                return
+            self.fallbacks = 1
             logger.exception("Tonnage failed %s: from now on vLLM schedules on its own", when)
 
     @contextmanager
